@@ -49,7 +49,7 @@ test-gpu: $(call needs_venv,$(DEV))
 test-sim: $(call needs_venv,$(DEV))
 	FLASH_MASK_SIM_ARCH=sm_90a $(DEV) -m pytest tests/sim -n $(WORKERS)
 	FLASH_MASK_SIM_ARCH=sm_100a $(DEV) -m pytest tests/sim -n $(WORKERS)
-	$(DEV) -m pytest tests/software_gpu -n $(WORKERS)
+	$(DEV) -m pytest software_gpu/tests -n $(WORKERS)
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .

@@ -56,7 +56,7 @@ class Parts:
 
 def tile_shape(case: BenchCase) -> tuple[int, int]:
     """Queries and keys of a tile of ours."""
-    from flash_mask_cute.call.config import select_bwd_config, select_fwd_config
+    from flash_mask_cute.call.choose.config import select_bwd_config, select_fwd_config
     from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 
     is_native = case.form == "native"

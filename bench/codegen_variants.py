@@ -11,10 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
-from flash_mask_cute.call.arch import arch_spec
-from flash_mask_cute.call.config import select_bwd_config, select_fwd_config
-from flash_mask_cute.call.kernels import build_fwd
-from flash_mask_cute.call.kernels_bwd import (
+from flash_mask_cute.call.build.backward import (
     Padding,
     PaddingFacts,
     PartFacts,
@@ -25,6 +22,9 @@ from flash_mask_cute.call.kernels_bwd import (
     build_preprocess,
     build_zero_padding,
 )
+from flash_mask_cute.call.build.forward import build_fwd
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import select_bwd_config, select_fwd_config
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds

@@ -144,7 +144,7 @@ class Problem:
     def own_keywords(self) -> dict[str, Any]:
         if self.made.own is not None:
             return self.made.own
-        from flash_mask_cute.flex.together import as_cute_mods
+        from flash_mask_cute.lowering.pair import as_cute_mods
 
         mods = as_cute_mods(self.made.score_mod, self.made.mask_mod, None, self.q.device)
         return {**mods._asdict(), "block_sparse_tensors": self.block_mask}

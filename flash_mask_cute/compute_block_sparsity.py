@@ -25,8 +25,8 @@ from flash_mask_cute.block_sparsity import (
     ComputedLists,
     as_block_size,
 )
-from flash_mask_cute.call.keywords import public_call, refuse_keywords
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
+from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.mods.aux_tensors import check_record, new_record
 from flash_mask_cute.mods.on_cpu import all_inside

@@ -1,6 +1,6 @@
 """The public calls.
 
-A call is planned and compiled once (`call/plan.py`, `call/prepare.py`). Later calls find the
+A call is planned and compiled once (`call/choose/plan.py`, `call/prepare.py`). Later calls find the
 prepared launch by the metadata of their arguments (`call/lookup.py`).
 """
 
@@ -25,13 +25,13 @@ from flash_mask_cute.call.arguments import (
     split_q_start,
     window_sides,
 )
-from flash_mask_cute.call.config import BwdConfig, FwdConfig
+from flash_mask_cute.call.check.keywords import brief, know_keywords, public_call, refuse_keywords
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation, explain_fwd
-from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
-from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.flex.together import as_cute_mods, form_of
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig
+from flash_mask_cute.lowering.pair import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload

@@ -25,8 +25,8 @@ from flash_mask_cute.block_sparsity import (
     dense_states,
     from_block_mask,
 )
-from flash_mask_cute.call.tile_classes import classes_of_columns
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.call.choose.tile_classes import classes_of_columns
+from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flash_mask_cute.rules.band import IntLike
+from flash_mask_cute.index_math import IntLike
 
 
 def _read(values: Any, index: IntLike) -> IntLike:

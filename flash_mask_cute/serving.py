@@ -14,13 +14,13 @@ from torch import Tensor
 
 from flash_mask_cute.autograd.append_op import append_by_operator
 from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.autograd.attend import attend, scale_number
 from flash_mask_cute.autograd.combine_op import run_combine
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import check_forward_call
-from flash_mask_cute.call.append import Append, append, check_append
 from flash_mask_cute.call.arguments import QStart, window_sides
-from flash_mask_cute.call.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.kvcache import (
+from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
+from flash_mask_cute.call.check.kvcache import (
     Cache,
     CacheView,
     batch_of,
@@ -31,10 +31,11 @@ from flash_mask_cute.call.kvcache import (
     seqlens_of,
     view_of,
 )
+from flash_mask_cute.call.check.validate import check_num_splits
 from flash_mask_cute.call.problem import END
-from flash_mask_cute.call.validate import check_num_splits
-from flash_mask_cute.flex.together import as_cute_mods
-from flash_mask_cute.functional import WindowSize, attend, scale_number
+from flash_mask_cute.call.run.append import Append, append, check_append
+from flash_mask_cute.functional import WindowSize
+from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, check_bool, check_tensor, dtype_names
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.codegen import count_sass, disassembly
-from flash_mask_cute.call.arch import arch_spec
-from flash_mask_cute.call.config import FwdConfig, select_fwd_config
-from flash_mask_cute.call.kernels import NO_MODS, build_fwd
+from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import select_fwd_config
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
+from flash_mask_cute.call.settings import FwdConfig
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target

@@ -64,7 +64,7 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
 def documents_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that a mask_mod tells of are packed sequences in calls of any size."""
     from flash_mask_cute import interface
-    from flash_mask_cute.call import mask_bits_plan
+    from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
 
     monkeypatch.setattr(mask_bits_plan, "MIN_TILES_PACKED", 0)
     # a launch of the same metadata may have been prepared before

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.combine import merge_partials
+from flash_mask_cute.call.run.combine import merge_partials
 from flash_mask_cute.cpu.combine import combine_gradients, combine_partials
 from flash_mask_cute.runtime.plain_tensors import own_memory
 

@@ -28,7 +28,7 @@ from flash_mask_cute.autograd.passes import (
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.call.arguments import QStart
-from flash_mask_cute.call.mask_extents import check_position
+from flash_mask_cute.call.check.mask_extents import check_position
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.interface import (
     BwdConfig,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from flash_mask_cute.call.config import BwdConfig, FwdConfig
 from flash_mask_cute.call.problem import Mods
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 

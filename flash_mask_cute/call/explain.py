@@ -7,30 +7,30 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import dense_states
-from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
-from flash_mask_cute.call.config import FwdTiles, select_bwd_config
-from flash_mask_cute.call.copies import describe_copies
-from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
-from flash_mask_cute.call.kernels_bwd import num_row_blocks
-from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.packed import call_by_documents
-from flash_mask_cute.call.pages import describe_pages
-from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan, target_of
-from flash_mask_cute.call.prepare import compiled_fwd
-from flash_mask_cute.call.tile_classes import (
+from flash_mask_cute.call.build.backward import num_row_blocks
+from flash_mask_cute.call.check.pages import describe_pages
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import FwdTiles, select_bwd_config
+from flash_mask_cute.call.choose.copies import describe_copies
+from flash_mask_cute.call.choose.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.choose.packed import call_by_documents
+from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan, target_of
+from flash_mask_cute.call.choose.tile_classes import (
     ColumnVerdicts,
     ListVerdicts,
     PlacedLists,
     Verdicts,
     judge_row,
 )
+from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.cpu.tiles import start_of
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
+from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 

@@ -12,7 +12,7 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.call.arguments import Masks, PreparedBwd, PreparedFwd, Tensors
-from flash_mask_cute.call.copies import (
+from flash_mask_cute.call.choose.copies import (
     misplaced,
 )
 from flash_mask_cute.limits import ADDRESS_MASK

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
-from flash_mask_cute.call.combine import MergedForward
-from flash_mask_cute.call.kernels import compile_fwd
-from flash_mask_cute.call.kernels_bwd import BwdKernels, compile_bwd
-from flash_mask_cute.call.plan import Backend, ExecutionPlan, plan
-from flash_mask_cute.call.prepared import CpuForward, EmptyForward, KernelForward
-from flash_mask_cute.call.prepared_bwd import CpuBackward, EmptyBackward, KernelBackward
-from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
+from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd
+from flash_mask_cute.call.build.forward import compile_fwd
+from flash_mask_cute.call.check.validate import refuse_transforms
+from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
 from flash_mask_cute.call.problem import Mods
-from flash_mask_cute.call.validate import refuse_transforms
+from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, KernelBackward
+from flash_mask_cute.call.run.combine import MergedForward
+from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
+from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.target import Target

@@ -234,3 +234,15 @@ def fold_q_start(
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:
     """The dtype of the vector that kernels read for a learnable_sink: they compute in float32."""
     return torch.float32 if sink.dtype == torch.float64 else sink.dtype
+
+
+class Padding(NamedTuple):
+    """Gradients that may have rows behind their last sequence, which must be zeroed: new packed
+    ones."""
+
+    dq: bool = False
+    dk: bool = False
+    dv: bool = False
+
+
+NO_PADDING = Padding()

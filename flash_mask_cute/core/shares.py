@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flash_mask_cute.rules.band import IntLike, imax, imin
+from flash_mask_cute.index_math import IntLike, imax, imin
 
 # How work tiles are computed in pieces, and where their results lie: by rows of the output, as many
 # pieces of each work tile, or by slots of shares.

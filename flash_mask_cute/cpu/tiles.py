@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.block_sparsity import (
     EMPTY,
     FULL,
@@ -27,6 +26,7 @@ from flash_mask_cute.block_sparsity import (
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
+from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 

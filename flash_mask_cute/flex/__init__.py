@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_mask_cute.flex.attention import flex_attention
-    from flash_mask_cute.flex.lower import LoweredMod, lower_mod, mod_source
     from flash_mask_cute.flex.patch import patch_flex_attention
+    from flash_mask_cute.lowering.lower import LoweredMod, lower_mod, mod_source
 
 __all__ = ["LoweredMod", "flex_attention", "lower_mod", "mod_source", "patch_flex_attention"]
 
-# The first and the last stand above other functions that take mods, which import what lowers them.
 _HOME = {
-    "flex_attention": "attention",
-    "LoweredMod": "lower",
-    "lower_mod": "lower",
-    "mod_source": "lower",
-    "patch_flex_attention": "patch",
+    "flex_attention": "flash_mask_cute.flex.attention",
+    "LoweredMod": "flash_mask_cute.lowering.lower",
+    "lower_mod": "flash_mask_cute.lowering.lower",
+    "mod_source": "flash_mask_cute.lowering.lower",
+    "patch_flex_attention": "flash_mask_cute.flex.patch",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

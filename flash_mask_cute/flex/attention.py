@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.autograd.attend import KnownCall, attend
+from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.flex.block_mask import (
     SeenLists,
     intervals_of,
@@ -18,14 +20,12 @@ from flash_mask_cute.flex.block_mask import (
     lists_of,
     says_no_more,
 )
-from flash_mask_cute.flex.captures import Path, described
-from flash_mask_cute.flex.convention import check_torch_mod
-from flash_mask_cute.flex.in_graph import mods_in_graph
-from flash_mask_cute.flex.lower import LoweredMod, lower_mod
-from flash_mask_cute.flex.together import known_of, put_together
-from flash_mask_cute.flex.trace import name_of
-from flash_mask_cute.flex.watch import Kept
-from flash_mask_cute.functional import KnownCall, attend
+from flash_mask_cute.lowering.captures import Path, described
+from flash_mask_cute.lowering.convention import check_torch_mod
+from flash_mask_cute.lowering.lower import LoweredMod, lower_mod
+from flash_mask_cute.lowering.pair import known_of, put_together
+from flash_mask_cute.lowering.trace import name_of
+from flash_mask_cute.lowering.watch import Kept
 from flash_mask_cute.runtime.checks import number_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -16,10 +16,10 @@ from flash_mask_cute.block_sparsity import (
     dense_states,
     from_block_mask,
 )
-from flash_mask_cute.flex.intervals import Rows
-from flash_mask_cute.flex.lower import Columns
-from flash_mask_cute.flex.simplify import Band
-from flash_mask_cute.flex.watch import is_capturing
+from flash_mask_cute.lowering.intervals import Rows
+from flash_mask_cute.lowering.lower import Columns
+from flash_mask_cute.lowering.simplify import Band
+from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 

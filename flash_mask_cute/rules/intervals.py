@@ -14,7 +14,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, TypeAlias
 
-from flash_mask_cute.rules.band import IntLike, imax, imin
+from flash_mask_cute.index_math import IntLike, imax, imin
 
 BoolLike: TypeAlias = Any
 """A bool, a `cutlass.Boolean`, or a bool torch tensor; results follow the operands."""

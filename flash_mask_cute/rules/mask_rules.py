@@ -16,12 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
 
-from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_warp
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import call_mask_mod
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
+from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 
 

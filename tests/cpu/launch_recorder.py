@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.plan import ExecutionPlan, plan
-from flash_mask_cute.call.prepared import KernelForward
+from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.run.forward import KernelForward
 from flash_mask_cute.runtime.target import Target
 
 

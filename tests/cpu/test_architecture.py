@@ -22,74 +22,88 @@ MAX_TEST_LINES = 700
 TEST_FOLDERS = {"bench": "bench", "cpu_path": f"{PACKAGE}/cpu"}
 MAX_FUNCTION_LINES = 110
 
-# Arithmetic on ints, device values or tensors, which every layer may use.
+# Arithmetic on ints, device values or tensors, which every layer above may use.
 INDEX_RULES = (
-    "block_info",
-    "seqlen_info",
-    "rules.band",
-    "rules.intervals",
-    "core.shares",
+    "index_math",
     "limits",
+    "seqlen_info",
+    "core.shares",
+    "rules.band",
+    "rules.block_info",
+    "rules.intervals",
 )
 
 # Who may import what inside the package; a name stands for the module and for all below it. The
 # longest name that fits a module is its row, so a new top-level module needs a new row. A folder
-# may import itself. Rows stand from the bottom of the layers to the top.
+# may import itself. Rows stand from the bottom of the layers to the top, and a row names only rows
+# above it (`test_no_arrow_points_up`).
 ARROWS: dict[str, tuple[str, ...]] = {
+    "index_math": (),
     "limits": (),
-    "rules.band": (),
-    "rules.intervals": ("rules.band",),
-    "seqlen_info": ("rules.band",),
-    "block_info": ("seqlen_info", "rules.band"),
-    "core.shares": ("rules.band",),
-    "core": ("seqlen_info", "rules.band", "limits"),
+    "seqlen_info": ("index_math",),
+    "core": ("seqlen_info", "index_math", "limits"),
     "runtime": ("limits",),
     "mods": ("core", "runtime", "limits"),
-    "rules": ("mods", "core", *INDEX_RULES),
-    "kernels": ("core", "seqlen_info"),
+    # from mods written in torch to CuTe mods, below the functions that take mods
+    "lowering": ("mods", "runtime"),
+    "rules": ("mods", "core", "seqlen_info", "index_math", "limits"),
+    "kernels": ("core", "seqlen_info", "index_math", "limits"),
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
     "masks": ("mask_prep", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
     "cpu": ("masks.column_mask", "block_sparsity", "mods.on_cpu", *INDEX_RULES),
-    "call": (
-        *("cpu", "masks.column_mask", "block_sparsity", "mask_prep"),
-        *("sm90", "sm100", "kernels", "core.row_blocks", "mods", "runtime", *INDEX_RULES),
+    # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
+    "call.settings": (),
+    "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
+    "call.arguments": ("call.settings", "call.problem", "masks.column_mask", "runtime"),
+    "call.check": (
+        *("call.arguments", "call.problem", "call.settings", "masks.column_mask"),
+        *("block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
-    # from mods written in torch to CuTe mods, below the functions that take mods
-    "flex": ("mods", "runtime"),
-    "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
-    "flex.in_graph": ("autograd.mod_names", "flex", "runtime"),
-    "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
+    "call.choose": (
+        *("call.check", "call.arguments", "call.problem", "call.settings", "masks.column_mask"),
+        *("block_sparsity", "mask_prep", "sm90", "sm100", "mods", "runtime", *INDEX_RULES),
+    ),
+    "call.build": (
+        *("call.choose", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
+        *("core.row_blocks", "mods", "runtime", *INDEX_RULES),
+    ),
+    "call.run": (
+        *("call.build", "call.choose", "call.check", "call.arguments", "call.problem", "cpu"),
+        *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
+        *("runtime", *INDEX_RULES),
+    ),
+    "call": (
+        *("cpu", "masks.column_mask", "block_sparsity", "mask_prep", "mods", "runtime"),
+        *INDEX_RULES,
+    ),
     "compute_block_sparsity": (
-        *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
+        *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
     ),
     "plotting": (
-        *("call.validate", "call.tile_classes", "masks.column_mask", "block_sparsity"),
-        "flex.together",
-        *("mods.on_cpu", "mods.signature", "runtime"),
+        *("call", "masks.column_mask", "block_sparsity"),
+        *("lowering.pair", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "flex.together", "masks.column_mask", "runtime", "mods"),
+    "interface": ("call", "lowering.pair", "masks.column_mask", "runtime", "mods"),
     "autograd": (
-        *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
-        "cpu.combine",
+        *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
+        *("mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": (
-        *("autograd", "interface", "call", "masks.column_mask", "block_sparsity"),
-        *("flex.together", "flex.in_graph", "mods.signature", "runtime"),
-    ),
-    "serving": (
-        *("functional", "autograd", "call", "flex.together", "masks.column_mask", "runtime"),
-    ),
+    "functional": ("autograd", "call", "masks.column_mask", "runtime"),
+    "serving": ("functional", "autograd", "call", "lowering.pair", "masks.column_mask", "runtime"),
+    # torch's FlexAttention call
+    "flex": ("autograd", "lowering", "masks.column_mask", "block_sparsity", "mods", "runtime"),
     # public paths of device code, and of everything
+    "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
-    # the doctor, beside the package's version
+    # the package and its doctor
     "__main__": ("functional", "runtime", ""),
     "": (
-        "flex",
+        *("flex", "lowering"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
@@ -102,16 +116,22 @@ DEVICE = (
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
-    "flex.device_ops",
+    "lowering.device_ops",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
 # Modules that may import cutlass, or device code, inside a function.
-LAZY = ("block_sparsity", "rules.band", "runtime", "mods", "flex", "mask_prep", "call")
+LAZY = ("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call")
 # Modules that work on ints of either world.
 WITHOUT_TORCH = (
-    *("limits", "core", "kernels", "sm90", "sm100", "rules", "block_info", "seqlen_info"),
-    *("call.tables", "mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
+    *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
+    *(
+        "call.choose.tables",
+        "mods.calling",
+        "mods.ir_analysis",
+        "mods.derivative",
+        "mods.aux_gradients",
+    ),
     "mods.score_chain",
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
@@ -204,6 +224,17 @@ def test_imports_follow_the_layers(path: Path) -> None:
     assert not faults(name_in_package(path), path.read_text())
 
 
+def test_no_arrow_points_up() -> None:
+    """A row names only rows above it in the table, or modules and folders inside these."""
+    names = list(ARROWS)
+    for i, (name, targets) in enumerate(ARROWS.items()):
+        for target in targets:
+            row = row_of(target) if target else ""
+            assert row is not None, f"{name} names {target}, which has no row"
+            ok = name == "__main__" or names.index(row) < i or row == name.split(".")[0]
+            assert ok, f"{name} names {target}, which stands below it"
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -214,29 +245,32 @@ def test_imports_follow_the_layers(path: Path) -> None:
         ("rules.band", "import cutlass"),
         ("rules.intervals", "import torch"),
         ("rules.intervals", "def f():\n    import cutlass"),
-        ("block_info", "from flash_mask_cute.core.cursor import Cursor"),
-        ("sm90.flash_fwd", "from flash_mask_cute.call.config import FwdConfig"),
+        ("rules.block_info", "from flash_mask_cute.core.cursor import Cursor"),
+        ("sm90.flash_fwd", "from flash_mask_cute.call.choose.config import FwdConfig"),
         ("sm90.flash_fwd", "from flash_mask_cute.sm100 import umma"),
         ("runtime.cache", "def f():\n    from flash_mask_cute.sm90 import flash_fwd"),
-        ("runtime.fake_tensors", "from flash_mask_cute.call.problem import AttentionProblem"),
+        (
+            "runtime.fake_tensors",
+            "from flash_mask_cute.call.problem import AttentionProblem",
+        ),
         ("mods.on_cpu", "from flash_mask_cute.mods.calling import call_mask_mod"),
         ("mods.traits", "from flash_mask_cute.call.problem import AttentionProblem"),
-        ("mask_prep.mask_bits", "from flash_mask_cute.call.plan import plan"),
+        ("mask_prep.mask_bits", "from flash_mask_cute.call.choose.plan import plan"),
         ("mask_prep.documents", "from flash_mask_cute.mask_prep import documents_kernel"),
         ("mask_prep.documents_kernel", "import torch"),
-        ("masks.builders", "from flash_mask_cute.call import validate"),
+        ("masks.builders", "from flash_mask_cute.call.check import validate"),
         ("masks.column_mask", "def f():\n    import cutlass"),
-        ("call.config", "from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan"),
-        ("call.kernels", "def f():\n    from flash_mask_cute.core import softmax"),
-        ("call.tables", "import torch"),
+        ("call.choose.config", "from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan"),
+        ("call.build.forward", "def f():\n    from flash_mask_cute.core import softmax"),
+        ("call.choose.tables", "import torch"),
         ("cpu.forward", "def f():\n    import cutlass.cute as cute"),
-        ("cpu.forward", "from flash_mask_cute.call.config import FwdConfig"),
+        ("cpu.forward", "from flash_mask_cute.call.choose.config import FwdConfig"),
         ("interface", "def f():\n    from flash_mask_cute.sm90 import wgmma"),
         ("interface", "import flash_attn"),
         ("", "from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90"),
         ("kernels.bwd_preprocess", "import torch"),
         ("plotting", "import matplotlib"),
-        ("call.prepared", "def f():\n    import matplotlib"),
+        ("call.run.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
         ("newcomer", "import math"),
     ],

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
-from flash_mask_cute.call import plan as plan_module
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
@@ -28,11 +27,13 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
 )
-from flash_mask_cute.call.config import BwdConfig, select_bwd_config
-from flash_mask_cute.call.kernels_bwd import BwdKernels
-from flash_mask_cute.call.plan import ExecutionPlan, plan
-from flash_mask_cute.call.prepared_bwd import EmptyBackward, KernelBackward
-from flash_mask_cute.call.validate import check_bwd_inputs
+from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.check.validate import check_bwd_inputs
+from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.config import select_bwd_config
+from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.run.backward import EmptyBackward, KernelBackward
+from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime import plain_tensors

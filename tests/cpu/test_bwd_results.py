@@ -13,7 +13,7 @@ from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import Inputs, make_inputs
 from torch import Tensor
 
-from flash_mask_cute.call.config import BwdConfig
+from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 

@@ -27,9 +27,9 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
 )
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation
-from flash_mask_cute.call.plan import plan
-from flash_mask_cute.call.prepared import EmptyForward
+from flash_mask_cute.call.run.forward import EmptyForward
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 
 NEG_INF = float("-inf")

@@ -12,9 +12,9 @@ import torch
 from test_examples import ROOT, load
 from torch import Tensor
 
-from flash_mask_cute.call import validate
 from flash_mask_cute.call.arguments import Tensors
-from flash_mask_cute.call.prepared import NewOutputs
+from flash_mask_cute.call.check import validate
+from flash_mask_cute.call.run.forward import NewOutputs
 
 TASKS = ("sft", "dpo")
 SMALL = ("--device", "cpu", "--layers", "2", "--hidden", "64", "--steps", "10")

@@ -25,7 +25,7 @@ from unseen_memory import (
 
 from flash_mask_cute import flash_attn_func
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, may_empty_rows
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
-from flash_mask_cute.call import mask_bits_plan
-from flash_mask_cute.call.prepared_packed import PackedForward
+from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.run.packed import PackedForward
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_mask_cute.call import mask_bits_plan
+from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
 from flash_mask_cute.utils import scalar_to_ssa
 
 # so many heads that answers of a mask_mod are stored

@@ -41,8 +41,8 @@ def _has_process_to_itself(config: pytest.Config) -> bool:
 
 
 def _simulator_parent() -> Path:
-    """Where the package `software_gpu` is: beside this folder, or in FLASH_MASK_SIM."""
-    parent = Path(os.environ.get("FLASH_MASK_SIM") or HERE.parent)
+    """Where the package `software_gpu` is: at the top of this checkout, or in FLASH_MASK_SIM."""
+    parent = Path(os.environ.get("FLASH_MASK_SIM") or HERE.parents[1])
     if not (parent / "software_gpu" / "__init__.py").is_file():
         raise pytest.UsageError(f"FLASH_MASK_SIM={parent} holds no package `software_gpu`")
     return parent

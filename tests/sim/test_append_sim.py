@@ -11,7 +11,7 @@ from cache_calls import CacheCall, draw_call
 from conftest import ACTIVE_ARCH
 from torch import Tensor
 
-from flash_mask_cute.call.append import Append, append, check_append
+from flash_mask_cute.call.run.append import Append, append, check_append
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH

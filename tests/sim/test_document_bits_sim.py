@@ -13,9 +13,9 @@ from inputs import Inputs, make_inputs
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 
-from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (

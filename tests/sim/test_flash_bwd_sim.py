@@ -44,7 +44,7 @@ from unseen_memory import (
 
 from flash_mask_cute import functional
 from flash_mask_cute.autograd import passes
-from flash_mask_cute.call.prepared_packed import PackedBackward
+from flash_mask_cute.call.run.packed import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

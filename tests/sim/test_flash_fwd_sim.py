@@ -32,9 +32,9 @@ from torch import Tensor
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call import mask_bits_plan
-from flash_mask_cute.call.prepared_packed import PackedForward
-from flash_mask_cute.call.tables import SM90_FWD, FwdRow
+from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.tables import SM90_FWD, FwdRow
+from flash_mask_cute.call.run.packed import PackedForward
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules import share_walks
 

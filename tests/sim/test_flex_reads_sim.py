@@ -16,7 +16,7 @@ from simulated_forward import run_sim
 from torch import Tensor
 
 from flash_mask_cute.flex import lower_mod
-from flash_mask_cute.flex.together import put_together
+from flash_mask_cute.lowering.pair import put_together
 
 # as the software GPU is, so that these tests run on either
 ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")

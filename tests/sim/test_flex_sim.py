@@ -23,7 +23,7 @@ from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
 from flash_mask_cute.flex import lower_mod
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.lowering.pair import as_cute_mods
 
 # as the software GPU is, so that these tests run on either
 ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
-from flash_mask_cute.call import plan as plan_module
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits

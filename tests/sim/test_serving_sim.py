@@ -12,9 +12,9 @@ from cache_calls import draw_call
 from conftest import ACTIVE_ARCH
 from test_append_sim import append_of
 
-from flash_mask_cute.call.append import append
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
 from flash_mask_cute.call.prepare import prepare_fwd
+from flash_mask_cute.call.run.append import append
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH

@@ -9,7 +9,7 @@ from inputs import make_inputs
 from simulated_forward import DELAY_SEEDS, run_sim
 from split_cases import SPLIT_CASES, SplitCase
 
-from flash_mask_cute.call import splits
+from flash_mask_cute.call.choose import splits
 
 pytestmark = pytest.mark.sim
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from flash_mask_cute.call.check.validate import check_fwd_inputs
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.call.validate import check_fwd_inputs
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_KV, DIM, DIM_V = 2, 24, 40, 6, 2, 64, 32
 LENGTHS_Q, LENGTHS_K = (0, 9, 24), (5, 45, 60)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.call import axis_order
+from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.interface import _flash_attn_fwd, explain
 
 

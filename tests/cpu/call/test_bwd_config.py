@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from flash_mask_cute.call.arch import SM100
-from flash_mask_cute.call.config import BwdConfig, BwdTiles, select_bwd_config
+from flash_mask_cute.call.choose.arch import SM100
+from flash_mask_cute.call.choose.config import BwdTiles, select_bwd_config
+from flash_mask_cute.call.choose.tables import SM90_BWD, SM100_BWD
 from flash_mask_cute.call.problem import TuningClass
-from flash_mask_cute.call.tables import SM90_BWD, SM100_BWD
+from flash_mask_cute.call.settings import BwdConfig
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
 

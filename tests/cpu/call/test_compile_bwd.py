@@ -13,14 +13,14 @@ from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from flash_mask_cute import compile_count
-from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.config import select_bwd_config
-from flash_mask_cute.call.kernels import NO_MODS
-from flash_mask_cute.call.kernels_bwd import BwdKernels, build_bwd, compile_bwd
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.build.backward import BwdKernels, build_bwd, compile_bwd
+from flash_mask_cute.call.build.forward import NO_MODS
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import select_bwd_config
+from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.choose.tables import SM100_BWD
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
-from flash_mask_cute.call.tables import SM100_BWD
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target

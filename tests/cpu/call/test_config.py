@@ -6,16 +6,11 @@ from typing import Any
 import pytest
 from cutlass import BFloat16
 
-from flash_mask_cute.call.arch import SM100
-from flash_mask_cute.call.config import (
-    BwdConfig,
-    FwdChoice,
-    FwdConfig,
-    check_feasible,
-    select_fwd_config,
-)
+from flash_mask_cute.call.choose.arch import SM100
+from flash_mask_cute.call.choose.config import FwdChoice, check_feasible, select_fwd_config
+from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.limits import padded_group
 
 HEAD_DIMS = range(8, 257, 8)

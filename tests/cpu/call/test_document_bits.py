@@ -12,14 +12,14 @@ from inputs import make_inputs
 from torch import Tensor
 
 from flash_mask_cute import explain
-from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
-from flash_mask_cute.call.packed import rows_follow
-from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.packed import rows_follow
+from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
-from flash_mask_cute.call.prepared import KernelForward
-from flash_mask_cute.call.prepared_bwd import KernelBackward
-from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
+from flash_mask_cute.call.run.backward import KernelBackward
+from flash_mask_cute.call.run.forward import KernelForward
+from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
     BitTiles,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flash_mask_cute as fmc
-from flash_mask_cute.call.config import BwdChoice, select_bwd_config
-from flash_mask_cute.call.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.choose.config import BwdChoice, select_bwd_config
+from flash_mask_cute.call.choose.group_splits import partial_sums_bytes, split_group
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.interface import _flash_attn_bwd
 

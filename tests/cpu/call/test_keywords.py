@@ -23,7 +23,7 @@ from flash_mask_cute import (
     flash_attn_varlen_func,
     flashmask_attention,
 )
-from flash_mask_cute.call import keywords
+from flash_mask_cute.call.check import keywords
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 ROOT = Path(flash_mask_cute.__file__).parent

@@ -16,14 +16,14 @@ from launch_recorder import Recorder
 
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call import mask_bits_plan
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.kernels_bwd import BwdKernels
-from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
-from flash_mask_cute.call.prepared import KernelForward
-from flash_mask_cute.call.prepared_bwd import KernelBackward
 from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.run.backward import KernelBackward
+from flash_mask_cute.call.run.forward import KernelForward
 from flash_mask_cute.mask_prep import mask_bits
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, MaskBitsProblem, SequenceBitsPlan

@@ -10,7 +10,7 @@ from cases import BF16, FP16, FP32
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, fold_window
 from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.seqlen_info import SeqlenInfoQK

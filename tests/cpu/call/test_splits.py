@@ -15,7 +15,7 @@ import flash_mask_cute
 from flash_mask_cute.autograd import passes, torch_ops
 from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Options
-from flash_mask_cute.call.plan import ExecutionPlan, plan
+from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import (
 from torch_values import dense_attention
 
 import flash_mask_cute
+from flash_mask_cute.autograd.attend import KnownCall, Results
 from flash_mask_cute.flex import flex_attention, patch_flex_attention
-from flash_mask_cute.functional import KnownCall, Results
 
 B, HQ, HKV, L, S, D = 2, 4, 2, 150, 150, 16
 
@@ -282,7 +282,7 @@ def test_a_slice_with_its_own_mod() -> None:
 
 
 def test_captured_contents_change_without_a_new_trace() -> None:
-    from flash_mask_cute.flex import lower
+    from flash_mask_cute.lowering import lower
 
     q, k, v = tensors()
     counts = []

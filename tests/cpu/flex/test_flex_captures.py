@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch_values import by_cute, by_torch
 
-from flash_mask_cute.flex import lower, lower_mod
-from flash_mask_cute.flex.captures import described, find_captures
+from flash_mask_cute.flex import lower_mod
+from flash_mask_cute.lowering import lower
+from flash_mask_cute.lowering.captures import described, find_captures
 
 SHAPE = (2, 2, 10, 12)
 SCORE = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arch import arch_spec
-from flash_mask_cute.call.config import select_fwd_config
-from flash_mask_cute.call.kernels import build_fwd
+from flash_mask_cute.call.build.forward import build_fwd
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import select_fwd_config
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.runtime.cache import compile_lock

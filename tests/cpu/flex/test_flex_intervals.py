@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import (
 from torch_values import dense_attention
 
 from flash_mask_cute import explain
+from flash_mask_cute.autograd.attend import KnownCall
 from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.flex import flex_attention, lower_mod
-from flash_mask_cute.functional import KnownCall
 
 Mod = Callable[..., Tensor]
 N = 150

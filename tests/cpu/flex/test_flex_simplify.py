@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import (
 )
 from torch_values import dense_attention
 
+from flash_mask_cute.autograd.attend import KnownCall
 from flash_mask_cute.flex import flex_attention, lower_mod
-from flash_mask_cute.flex.simplify import Band
-from flash_mask_cute.functional import KnownCall
+from flash_mask_cute.lowering.simplify import Band
 
 Mod = Callable[..., Tensor]
 

@@ -16,10 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch_values import dense_attention
 
 from flash_mask_cute import flash_attn_func
-from flash_mask_cute.flex import attention, flex_attention, lower, together, watch
-from flash_mask_cute.flex.captures import find_captures
-from flash_mask_cute.flex.convention import is_torch_mod
-from flash_mask_cute.flex.watch import Watch, watches_of
+from flash_mask_cute.flex import attention, flex_attention
+from flash_mask_cute.lowering import lower, watch
+from flash_mask_cute.lowering import pair as together
+from flash_mask_cute.lowering.captures import find_captures
+from flash_mask_cute.lowering.convention import is_torch_mod
+from flash_mask_cute.lowering.watch import Watch, watches_of
 
 N, HEADS, D = 40, 2, 16
 SHIFT = 1.5

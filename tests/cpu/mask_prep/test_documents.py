@@ -17,11 +17,11 @@ from flash_mask_cute import explain, interface
 from flash_mask_cute.autograd import passes
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.choose.packed import holds_documents
+from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.lookup import mask_key
-from flash_mask_cute.call.packed import holds_documents
-from flash_mask_cute.call.plan import ExecutionPlan
-from flash_mask_cute.call.prepared import KernelForward
-from flash_mask_cute.call.prepared_packed import PackedBackward, PackedForward
+from flash_mask_cute.call.run.forward import KernelForward
+from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.limits import MAX_PACKED_SEQLEN

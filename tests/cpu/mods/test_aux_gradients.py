@@ -30,8 +30,8 @@ from bench.codegen import count_sass, disassembly
 from flash_mask_cute import flash_attn_func
 from flash_mask_cute.autograd import passes, torch_ops
 from flash_mask_cute.autograd.arguments import Call
-from flash_mask_cute.call.config import select_bwd_config
-from flash_mask_cute.call.kernels_bwd import build_bwd
+from flash_mask_cute.call.build.backward import build_bwd
+from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.interface import _flash_attn_bwd
 from flash_mask_cute.runtime.cache import compile_lock

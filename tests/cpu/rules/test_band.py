@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_mask_cute.rules.band import Band, imax, imin
+from flash_mask_cute.index_math import imax, imin
+from flash_mask_cute.rules.band import Band
 
 
 @st.composite

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from flash_mask_cute.autograd import mod_names, torch_ops
-from flash_mask_cute.call import validate
+from flash_mask_cute.call.check import validate
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -33,7 +33,7 @@ from flash_mask_cute import (
     interface,
     plot,
 )
-from flash_mask_cute.call.validate import refuse_transforms
+from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.utils import scalar_to_ssa
 

@@ -1,0 +1,275 @@
+"""Mods written in torch, in a region that torch.compile or torch.export traces.
+
+Dynamo cannot follow how a mod is lowered. It calls `_told_of_mods` while it traces, keeps what that
+returns, and traces here how what the mod holds is reached: so tensors become inputs of the graph,
+with gradients, and numbers and the code of functions are guarded. Another function object with the
+same code, as a training loop makes one each step, compiles nothing new.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.autograd.mod_names import optional_name
+from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Path, described
+from flash_mask_cute.lowering.convention import check_torch_mod, is_torch_mod
+from flash_mask_cute.lowering.lower import Program, found_program, lower_mod, with_checks
+from flash_mask_cute.lowering.pair import CuteMods, put_together
+from flash_mask_cute.lowering.text import Source
+from flash_mask_cute.lowering.trace import name_of
+from flash_mask_cute.runtime.constant_result import (
+    VERSION,
+    as_constants,
+    assume_constant_result,
+    of_constants,
+)
+
+# A step from an object to what it holds: what to take of it, and a name or a number.
+_Steps = tuple[tuple[str, Any], ...]
+# in place of the name of a CuTe mod
+OF_CUTE = "cute"
+# whether Dynamo says that what the traced region defines lacks attributes
+_LACKS_GLOBALS = VERSION >= "2.12"
+_MADE_INSIDE = (
+    "a score_mod or mask_mod is defined inside of the region that torch.compile traces: "
+    "define it, and make its block mask, outside, and pass them in"
+)
+
+
+def mods_in_graph(
+    score_mod: Any, mask_mod: Any, aux_tensors: Sequence[Tensor] | None, device: str, must: bool
+) -> CuteMods:
+    """As `as_cute_mods`, for what is traced: mods of torch become names of `mod_names`, and CuTe
+    mods stay what they are.
+
+    must: mods are torch's whatever they take, as in `flex_attention`.
+
+    Raises:
+        TypeError, NotImplementedError: as `as_cute_mods`; what a mod computes of captured tensors
+            alone, what cannot be followed, and a function of torch that the traced region itself
+            defines are refused.
+    """
+    given = 0 if aux_tensors is None else len(aux_tensors)
+    # CuTe mods may be made inside
+    told_score = None if _is_made_inside(score_mod, must) else score_mod
+    told_mask = None if _is_made_inside(mask_mod, must) else mask_mod
+    parts = *as_constants(told_score), *as_constants(told_mask)
+    told = _told_of_mods(*parts, given, device, must)
+    score_name, mask_name, sources, functions, numbers = told
+    # named where operators take them, so that Dynamo guards which objects they are
+    if told_score is None or score_name == OF_CUTE:
+        score_name = score_mod
+    if told_mask is None or mask_name == OF_CUTE:
+        mask_name = mask_mod
+    mods = score_mod, mask_mod
+    for which, steps in functions:
+        # Dynamo guards the code of a function of which an attribute is read
+        _reached(mods[which], (*steps, ("attribute", "__code__")))
+    for which, steps, value in numbers:
+        if _reached(mods[which], steps) != value:
+            raise RuntimeError("what a mod captured has changed while it was traced")
+    aux = [] if aux_tensors is None else list(aux_tensors)
+    for which, steps, value, dtype, is_detached in sources:
+        if which is None:
+            aux.append(torch.tensor(value, dtype=getattr(torch, dtype), device=device))
+        else:
+            tensor = _reached(mods[which], steps)
+            tensor = tensor.detach() if is_detached else tensor
+            aux.append(tensor if tensor.dim() else tensor.to(device).view(1))
+    return CuteMods(
+        score_name,
+        mask_name,
+        aux or None,
+    )
+
+
+def _is_made_inside(mod: Any, must: bool) -> bool:
+    """Whether the traced region defines a function; refused if it is torch's.
+
+    Dynamo has no function object of what it defines itself, and does not know its globals. Before
+    torch 2.12 it also does not say that it lacks them, but then none of the attributes below is
+    None. A function from outside for which none is None either is taken for one from inside there.
+    """
+    if not isinstance(mod, types.FunctionType):
+        return False
+    if not _LACKS_GLOBALS:
+        if mod.__kwdefaults__ is None or mod.__closure__ is None or mod.__doc__ is None:
+            return False
+    else:
+        try:
+            mod.__globals__["__name__"]
+            return False
+        except AttributeError:
+            pass
+    if must:
+        raise NotImplementedError(_MADE_INSIDE)
+    return True
+
+
+def _reached(value: Any, steps: _Steps) -> Any:
+    for kind, name in steps:
+        if kind == "cell":
+            value = value.__closure__[name].cell_contents
+        elif kind == "global":
+            value = value.__globals__[name]
+        elif kind == "default":
+            value = value.__defaults__[name]
+        elif kind == "keyword default":
+            value = value.__kwdefaults__[name]
+        elif kind == "item":
+            value = value[name]
+        else:
+            value = getattr(value, name)
+    return value
+
+
+@assume_constant_result
+def _told_of_mods(
+    score_function: Any,
+    score_owner: Any,
+    mask_function: Any,
+    mask_owner: Any,
+    given: int,
+    device: str,
+    must: bool,
+) -> tuple[Any, ...]:
+    """Constants: names of both mods (None: there is none, or it changes nothing); where each aux
+    tensor comes from; where functions are whose code is guarded; numbers that are constants."""
+    # a mod is traced by itself, not as a part of what is traced around it
+    score_mod = of_constants(score_function, score_owner)
+    mask_mod = of_constants(mask_function, mask_owner)
+    with torch._guards.tracing(None):
+        return _told(score_mod, mask_mod, given, device, must)
+
+
+def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) -> tuple[Any, ...]:
+    lowered: list[Any] = []
+    names: list[str | None] = [None, None]
+    sources: list[tuple[Any, ...]] = []
+    functions: list[tuple[int, _Steps]] = []
+    numbers: list[tuple[int, _Steps, Any]] = []
+    for which, (mod, kind) in enumerate(((score_mod, "score_mod"), (mask_mod, "mask_mod"))):
+        lowered.append(None)
+        if mod is None:
+            continue
+        if must:
+            check_torch_mod(mod, kind)
+        elif not is_torch_mod(mod, kind):
+            names[which] = OF_CUTE
+            continue
+        # extents are no constants of a graph
+        lowered[-1] = with_checks(lower_mod(mod, kind, device))
+        program, captures = found_program(mod, kind, torch.device(device))
+        if captures.key is None or program.found is not None:
+            raise NotImplementedError(
+                f"{name_of(mod)} cannot be compiled: what it reaches cannot be followed "
+                f"({captures.reason or 'tensors in places that are not walked'}); capture tensors "
+                "by closure variables, attributes or globals"
+            )
+        for source in program.sources:
+            sources.append(_told_of_source(source, program, captures, mod, which))
+        functions += [(which, _steps(mod, path)) for path in captures.functions]
+        numbers += [(which, _steps(mod, x.path), x.number) for x in captures.numbers]
+        numbers += [
+            (which, _steps(mod, path), value)
+            for path, value in captures.constants
+            if path[-1][0] in ("closure variable", "global", "default of argument")
+        ]
+    if lowered[0] is not None and lowered[0].is_identity:
+        lowered[0] = None
+        sources = [x for x in sources if x[0] != 0]
+    mods = put_together(lowered[0], lowered[1], [torch.empty(0)] * given)
+    return (
+        names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
+        tuple(sources), tuple(functions), tuple(numbers),
+    )  # fmt: skip
+
+
+def _told_of_source(
+    source: Source,
+    program: Program,
+    captures: Captures,
+    mod: Callable[..., Any],
+    which: int,
+) -> tuple[Any, ...]:
+    """(number of the mod, steps, None, None, is detached), or (None, (), value, dtype, False)."""
+    if source.captured is not None:
+        found: CapturedTensor = captures.tensors[source.captured]
+        is_detached = source.detached or which == 1
+        return which, _steps(mod, found.path), None, None, is_detached
+    if source.constant is not None:
+        tensor = source.constant
+        value = tensor.tolist() if tensor.dim() else [tensor.item()]
+        return None, (), _as_tuple(value), _dtype_name(tensor.dtype), False
+    if source.number is not None:
+        return None, (), (program.number_of(source, captures),), _dtype_name(source.number), False
+    raise NotImplementedError(
+        f"{name_of(mod)} computes {source.computed} of what it captured alone, which is not "
+        "compiled: compute it before, outside of torch.compile, and capture the result"
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _steps(mod: Any, path: Path) -> _Steps:
+    """A path of `find_captures` as Dynamo can follow it. Raises NotImplementedError where not."""
+    steps: list[tuple[str, Any]] = []
+    value: Any = mod
+    # the first step names the mod itself
+    for label, name in path[1:]:
+        step: tuple[str, Any] | None = None
+        while isinstance(value, types.MethodType | functools.partial):
+            if isinstance(value, types.MethodType):
+                is_owner = label == "object"
+                attribute = "__self__" if is_owner else "__func__"
+                steps.append(("attribute", attribute))
+                value = getattr(value, attribute)
+                if is_owner:
+                    break
+            else:
+                attribute = {"item": "args", "argument": "keywords"}.get(label, "func")
+                steps.append(("attribute", attribute))
+                value = getattr(value, attribute)
+        if label == "object":
+            continue
+        if isinstance(value, types.FunctionType):
+            step = _step_of_function(value, label, name)
+        elif type(value) in (tuple, list, dict) and label in ("item", "argument"):
+            step = "item", name
+        elif label == "attribute" and isinstance(name, str):
+            step = "attribute", name
+        if step is None:
+            raise NotImplementedError(
+                f"{described(path)} of {name_of(mod)} cannot be reached in a compiled region: "
+                "capture it by a closure variable, an attribute or a global"
+            )
+        steps.append(step)
+        value = _reached(value, (step,))
+    return tuple(steps)
+
+
+def _step_of_function(
+    function: types.FunctionType, label: str, name: Any
+) -> tuple[str, Any] | None:
+    code = function.__code__
+    if label == "closure variable":
+        return "cell", code.co_freevars.index(name)
+    if label == "global":
+        return "global", name
+    if label == "default of argument":
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+        return ("default", names.index(name)) if name in names else ("keyword default", name)
+    return None

@@ -1,0 +1,343 @@
+"""Compile the kernels of a backward from its problem, without real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+from flash_mask_cute.call.build.forward import (
+    NO_MODS,
+    aux_grads,
+    cached_attention,
+    columns,
+    lengths,
+    mask_bit_tensors,
+    ranks,
+)
+from flash_mask_cute.call.choose.arch import DqOrder, arch_spec
+from flash_mask_cute.call.choose.config import BwdChoice
+from flash_mask_cute.call.problem import NO_PADDING, AttentionProblem, Mods, Padding
+from flash_mask_cute.mask_prep.mask_bits import BitTiles
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
+from flash_mask_cute.runtime.target import Target
+
+PREPROCESS_NAME = "bwd_preprocess"
+POSTPROCESS_NAME = "bwd_postprocess"
+ADD_PARTS_NAME = "bwd_add_parts"
+ZERO_PADDING_NAME = "bwd_zero_padding"
+
+
+class BwdKernels(NamedTuple):
+    """The compiled functions, in the order of their launches. They take, by position and None for
+    what the problem does not have:
+
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
+    sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
+    main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q,
+    cu_seqlens_k, seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap,
+    tile_counter, column tensors (indices, bounds), block bits (visible, full, block_q, block_k),
+    sums of the gradients of aux tensors (a tuple), mask bits, q_start (as in `compile_fwd`).
+    postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    add_parts, if a group's heads are split (dk and dv of main are then partial sums): partial sums
+    of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
+    zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    """
+
+    preprocess: Callable[..., Any]
+    main: Callable[..., Any]
+    postprocess: Callable[..., Any]
+    zero_padding: Callable[..., Any] | None = None
+    add_parts: Callable[..., Any] | None = None
+
+
+class PaddingFacts(NamedTuple):
+    """Facts that determine the code of the kernel that zeroes tails."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    padding: Padding
+
+
+class RowFacts(NamedTuple):
+    """Facts that determine the code of the kernels before and after the main one.
+
+    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
+    marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
+    row (`BwdPlan`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
+    both matter only after.
+    """
+
+    dtype: str
+    dim: int
+    tile_m: int
+    tile_d: int
+    varlen_q: bool
+    has_seqused_q: bool
+    clears_dq: bool
+    has_dlse: bool = False
+    sink_dtype: str | None = None
+    marked_dim: int | None = None
+    num_stats: int = 2
+    has_lse_low: bool = False
+    order: DqOrder = "accumulators"
+    num_ctas: int = 1
+
+
+class PartFacts(NamedTuple):
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile_d: int
+    tile_dv: int
+    varlen_k: bool
+    has_seqused_k: bool
+
+
+_Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
+
+
+def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
+    """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q if packed."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
+
+
+def num_stats(problem: AttentionProblem) -> int:
+    """Statistics of a query row, as in `BwdPlan`."""
+    return 2 if problem.score_mod is None else 3
+
+
+def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+    """fp32 words of a row block's statistics in scratch tensors."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.stats_words(tile_m, num_stats, has_marks)
+
+
+def compile_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+    has_dlse: bool = False,
+    sink_dtype: str | None = None,
+    padding: Padding = NO_PADDING,
+    cache: CompileCache = CACHE,
+    has_lse_low: bool = False,
+) -> BwdKernels:
+    """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
+
+    sink_dtype: dtype of the sink, if the preprocess kernel needs it (`ResolvedBwd`).
+    """
+    rows = (
+        *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
+        choice.tiles.clears_dq,
+    )
+    marked_dim = problem.head_dim if problem.may_empty_rows else None
+    of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
+    order = arch_spec(target).backward.dq_order
+    num_ctas = choice.cluster_tile_n // choice.tile_n
+    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
+
+    def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
+        return cache.get(
+            name,
+            facts._asdict,
+            lambda: build(facts, target),
+            arch=target.arch,
+            options=options_of(target),
+            token=facts,
+        )
+
+    preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
+    main = cached_attention(
+        arch_spec(target).backward.cache_name,
+        problem,
+        choice.tiles,
+        target,
+        lambda: build_bwd(problem, choice, target, mods),
+        cache,
+    )
+    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
+    add_parts = None
+    if choice.tiles.splits_group:
+        sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
+        parts = PartFacts(problem.dtype, *sizes, problem.varlen_k, problem.has_seqused_k)
+        add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts).function
+    zero_padding = None
+    if any(padding):
+        facts = PaddingFacts(problem.dtype, problem.head_dim, problem.head_dim_v, padding)
+        zero_padding = by_facts(ZERO_PADDING_NAME, facts, build_zero_padding).function
+    return BwdKernels(
+        preprocess.function, main.function, postprocess.function, zero_padding, add_parts
+    )
+
+
+def build_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+) -> Compiled:
+    """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
+    from flash_mask_cute.rules.intervals import Intervals
+
+    tiles = asdict(choice.tiles)
+    if not arch_spec(target).backward.splits_groups:
+        del tiles["splits_group"]
+    kernel = arch_spec(target).backward.load_class()(
+        fake_tensors.cutlass_dtype(problem.dtype),
+        problem.head_dim,
+        problem.head_dim_v,
+        is_causal=problem.is_causal,
+        is_local=problem.is_local,
+        **mods._asdict(),
+        wants_aux=problem.wants_aux,
+        has_aux_tensors=bool(problem.aux),
+        deterministic=problem.deterministic,
+        intervals=None if problem.intervals is None else Intervals(*problem.intervals),
+        num_sms=target.num_sms,
+        may_empty_rows=problem.may_empty_rows,
+        **tiles,
+    )
+    arguments = _main_arguments(problem, choice)
+    smem_bytes = kernel.plan.smem_bytes
+    return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
+
+
+def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
+    """Stand-ins for the arguments of the main kernel object's `__call__`, the stream included."""
+    import cutlass
+
+    dtype, tile_m = problem.dtype, choice.tiles.tile_m
+    rank_q, rank_k = ranks(problem)
+    return [
+        operand(dtype, rank_q, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim),
+        operand(dtype, rank_k, problem.head_dim_v),
+        operand(dtype, rank_q, problem.head_dim_v),
+        scratch(stats_words(tile_m, num_stats(problem), problem.may_empty_rows)),
+        scratch(tile_m * choice.tile_d),
+        None if choice.tiles.clears_dq else strided(2),
+        *(
+            scratch(choice.tile_n * cols)
+            if choice.tiles.splits_group
+            else operand(dtype, rank_k, dim)
+            for dim, cols in (
+                (problem.head_dim, choice.tile_d),
+                (problem.head_dim_v, choice.tile_dv),
+            )
+        ),
+        cutlass.Float32(1.0),
+        fake_tensors.stream(),
+        *lengths(problem),
+        *fake_tensors.window(problem),
+        fake_tensors.aux_tensors(problem),
+        cutlass.Float32(1.0) if problem.has_softcap else None,
+        fake_tensors.counter(),
+        columns(problem),
+        fake_tensors.block_bits(problem),
+        aux_grads(problem),
+        mask_bit_tensors(problem, BitTiles.for_backward(tile_m, choice.tile_n)),
+        fake_tensors.q_start(problem),
+    ]
+
+
+def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel of the row statistics now."""
+    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPreprocess(
+        fake_tensors.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        has_reference=facts.num_stats == 3,
+    )
+    arguments = [
+        operand(facts.dtype, rank, facts.dim),
+        operand(facts.dtype, rank, facts.dim),
+        strided(rank - 1, "float32"),
+        strided(rank - 1, "float32") if facts.has_dlse else None,
+        scratch(stats_words(facts.tile_m, facts.num_stats, facts.marked_dim is not None)),
+        scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
+        None if facts.clears_dq else strided(2),
+        fake_tensors.vector(facts.sink_dtype),
+        scratch() if facts.sink_dtype else None,
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+        None if facts.marked_dim is None else operand(facts.dtype, rank, facts.marked_dim),
+        strided(rank - 1, "float32") if facts.has_lse_low else None,
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel that writes dQ now."""
+    import cutlass
+
+    from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPostprocess(
+        fake_tensors.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        facts.tile_d,
+        facts.order,
+        facts.num_ctas,
+    )
+    arguments = [
+        scratch(facts.tile_m * facts.tile_d),
+        None if facts.clears_dq else strided(2),
+        operand(facts.dtype, rank, facts.dim),
+        cutlass.Float32(1.0),
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
+    """Compile the kernel that zeroes tails now."""
+    from flash_mask_cute.kernels.zero_padding import ZeroPadding
+
+    of_q, of_k, of_v = facts.padding
+    arguments = [
+        operand(facts.dtype, 3, facts.head_dim) if of_q else None,
+        operand(facts.dtype, 3, facts.head_dim) if of_k else None,
+        operand(facts.dtype, 3, facts.head_dim_v) if of_v else None,
+        int32_vector(of_q),
+        int32_vector(of_k or of_v),
+        fake_tensors.stream(),
+    ]
+    return compile_object(ZeroPadding(), arguments, options_of(target))
+
+
+def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
+    """Compile the kernel that adds partial sums of dK and dV now."""
+    from flash_mask_cute.kernels.bwd_add_parts import TILE_N, BwdAddParts
+
+    rank = 3 if facts.varlen_k else 4
+    cols = facts.tile_d, facts.tile_dv
+    arguments = [
+        *(scratch(TILE_N * width) for width in cols),
+        operand(facts.dtype, rank, facts.head_dim),
+        operand(facts.dtype, rank, facts.head_dim_v),
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_k),
+        int32_vector(facts.has_seqused_k),
+    ]
+    kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols)
+    return compile_object(kernel, arguments, options_of(target))

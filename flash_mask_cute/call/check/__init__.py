@@ -1,0 +1,1 @@
+"""What is refused: arguments and their combinations, before anything runs."""

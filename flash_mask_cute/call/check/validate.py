@@ -1,0 +1,592 @@
+"""Argument checks of the public calls, except those of lengths (`lengths`) and of block lists
+(`block_sparsity`).
+
+The checks look at metadata only.
+
+TypeError means a wrong type or dtype, ValueError a wrong shape, value, device or memory layout,
+NotImplementedError an argument that the library knows and does not support yet. Every message names
+the argument and quotes the value.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, cast
+
+import torch
+
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
+from flash_mask_cute.call.arguments import QStart
+from flash_mask_cute.call.check import axis_order
+from flash_mask_cute.call.check.lengths import Side, check_lengths
+from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_start
+from flash_mask_cute.call.check.pages import check_pages, paged_shape
+from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.limits import MOST_SPLITS
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.aux_tensors import check_aux_tensor
+from flash_mask_cute.mods.signature import as_callable, check_mod
+from flash_mask_cute.runtime.checks import (
+    brief,
+    check_apart,
+    check_bool,
+    check_device,
+    check_finite,
+    check_fp32,
+    check_int,
+    check_like,
+    check_memory_layout,
+    check_own_memory,
+    check_real,
+    check_shaped,
+    check_tensor,
+    dtype_names,
+)
+from flash_mask_cute.runtime.constant_result import assume_constant_result
+
+_DTYPES = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# kernels multiply it by log2(e) in float32
+_LARGEST_SCALE = 1e38
+_MIN_HEAD_DIM = 8
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8
+
+
+def check_fwd_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: Any = None,
+    block_sparse_tensors_torch: Any = None,
+    startend_row_indices: torch.Tensor | ColumnMask | None = None,
+    q_start: QStart = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    lse_low: torch.Tensor | None = None,
+    max_scores: torch.Tensor | None = None,
+    return_lse: bool = True,
+) -> FwdShapes:
+    """Check the arguments of `_flash_attn_fwd` and return the extents of the problem.
+
+    Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
+    v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
+    with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
+    max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
+    page_size. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
+    (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
+    seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
+    seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see the module docstring.
+    """
+    check_num_splits(num_splits)
+    _check_operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
+    shape_k = tuple(k.shape)
+    if page_table is not None:
+        check_pages(k, page_table, cu_seqlens_k, seqused_k)
+        shape_k = paged_shape(k, page_table)
+    keys = Side("k", shape_k, k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
+    shapes = check_lengths(queries, keys, head_dim_v=v.shape[-1])
+    check_q_start(q_start, shapes.batch, q.device)
+    _check_softmax_scale(softmax_scale)
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    if pack_gqa is not None:
+        check_bool("pack_gqa", pack_gqa, "True, False or None (choose for me)")
+    if window_size_left is not None:
+        _check_window("window_size_left", window_size_left)
+    if window_size_right is not None:
+        _check_window("window_size_right", window_size_right)
+    _check_softcap(softcap)
+    if learnable_sink is not None:
+        _check_learnable_sink(learnable_sink, shapes.heads_q, q.device)
+    check_mod("score_mod", score_mod)
+    check_mod("mask_mod", mask_mod)
+    if aux_tensors is not None:
+        _check_aux_tensors(aux_tensors, q.device, score_mod, mask_mod)
+    extents = CallExtents(
+        batch=shapes.batch,
+        seqlen_q=shapes.seqlen_q,
+        seqlen_k=shapes.seqlen_k,
+        total_q=shapes.total_q,
+        total_k=shapes.total_k,
+        packs_q=queries.is_packed,
+        packs_k=keys.is_packed,
+        q_start=q_start,
+    )
+    if block_sparse_tensors_torch is not None:
+        _check_block_lists(block_sparse_tensors_torch, mask_mod)
+        extents.check_lists(from_block_mask(block_sparse_tensors_torch).seqlens)
+    if startend_row_indices is not None:
+        _check_columns(startend_row_indices, causal, keys.rows, shapes, q.device)
+        extents.check_columns(startend_row_indices)
+    _check_outputs(q, k, v, shapes, out, lse, lse_low, max_scores, score_mod)
+    return shapes
+
+
+def check_bwd_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    dsink: torch.Tensor | None = None,
+    lse_low: torch.Tensor | None = None,
+    daux: Any = None,
+    **forward: Any,
+) -> FwdShapes:
+    """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
+
+    forward: the arguments that `check_fwd_inputs` knows. Shapes: out and dout like q with
+    head_dim_v; lse,
+    lse_low and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any
+    strides; dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor,
+    None or a tensor like it.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see the module docstring.
+    """
+    shapes = check_fwd_inputs(q, k, v, **forward)
+    device = q.device
+    check_gradient_settings(deterministic, score_mod_bwd, forward.get("score_mod"))
+    check_mod("score_mod_bwd", score_mod_bwd)
+    out_shape = (*q.shape[:-1], shapes.head_dim_v)
+    for name, tensor in (("out", out), ("dout", dout)):
+        check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    check_fp32("lse", lse, lse_shape, device)
+    if dlse is not None:
+        check_fp32("dlse", dlse, lse_shape, device)
+    if lse_low is not None:
+        _check_wants_low(lse_low, forward.get("score_mod"))
+        check_fp32("lse_low", lse_low, lse_shape, device)
+    more: dict[str, torch.Tensor] = {}
+    if dsink is not None:
+        _check_dsink(dsink, forward.get("learnable_sink"))
+        more["dsink"] = dsink
+    if daux is not None:
+        _check_daux(daux, forward.get("aux_tensors"))
+        more |= {f"daux[{i}]": x for i, x in enumerate(daux) if x is not None}
+        if forward.get("score_mod") is not None and any(x is not None for x in daux):
+            check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
+    inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    for name, gradient, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if gradient is not None:
+            _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
+            check_apart(name, gradient, inputs)
+    for name, gradient in more.items():
+        check_apart(name, gradient, inputs)
+    _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv, **more})
+    return shapes
+
+
+def refuse_transforms(but_functionalize: bool = False) -> None:
+    """Raise NotImplementedError within a transform of torch.func, which would not see a kernel's
+    work. but_functionalize: except functionalize, which works with operators."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if but_functionalize and not torch.compiler.is_compiling():
+        stack = torch._C._functorch.get_interpreter_stack() or []
+        if all(x.key() == torch._C._functorch.TransformType.Functionalize for x in stack):
+            return
+    raise NotImplementedError("transforms of torch.func (grad, vmap, jvp) are not supported")
+
+
+def check_num_splits(num_splits: int) -> None:
+    """Check the number of pieces in which work is computed.
+
+    Raises:
+        TypeError: num_splits is no int.
+        ValueError: num_splits is negative, or too large.
+    """
+    if type(num_splits) is int and 0 <= num_splits <= 1:
+        return  # isinstance of an abstract class takes three times as long
+    if not 0 <= check_int("num_splits", num_splits, "an int") <= MOST_SPLITS:
+        raise ValueError(
+            f"num_splits must be 0 (the library decides), or from 1 to {MOST_SPLITS}, got "
+            f"{num_splits}"
+        )
+
+
+def check_gradient_settings(
+    deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
+) -> None:
+    """Refuse invalid settings of a backward. It is cheap, because every call of a public function
+    runs it. `check_mod` checks whether a kernel can be made of score_mod_bwd.
+
+    Raises:
+        TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable.
+        ValueError: score_mod_bwd without score_mod.
+    """
+    check_bool("deterministic", deterministic)
+    if score_mod_bwd is None:
+        return
+    as_callable("score_mod_bwd", score_mod_bwd)
+    if score_mod is None:
+        raise ValueError(
+            f"score_mod_bwd is the derivative of score_mod, which is None, got "
+            f"{brief(score_mod_bwd)}"
+        )
+
+
+def check_differentiable_by_aux(
+    reason: str, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
+) -> None:
+    """Refuse settings without gradients of aux tensors. reason: why these are wanted.
+
+    Raises:
+        NotImplementedError: a score_mod_bwd, or a fixed order of sums.
+    """
+    if score_mod_bwd is not None:
+        raise NotImplementedError(
+            f"{reason}, but score_mod_bwd gives no gradients of aux tensors: leave it out, so that "
+            f"score_mod is differentiated, or detach the tensor; got {brief(score_mod_bwd)}"
+        )
+    if deterministic:
+        raise NotImplementedError(
+            f"{reason}, but gradients of aux tensors are summed in no fixed order: they are not "
+            "supported with deterministic=True or torch.use_deterministic_algorithms(True); detach "
+            "the tensor"
+        )
+
+
+def settle_order(
+    reason: str | None, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
+) -> bool:
+    """Whether sums have a fixed order: if `deterministic` or torch's setting asks for it.
+
+    reason: why gradients of aux tensors are wanted, which have no fixed order; None if they are not
+    wanted. With them torch's setting acts as for torch's own functions: an error, or with warn_only
+    a warning and any order. `deterministic` is always an error.
+
+    Raises:
+        NotImplementedError: as `check_differentiable_by_aux`.
+    """
+    by_torch = torch.are_deterministic_algorithms_enabled()
+    if reason is None:
+        return deterministic or by_torch
+    check_differentiable_by_aux(reason, score_mod_bwd, deterministic)
+    if by_torch and not _only_warns(reason):
+        check_differentiable_by_aux(reason, score_mod_bwd, True)
+    return False
+
+
+@assume_constant_result
+def _only_warns(reason: str) -> bool:
+    """Whether torch's setting is warn_only; if so, warn. Dynamo can trace neither: it warns once,
+    and guards the answer together with the setting."""
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    warnings.warn(
+        f"{reason}, and gradients of aux tensors are summed in no fixed order: the last bits of "
+        "all gradients of this call may differ from run to run, although "
+        "torch.use_deterministic_algorithms(True, warn_only=True) asks for one",
+        stacklevel=5,  # the caller of the public function
+    )
+    return True
+
+
+def _check_operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+) -> None:
+    """Check q, k and v, and that their heads and head dimensions match."""
+    check_tensor("q", q)
+    check_tensor("k", k)
+    check_tensor("v", v)
+    _check_dtype_of_q(q.dtype, q.device)
+    _check_like_q("k", k, q.dtype, q.device)
+    _check_like_q("v", v, q.dtype, q.device)
+    shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
+    _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")
+    _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
+    _check_k_and_v(shape_q[-1], shape_k, shape_v)
+    _check_heads(shape_q[-2], shape_v[-2], shape_k)
+    _check_head_dim("head_dim", "q", shape_q[-1])
+    _check_head_dim("head_dim_v", "v", shape_v[-1])
+    axis_order.warn_once(q=shape_q, k=shape_k)
+
+
+def _check_outputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shapes: FwdShapes,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    lse_low: torch.Tensor | None,
+    max_scores: torch.Tensor | None,
+    score_mod: object,
+) -> None:
+    """Check the caller's output tensors, and that none overlaps an input."""
+    others = {"q": q, "k": k, "v": v}
+    if out is not None:
+        out_shape = (*q.shape[:-1], shapes.head_dim_v)
+        _check_output("out", out, out_shape, "the shape of q with head_dim_v", q)
+        check_apart("out", out, others)
+        others["out"] = out
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if lse is not None:
+        _check_lse("lse", lse, lse_shape, q.device)
+        check_apart("lse", lse, others)
+        others["lse"] = lse
+    if lse_low is not None:
+        _check_wants_low(lse_low, score_mod)
+        _check_lse("lse_low", lse_low, lse_shape, q.device)
+        check_apart("lse_low", lse_low, others)
+        others["lse_low"] = lse_low
+    if max_scores is not None:
+        _check_lse("max_scores", max_scores, lse_shape, q.device)
+        check_apart("max_scores", max_scores, others)
+
+
+def _check_softmax_scale(softmax_scale: float | None) -> None:
+    if softmax_scale is None:
+        return
+    check_real("softmax_scale", softmax_scale)
+    if not abs(softmax_scale) <= _LARGEST_SCALE:
+        raise ValueError(
+            f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
+            f"{softmax_scale}"
+        )
+
+
+def _check_softcap(softcap: float) -> None:
+    check_finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (off) or positive, got {softcap}")
+
+
+def _check_dtype_of_q(dtype: torch.dtype, device: torch.device) -> None:
+    supported = _DTYPES.get(device.type)
+    if supported is None:
+        raise ValueError(f"q must be on a cuda or cpu device, got {device}")
+    if dtype not in supported:
+        raise TypeError(
+            f"q must have one of the dtypes {dtype_names(supported)} on {device.type}, got {dtype}"
+        )
+
+
+def _check_like_q(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must have the dtype of q ({dtype}), got {tensor.dtype}")
+    check_device(name, tensor, device)
+
+
+def _check_rank(
+    name: str, shape: tuple[int, ...], cu_seqlens: torch.Tensor | None, cu_seqlens_name: str
+) -> None:
+    if len(shape) == (4 if cu_seqlens is None else 3):
+        return
+    heads = "heads_q" if name == "q" else "heads_kv"
+    dim = "head_dim_v" if name == "v" else "head_dim"
+    if cu_seqlens is None:
+        expected, condition = f"(batch, seqlen, {heads}, {dim})", f"{cu_seqlens_name} is None"
+    else:
+        expected, condition = f"(total, {heads}, {dim})", f"{cu_seqlens_name} is given"
+    raise ValueError(f"{name} must have shape {expected} when {condition}, got {shape}")
+
+
+def _check_k_and_v(head_dim: int, shape_k: tuple[int, ...], shape_v: tuple[int, ...]) -> None:
+    if shape_k[-1] != head_dim:
+        raise ValueError(f"k must have the head_dim of q ({head_dim}), got shape {shape_k}")
+    if shape_v[:-1] != shape_k[:-1]:
+        raise ValueError(
+            f"v must agree with k {shape_k} in all but the last dimension, got {shape_v}"
+        )
+
+
+def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
+    if heads_q < 1 or heads_kv < 1:
+        raise ValueError(
+            f"q and k must have at least one head, got heads_q={heads_q} and heads_kv={heads_kv}"
+        )
+    if heads_q % heads_kv:
+        wrong = (
+            f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}"
+        )
+        raise ValueError("; ".join(filter(None, (wrong, axis_order.hint("k", shape_k)))))
+
+
+def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
+    if not _MIN_HEAD_DIM <= value <= _MAX_HEAD_DIM or value % _HEAD_DIM_STEP:
+        raise ValueError(
+            f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} from "
+            f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {value}"
+        )
+
+
+def _check_window(name: str, value: object) -> None:
+    if check_int(name, value, "an int or None (no limit on that side)") == -1:
+        raise ValueError(
+            f"{name} must not be -1: None leaves that side open, and less than -1 shifts the band; "
+            "got -1"
+        )
+
+
+def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device) -> None:
+    name = "learnable_sink"
+    check_tensor(name, sink)
+    if sink.dtype not in _SINK_DTYPES:
+        raise TypeError(f"{name} must have dtype {dtype_names(_SINK_DTYPES)}, got {sink.dtype}")
+    if tuple(sink.shape) != (heads_q,):
+        raise ValueError(
+            f"{name} must have shape (heads_q,) = ({heads_q},), got {tuple(sink.shape)}"
+        )
+    check_device(name, sink, device)
+
+
+def _check_aux_tensors(
+    value: object, device: torch.device, score_mod: object, mask_mod: object
+) -> None:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"aux_tensors must be a list or a tuple of tensors, got {brief(value)}")
+    if score_mod is None and mask_mod is None:
+        raise ValueError(
+            f"aux_tensors are read by score_mod and mask_mod, which are both None, got {len(value)}"
+        )
+    for position, tensor in enumerate(value):
+        name = f"aux_tensors[{position}]"
+        check_tensor(name, tensor)
+        check_aux_tensor(name, tensor, device)
+
+
+def _check_block_lists(value: object, mask_mod: object) -> None:
+    """Checks that need no extents of the problem; `check_block_lists` does the rest."""
+    from_block_mask(value)
+    if mask_mod is None and not isinstance(value, BlockSparseTensorsTorch | ComputedLists):
+        raise ValueError(
+            "block_sparse_tensors or block_sparse_tensors_torch is a torch BlockMask, whose own "
+            "mask_mod no kernel can call: pass the same mask as a CuTe callable, mask_mod, too, or "
+            "its partial blocks would be visible as a whole; got mask_mod None"
+        )
+
+
+def _check_columns(
+    value: object,
+    causal: bool,
+    keys: tuple[int, int],
+    shapes: FwdShapes,
+    device: torch.device,
+) -> None:
+    """keys: batch entries and keys that the tensor must have."""
+    name = "startend_row_indices"
+    if not isinstance(value, ColumnMask):
+        # refuses what is no tensor
+        value = ColumnMask(cast(Any, value), causal)
+    tensor = value.startend_row_indices
+    check_tensor(name, tensor)
+    shape = tuple(tensor.shape)
+    batch, num_keys = keys
+    if shape[0] not in (1, batch) or shape[2] != num_keys:
+        raise ValueError(
+            f"{name} must have {batch if batch == 1 else f'1 or {batch}'} batch entries and "
+            f"{num_keys} keys, got shape {shape}"
+        )
+    if shape[1] not in (1, shapes.heads_kv, shapes.heads_q):
+        raise ValueError(
+            f"{name} must have 1, heads_kv ({shapes.heads_kv}) or heads_q ({shapes.heads_q}) "
+            f"heads, got shape {shape}"
+        )
+    check_device(name, tensor, device)
+
+
+def _check_output(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
+) -> None:
+    """A tensor like q, k, v or out that the call writes."""
+    check_shaped(name, tensor, shape, shape_name, q)
+    check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
+    check_own_memory(name, tensor)
+
+
+def _check_gradients_apart(gradients: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse gradients that certainly overlap; slices of one tensor may interleave."""
+    given = [(name, x) for name, x in gradients.items() if x is not None and x.numel()]
+    for (name, tensor), (later, other) in combinations(given, 2):
+        is_same = tensor.data_ptr() == other.data_ptr()
+        if is_same or (tensor.is_contiguous() and other.is_contiguous()):
+            check_apart(later, other, {name: tensor})
+
+
+def _check_lse(
+    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device
+) -> None:
+    check_fp32(name, value, shape, device)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+
+
+def _check_wants_low(lse_low: object, score_mod: object) -> None:
+    if score_mod is None:
+        raise ValueError(
+            f"lse_low is for scores that a score_mod makes, which is None, got {brief(lse_low)}"
+        )
+
+
+def _check_dsink(dsink: torch.Tensor, sink: torch.Tensor | None) -> None:
+    if sink is None:
+        raise ValueError(
+            f"dsink is the gradient of learnable_sink, which is None, got {brief(dsink)}"
+        )
+    check_tensor("dsink", dsink)
+    check_like("dsink", dsink, "learnable_sink", sink)
+
+
+def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> None:
+    """aux_tensors: checked."""
+    if not isinstance(daux, list | tuple):
+        raise TypeError(f"daux must be a list or a tuple, got {brief(daux)}")
+    count = 0 if aux_tensors is None else len(aux_tensors)
+    if len(daux) != count:
+        raise ValueError(
+            f"daux must have an entry for each of the {count} aux_tensors, got {len(daux)}"
+        )
+    for position, (gradient, tensor) in enumerate(zip(daux, aux_tensors or (), strict=True)):
+        if gradient is None:
+            continue
+        name, of = f"daux[{position}]", f"aux_tensors[{position}]"
+        check_tensor(name, gradient)
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} must be None: {of} holds {tensor.dtype}, got a tensor")
+        check_like(name, gradient, of, tensor)

@@ -1,0 +1,174 @@
+"""The kernels of each architecture. The only host module that distinguishes architectures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from flash_mask_cute.call.choose.tables import (
+    SM90_BWD,
+    SM90_FWD,
+    SM100_BWD,
+    SM100_FWD,
+    BwdRow,
+    FwdRow,
+)
+from flash_mask_cute.runtime.target import Target
+
+DqOrder: TypeAlias = Literal["accumulators", "lanes"]
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The attention kernel of one direction.
+
+    class_name, cache_name: its names for readers and in the compile cache. load_class, load_plan:
+    load its class, and that of its plan (`FwdPlan`, `BwdPlan`). They import device code, so they
+    are called only when a kernel or a configuration is needed.
+    """
+
+    class_name: str
+    cache_name: str
+    load_class: Callable[[], Any]
+    load_plan: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ForwardKernel(AttentionKernel):
+    """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
+    or a warp's; packed heads must divide them."""
+
+    rows: tuple[FwdRow, ...]
+    packed_rows: int
+
+
+@dataclass(frozen=True)
+class BackwardKernel(AttentionKernel):
+    """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
+    splits_groups: several CTAs may share the query heads of a group."""
+
+    rows: tuple[BwdRow, ...]
+    dq_order: DqOrder
+    splits_groups: bool
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """The kernels of an architecture.
+
+    name: name of its family, for messages. reads_mask_bits: its kernels read the bits of a mask_mod
+    that was evaluated before attention.
+    """
+
+    name: str
+    forward: ForwardKernel
+    backward: BackwardKernel
+    reads_mask_bits: bool
+
+
+def _forward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+
+    return FlashAttentionForwardSm90
+
+
+def _forward_plan_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan
+
+    return FwdPlan
+
+
+def _backward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    return FlashAttentionBackwardSm90
+
+
+def _backward_plan_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+
+    return BwdPlan
+
+
+def _forward_sm100(fast_exp: bool) -> Any:
+    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
+
+    return functools.partial(FlashAttentionForwardSm100, fast_exp=fast_exp)
+
+
+def _forward_plan_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan
+
+    return FwdPlan
+
+
+def _backward_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
+
+    return FlashAttentionBackwardSm100
+
+
+def _backward_plan_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan
+
+    return BwdPlan
+
+
+SM90_BACKWARD = BackwardKernel(
+    "FlashAttentionBackwardSm90",
+    "flash_bwd_sm90",
+    _backward_sm90,
+    _backward_plan_sm90,
+    SM90_BWD,
+    "accumulators",
+    splits_groups=True,
+)
+SM90 = ArchSpec(
+    "Hopper",
+    ForwardKernel(
+        "FlashAttentionForwardSm90",
+        "flash_fwd_sm90",
+        _forward_sm90,
+        _forward_plan_sm90,
+        SM90_FWD,
+        packed_rows=64,
+    ),
+    SM90_BACKWARD,
+    reads_mask_bits=True,
+)
+
+
+def _blackwell(fast_exp: bool) -> ArchSpec:
+    """fast_exp: the device computes exponentials at twice the rate of 10.0."""
+    return ArchSpec(
+        "Blackwell",
+        ForwardKernel(
+            "FlashAttentionForwardSm100",
+            "flash_fwd_sm100",
+            functools.partial(_forward_sm100, fast_exp),
+            _forward_plan_sm100,
+            SM100_FWD,
+            packed_rows=32,
+        ),
+        BackwardKernel(
+            "FlashAttentionBackwardSm100",
+            "flash_bwd_sm100",
+            _backward_sm100,
+            _backward_plan_sm100,
+            SM100_BWD,
+            "lanes",
+            splits_groups=False,
+        ),
+        reads_mask_bits=False,
+    )
+
+
+SM100, SM103 = _blackwell(fast_exp=False), _blackwell(fast_exp=True)
+_SPECS = {"sm_90a": SM90, "sm_100a": SM100, "sm_103a": SM103}
+
+
+def arch_spec(target: Target) -> ArchSpec:
+    """The kernels of a target."""
+    return _SPECS[target.arch]

@@ -1,0 +1,393 @@
+"""Choice of a kernel's tiles: a row of the table, adjusted to fit, under the caller's override."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from flash_mask_cute.call.choose.arch import (
+    SM90,
+    SM90_BACKWARD,
+    ArchSpec,
+    BackwardKernel,
+    ForwardKernel,
+)
+from flash_mask_cute.call.choose.tables import (
+    BwdRow,
+    CallFacts,
+    FwdRow,
+    describe_conditions,
+    rows_for,
+)
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig, given_fields
+from flash_mask_cute.limits import padded_group
+from flash_mask_cute.runtime.packages import tells_what_to_install
+from flash_mask_cute.runtime.target import H200_SMS
+
+# fewer queries than this leave most of a tile empty unless heads share it
+SHORT_QUERY = 128
+_TILE_N_STEP = 16
+
+
+@dataclass(frozen=True)
+class FwdTiles:
+    """A complete configuration that can run: every field is set."""
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    stages_q: int
+    share_qo: bool
+    cta_pair: bool = False
+    skip_blocks: bool = True
+
+    @property
+    def cluster_tile_m(self) -> int:
+        """Query rows of a work tile, which walk over the keys together."""
+        return self.tile_m * self.ctas_per_tile
+
+    @property
+    def ctas_per_tile(self) -> int:
+        """CTAs that process a work tile together."""
+        return 2 if self.cta_pair else 1
+
+    def nest_in(self, block_size: tuple[int, int]) -> bool:
+        """Whether blocks of (queries, keys) consist of whole tiles. Heads must not be packed."""
+        return block_size[0] % self.cluster_tile_m == 0 and block_size[1] % self.tile_n == 0
+
+
+@dataclass(frozen=True)
+class FwdChoice:
+    """The tiles of a problem, the query heads packed into them, and the reason for the choice."""
+
+    tiles: FwdTiles
+    packed_heads: int
+    smem_bytes: int
+    reason: str
+
+
+def select_fwd_config(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    pack_gqa: bool | None = None,
+    override: FwdConfig | None = None,
+    window: int | None = None,
+    block_size: tuple[int, int] | None = None,
+    unpackable: str | None = None,
+    spec: ArchSpec = SM90,
+    decode_rows: int | None = None,
+    num_sms: int = H200_SMS,
+) -> FwdChoice:
+    """Choose tiles for the problem, and whether to pack heads.
+
+    window: the most keys that a query sees, if the mask has both a left and a right edge.
+    block_size: that of block lists. unpackable: an argument that prevents the heads of a group from
+    sharing a tile. spec: the architecture of the kernel. decode_rows: see `CallFacts`. num_sms:
+    CTAs that run at once.
+
+    Raises:
+        ValueError: the override asks for a configuration that cannot run.
+        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or
+            together with the argument `unpackable`.
+    """
+    kernel = spec.forward
+    call = CallFacts(
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.tuning_class,
+        shapes.seqlen_q,
+        shapes.seqlen_k,
+        window,
+        decode_rows,
+        problem.functions_under_causal,
+        None if problem.reads_mask_bits else block_size,
+        may_pair=decode_rows is None and (override is None or override.cta_pair is not False),
+        sequences=shapes.batch * shapes.heads_q,
+        num_sms=num_sms,
+    )
+    row = next(rows_for(kernel.rows, call))
+    tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
+    group = shapes.heads_q // shapes.heads_kv
+    queries = shapes.seqlen_q
+    if problem.varlen_q and problem.has_seqused_k:
+        # over a cache, where most of a batch decodes while few sequences have many queries
+        queries = min(queries, shapes.mean_seqlen_q)
+    packed = _choose_packing(
+        kernel.packed_rows, group, queries, pack_gqa, unpackable, decode_rows is not None
+    )
+    if packed > 1:
+        cause = "asked for" if pack_gqa else f"{queries} queries a sequence < {SHORT_QUERY}"
+        reason = f"{reason}; {packed} query heads share a tile: {cause}"
+    return FwdChoice(tiles, packed, smem_bytes, reason)
+
+
+def _choose_packing(
+    rows: int,
+    group: int,
+    queries: int,
+    pack_gqa: bool | None,
+    unpackable: str | None,
+    decodes: bool,
+) -> int:
+    if pack_gqa and group > rows:
+        raise NotImplementedError(
+            f"pack_gqa=True needs a group of at most {rows} query heads per KV head, got {group}"
+        )
+    if pack_gqa and group > 1 and unpackable is not None:
+        raise NotImplementedError(
+            f"pack_gqa=True is not supported together with {unpackable}; leave pack_gqa at None or "
+            "False"
+        )
+    if pack_gqa is None:
+        # rows without a head waste products, which is worth it where memory is waited for
+        can_pack = group <= rows and (decodes or padded_group(group) == group)
+        pack_gqa = can_pack and unpackable is None and queries < SHORT_QUERY
+    return group if pack_gqa else 1
+
+
+def _of_row(row: FwdRow) -> FwdTiles:
+    return FwdTiles(
+        row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fit(
+    kernel: ForwardKernel, row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
+) -> tuple[FwdTiles, int, str]:
+    """The first candidate that fits, its shared memory in bytes, and the reason."""
+    given = given_fields(override)
+    refusal = ""
+    for tiles in _candidates(row, given):
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel)
+        if why_not is None:
+            return tiles, smem_bytes, _explain_choice(row, tiles, given, refusal)
+        refusal = refusal or why_not
+    raise ValueError(
+        f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
+    )
+
+
+def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
+    """The row under the override, then smaller configurations: fields not given are reduced."""
+    wanted = replace(_of_row(row), **given)
+    queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
+    for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
+        for stages_q, share_qo in dict.fromkeys(queries):
+            smaller: dict[str, Any] = {"tile_n": tile_n, "stages_q": stages_q, "share_qo": share_qo}
+            if all(given.get(name, value) == value for name, value in smaller.items()):
+                yield replace(wanted, **smaller)
+
+
+def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
+    changed = _changed(asdict(_of_row(row)), asdict(tiles), given)
+    return _join_reasons(_told(row), given, changed, refusal)
+
+
+def _told(row: FwdRow | BwdRow) -> str:
+    return f"row {describe_conditions(row)}: {row.reason}"
+
+
+def _changed(row: dict[str, Any], tiles: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in tiles.items() if name not in given and value != row[name]
+    }
+
+
+def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], refusal: str) -> str:
+    parts = [reason]
+    if given:
+        parts.append("config= sets " + ", ".join(f"{name}={given[name]}" for name in given))
+    if changed:
+        text = ", ".join(f"{name}={value}" for name, value in changed.items())
+        parts.append(f"{text} because {refusal}")
+    return "; ".join(parts)
+
+
+@tells_what_to_install()
+def check_feasible(
+    head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
+) -> tuple[int, str | None]:
+    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's plan
+    decides."""
+    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
+
+    plan = kernel.load_plan()(
+        BFloat16,
+        head_dim,
+        head_dim_v,
+        tiles.tile_m,
+        tiles.tile_n,
+        packed_heads=1,
+        stages_kv=tiles.num_stages,
+        stages_q=tiles.stages_q,
+        share_qo=tiles.share_qo,
+        cta_pair=tiles.cta_pair,
+    )
+    return plan.smem_bytes, plan.infeasible()
+
+
+# -- the backward -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BwdTiles:
+    """A complete configuration of the backward: every field is set.
+
+    splits_group: several CTAs share the query heads of a group.
+    """
+
+    tile_m: int
+    stages_q: int
+    stages_do: int
+    stages_kv: int
+    value_cols: int = 0
+    skip_blocks: bool = True
+    clears_dq: bool = False
+    cta_pair: bool = False
+    splits_group: bool = False
+
+
+@dataclass(frozen=True)
+class BwdChoice:
+    """The tiles of a problem, the kernel's plan for them, and the reason for the choice.
+
+    tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
+    columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
+    has the same columns. group_splits: CTAs that share the query heads of a group
+    (`call/choose/group_splits.py`).
+    """
+
+    tiles: BwdTiles
+    tile_n: int
+    cluster_tile_n: int
+    tile_d: int
+    tile_dv: int
+    smem_bytes: int
+    reason: str
+    group_splits: int = 1
+
+
+@functools.lru_cache(maxsize=1024)
+def select_bwd_config(
+    head_dim: int,
+    head_dim_v: int,
+    tuning_class: TuningClass,
+    override: BwdConfig | None = None,
+    seqlen_k: int = 0,
+    deterministic: bool = False,
+    modifier: str | None = None,
+    num_sms: int = H200_SMS,
+    kernel: BackwardKernel = SM90_BACKWARD,
+) -> BwdChoice:
+    """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
+    keys.
+
+    If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
+
+    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. The split of a group of
+    heads is not decided here.
+
+    Raises:
+        ValueError: the override asks for what cannot run.
+        NotImplementedError: the kernel does not support these head dimensions.
+    """
+    given = given_fields(override)
+    given.pop("group_splits", None)
+    if deterministic and given.get("clears_dq"):
+        raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
+    why_alone = _why_alone(given, deterministic, modifier, num_sms)
+    if given.get("cta_pair") and why_alone is not None:
+        raise ValueError(f"config cta_pair=True is not for {why_alone}")
+    call = CallFacts(
+        head_dim,
+        head_dim_v,
+        tuning_class,
+        seqlen_k=seqlen_k,
+        may_pair=why_alone is None,
+        is_ordered=deterministic,
+    )
+    rows = list(rows_for(kernel.rows, call))
+    if not rows:
+        most = max(row.max_dim for row in kernel.rows)
+        raise NotImplementedError(
+            f"{kernel.class_name} takes head_dim and head_dim_v up to {most}, got "
+            f"{head_dim}/{head_dim_v}"
+        )
+    # an override may leave no room for pairs of CTAs: then the row behind theirs
+    for row in rows[:2] if rows[0].cta_pair else rows[:1]:
+        refusal = ""
+        for tiles in _bwd_candidates(row, given):
+            plan = _bwd_plan(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
+            why_not = plan.infeasible()
+            if why_not is None:
+                changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
+                reason = _join_reasons(_told(row), given, changed, refusal)
+                sizes = plan.tile_n, plan.cluster_tile_n, plan.tile_d, plan.tile_dv, plan.smem_bytes
+                return BwdChoice(tiles, *sizes, reason)
+            refusal = refusal or why_not
+    raise ValueError(
+        f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
+    )
+
+
+def _why_alone(
+    given: dict[str, Any], deterministic: bool, modifier: str | None, num_sms: int
+) -> str | None:
+    """The reason why CTAs cannot sum dQ in pairs, regardless of the table, or None."""
+    stores_first = given.get("clears_dq") is False
+    reasons = {
+        "config cta_pair=False": given.get("cta_pair") is False,
+        "config clears_dq=False: one CTA would wait for another pair": stores_first,
+        "deterministic=True: sums have an order": deterministic,
+        f"a call with {modifier}: P has no place in shared memory": modifier is not None,
+        f"a device with {num_sms} SM": num_sms < 2,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _of_bwd_row(row: BwdRow) -> BwdTiles:
+    stages = (row.stages_q, row.stages_do, row.stages_kv)
+    of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair}
+    return BwdTiles(row.tile_m, *stages, row.value_cols, **of_dq)
+
+
+def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
+    """The row under the override, then smaller configurations.
+
+    Fields not given are reduced: no values in registers, fewer stages.
+    """
+    wanted = replace(_of_bwd_row(row), **given)
+    # the last ones are given up first
+    free = [x for x in ("stages_q", "stages_do", "stages_kv") if x not in given]
+    kept = (wanted.value_cols,) if "value_cols" in given else (wanted.value_cols, 0)
+    for stages in itertools.product(*(range(getattr(wanted, name), 0, -1) for name in free)):
+        fewer: dict[str, Any] = dict(zip(free, stages, strict=True))
+        for value_cols in dict.fromkeys(kept):
+            yield replace(wanted, value_cols=value_cols, **fewer)
+
+
+@tells_what_to_install()
+def _bwd_plan(
+    kernel: BackwardKernel, head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool
+) -> Any:
+    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
+
+    return kernel.load_plan()(
+        BFloat16,
+        head_dim,
+        head_dim_v,
+        tiles.tile_m,
+        stages_q=tiles.stages_q,
+        stages_do=tiles.stages_do,
+        stages_kv=tiles.stages_kv,
+        value_cols=tiles.value_cols,
+        cta_pair=tiles.cta_pair,
+        # tiles are chosen before it is known whether masks may empty rows
+        has_marks=True,
+        has_reference=has_score_mod,
+    )

@@ -1,0 +1,116 @@
+"""The number of CTAs over which the backward splits a group of query heads.
+
+A CTA processes some keys of a KV head, and walks over the query heads of its group in turn. With
+few KV heads and short sequences there are few work tiles: too few for the SMs of a device, or too
+unequal. After a split, several CTAs process the same keys, each for some of the heads. They leave
+partial sums of dK and dV in scratch memory, which a kernel adds in a fixed order. Cost and gain of
+a split are estimated here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flash_mask_cute.call.choose.config import BwdChoice
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+
+# Costs in query blocks that a CTA computes: of a work tile, which waits for its keys and stores its
+# gradients; of storing them as partial sums; and of adding these afterwards.
+TILE, PARTIAL, ADDING = 1.5, 0.75, 0.5
+# work tiles for each SM that leave nothing to be gained
+ENOUGH = 16
+# what a split has to save, for it needs memory
+LEAST_GAIN = 1.02
+
+
+def split_group(
+    choice: BwdChoice,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    window: tuple[int | None, int | None],
+    num_sms: int,
+    wanted: int | None,
+) -> BwdChoice:
+    """The choice with `group_splits` filled in: the caller's, or the one with the shortest
+    estimate.
+
+    window: sides as `fold_window` returned them.
+
+    Raises:
+        ValueError: `wanted` does not divide the group, or the kernel cannot split it.
+    """
+    group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 1
+    splits = _divisors(group) if max(shapes.head_dim, shapes.head_dim_v) <= 128 else [1]
+    if wanted is not None and wanted not in splits:
+        raise ValueError(
+            f"config group_splits must be one of {splits} for groups of {group} heads and "
+            f"head_dim={shapes.head_dim}, head_dim_v={shapes.head_dim_v}, got {wanted}"
+        )
+    if wanted is None:
+        walks = list(_walks(choice, problem, shapes, window))
+        costs = {n: _estimate(walks, shapes, group, n, num_sms) for n in splits}
+        wanted = min(splits, key=lambda n: costs[n])
+        if costs[1] <= LEAST_GAIN * costs[wanted]:
+            wanted = 1
+    if wanted == 1:
+        return choice
+    return replace(
+        choice,
+        tiles=replace(choice.tiles, splits_group=True),
+        group_splits=wanted,
+        reason=f"{choice.reason}; {wanted} CTAs share the query heads of a group",
+    )
+
+
+def partial_sums_bytes(choice: BwdChoice, shapes: FwdShapes, num_key_blocks: int) -> int:
+    """Bytes of scratch for partial sums. num_key_blocks: of a head, over all sequences."""
+    if choice.group_splits == 1:
+        return 0
+    parts = shapes.heads_kv * choice.group_splits
+    return parts * num_key_blocks * choice.tile_n * (choice.tile_d + choice.tile_dv) * 4
+
+
+def _divisors(group: int) -> list[int]:
+    return [n for n in range(1, group + 1) if group % n == 0]
+
+
+def _walks(
+    choice: BwdChoice,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    window: tuple[int | None, int | None],
+) -> Iterator[int]:
+    """Query blocks that the key blocks of a sequence visit, by what the host knows: causal masking
+    and windows. Packed sequences are assumed to be equally long."""
+    tile_m, tile_n = choice.tiles.tile_m, choice.tile_n
+    seqlen_q, seqlen_k = shapes.seqlen_q, shapes.seqlen_k
+    if problem.varlen_q:
+        seqlen_q = min(seqlen_q, -(-shapes.total_q // max(shapes.batch, 1)))
+    if problem.varlen_k:
+        seqlen_k = min(seqlen_k, -(-shapes.total_k // max(shapes.batch, 1)))
+    left, right = window
+    right = 0 if problem.is_causal else right
+    for first in range(0, seqlen_k, tile_n):
+        # positions of queries that see these keys
+        begin = 0 if right is None else first - (seqlen_k - seqlen_q) - right
+        last = min(first + tile_n, seqlen_k) - 1
+        end = seqlen_q if left is None else last - (seqlen_k - seqlen_q) + left + 1
+        begin, end = max(begin, 0), min(end, seqlen_q)
+        yield max(-(-end // tile_m) - begin // tile_m, 0)
+
+
+def _estimate(walks: list[int], shapes: FwdShapes, group: int, splits: int, num_sms: int) -> float:
+    """Query blocks of the busiest SM, in the order in which CTAs take work tiles."""
+    heads = shapes.batch * shapes.heads_kv * splits
+    beside = TILE if splits == 1 else TILE + PARTIAL
+    tiles = [walk * group / splits + beside for walk in walks]
+    adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / num_sms
+    if heads * len(tiles) > ENOUGH * num_sms:
+        return heads * sum(tiles) / num_sms + max(tiles, default=0.0) / 4 + adding
+    busy = [0.0] * num_sms
+    for _ in range(heads):
+        for tile in tiles:
+            heapq.heapreplace(busy, busy[0] + tile)
+    return max(busy) + adding

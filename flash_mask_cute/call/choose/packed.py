@@ -1,0 +1,193 @@
+"""Dense calls with documents in their mask, computed as packed sequences.
+
+`mask_prep/documents.py` gives the reasons. Eligibility is decided here if column intervals have the
+documents, and in `mask_bits_plan.py` if they are found in a mask_mod.
+
+The host cannot know whether intervals hold documents without a wait. So they are declared, or the
+call is so large that looking for them, and packed kernels where there are none, cost little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any, overload
+
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
+from flash_mask_cute.call.choose.copies import new_gradient
+from flash_mask_cute.call.choose.masks import column_mask_of
+from flash_mask_cute.call.problem import END
+from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
+from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+# -- which --------------------------------------------------------------------------------------
+
+# Documents that nobody declared are looked for in calls with at least so many tokens in a sequence
+# and so many operations in the forward. The second number does not count what the mask hides.
+# From this length on, packed kernels lose about 1 % or less if there are no documents
+# (docs/facts/masks.md).
+MIN_UNDECLARED_SEQLEN = 16384
+# To find documents in a new mask takes 20 us, which is 1 % of 2 ms. A mask may hide three quarters
+# of the scores. So without the mask the call must take 8 ms, at 600 TFLOP/s so many operations.
+MIN_UNDECLARED_OPERATIONS = 5e12
+
+
+def holds_documents(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
+) -> bool:
+    """Whether a mask may hold documents, and this call can be packed by them.
+
+    Calls with other operands, even wrong ones, use the dense mask. causal: of the call; it must not
+    hide more than the mask does. others: lengths, mods, block lists and q_start
+    (`start_that_counts`) of the call, which packed sequences cannot take unchanged.
+    """
+    indices, mask_is_causal, documents = mask, causal, None
+    if isinstance(mask, ColumnMask):
+        indices, mask_is_causal = mask.startend_row_indices, mask.causal
+        documents = mask.documents
+    if documents is False or any(x is not None for x in others):
+        return False
+    if causal is not False and causal is not mask_is_causal:
+        return False
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v, indices)):
+        return False
+    batch, seqlen = q.shape[:2]
+    of_mask, heads, num_keys, _ = indices.shape
+    return (
+        k.shape[:2] == v.shape[:2] == (batch, seqlen)
+        and batch > 0
+        and DOCUMENT_STRIDE < seqlen <= MAX_PACKED_SEQLEN
+        and batch * seqlen < MAX_PACKED_ROWS
+        and of_mask in (1, batch)
+        and heads == 1
+        and num_keys == seqlen
+        and indices.device == q.device
+        and rows_follow(q, k, v)
+        and (documents is True or _is_large(q, v, mask_is_causal))
+    )
+
+
+def _is_large(q: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether documents are looked for that nobody declared."""
+    batch, seqlen, heads, head_dim = q.shape
+    scores = batch * heads * seqlen * seqlen // (2 if is_causal else 1)
+    operations = 2 * scores * (head_dim + v.shape[3])
+    return seqlen >= MIN_UNDECLARED_SEQLEN and operations >= MIN_UNDECLARED_OPERATIONS
+
+
+def start_that_counts(q_start: Any) -> Any:
+    """An argument q_start; None if it means nothing for equal numbers of queries and keys."""
+    # a tuple: Dynamo of torch 2.9 does not know unions
+    is_first = isinstance(q_start, (Integral, str)) and q_start in (0, END)
+    return None if is_first else q_start
+
+
+def rows_follow(*tensors: Tensor | None) -> bool:
+    """Whether the rows of all batch entries of a tensor (batch, row, ...) are contiguous."""
+    return all(
+        x is None or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors
+    )
+
+
+# -- how ----------------------------------------------------------------------------------------
+
+
+def packs_documents(call: AttentionCall) -> bool:
+    """Whether the documents of a call's mask become packed sequences."""
+    x, masks, options = call.tensors, call.masks, call.options
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
+    others = (
+        *lengths, options.max_seqlen_q, options.max_seqlen_k, masks.score_mod, masks.mask_mod,
+        masks.block_sparse_tensors_torch, start_that_counts(options.q_start),
+    )  # fmt: skip
+    mask = masks.startend_row_indices
+    return holds_documents(x.q, x.k, x.v, mask, options.causal, others) and can_pack(call)
+
+
+def can_pack(call: AttentionCall) -> bool:
+    """Whether all tensors that a packed batch does not copy have contiguous rows."""
+    x = call.tensors
+    return rows_follow(x.q, x.k, x.v, x.out, x.dq, x.dk, x.dv)
+
+
+def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
+    """The call with the documents of its mask as packed sequences. needs_lse: of a forward."""
+    batch, seqlen = call.tensors.q.shape[:2]
+    tensors = call.tensors
+    if call.direction is Direction.BACKWARD:
+        tensors = as_rows_bwd(with_gradients(tensors))
+    else:
+        tensors = as_rows(tensors)._replace(lse=None)
+    tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
+    options = call.options._replace(
+        max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse, q_start=None
+    )
+    return call._replace(tensors=tensors, masks=masks, options=options)
+
+
+def by_documents(
+    tensors: Tensors, masks: Masks | None, causal: bool, batch: int
+) -> tuple[Tensors, Masks]:
+    """The call with the documents of its mask as sequences. causal: of the call."""
+    assert masks is not None and masks.startend_row_indices is not None
+    mask = column_mask_of(masks.startend_row_indices, causal)
+    starts, row_indices = mask.split(batch)
+    tensors = tensors._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return tensors, masks._replace(startend_row_indices=row_indices)
+
+
+def with_gradients(tensors: Tensors) -> Tensors:
+    """The call with new tensors for missing gradients.
+
+    A launch would clear the rows behind the last sequence in its own tensors; here there are no
+    such rows.
+    """
+    x = tensors
+    return x._replace(
+        dq=new_gradient(x.q) if x.dq is None else x.dq,
+        dk=new_gradient(x.k) if x.dk is None else x.dk,
+        dv=new_gradient(x.v) if x.dv is None else x.dv,
+    )
+
+
+def as_rows(tensors: Tensors) -> Tensors:
+    """The tensors of a forward, without lse, in the form of a packed batch."""
+    x = tensors
+    return x._replace(q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
+
+
+def as_rows_bwd(tensors: Tensors) -> Tensors:
+    """The tensors of a backward, in the form of a packed batch.
+
+    lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
+    """
+    x = as_rows(tensors)
+    return x._replace(
+        lse=lse_by_heads(x.lse),
+        dlse=lse_by_heads(x.dlse),
+        dout=rows_of(x.dout),
+        dq=rows_of(x.dq),
+        dk=rows_of(x.dk),
+        dv=rows_of(x.dv),
+    )
+
+
+@overload
+def rows_of(tensor: Tensor) -> Tensor: ...
+
+
+@overload
+def rows_of(tensor: None) -> None: ...
+
+
+def rows_of(tensor: Tensor | None) -> Tensor | None:
+    """(batch * rows, ...) from (batch, rows, ...); a copy if rows are not contiguous."""
+    return None if tensor is None else tensor.flatten(0, 1)
+
+
+def lse_by_heads(lse: Tensor | None) -> Tensor | None:
+    """(heads, batch * seqlen) from (batch, heads, seqlen); a copy for several sequences."""
+    return None if lse is None else lse.transpose(0, 1).flatten(1)

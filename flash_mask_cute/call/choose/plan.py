@@ -1,0 +1,571 @@
+"""`plan`: all decisions about a call that follow from metadata, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from numbers import Integral
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from flash_mask_cute.call.arguments import EACH, AttentionCall, Direction, Tensors
+from flash_mask_cute.call.check.pages import page_box_of
+from flash_mask_cute.call.check.validate import check_bwd_inputs, check_fwd_inputs
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import (
+    BwdChoice,
+    FwdChoice,
+    select_bwd_config,
+    select_fwd_config,
+)
+from flash_mask_cute.call.choose.copies import (
+    Conversion,
+    input_conversion,
+    output_conversion,
+    sink_conversion,
+    split_scale,
+    tma_strides,
+)
+from flash_mask_cute.call.choose.group_splits import split_group
+from flash_mask_cute.call.choose.mask_bits import (
+    choose_mask_bits,
+    packed_sequences,
+    reading_mask_bits,
+    shares_mask_bits,
+)
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.choose.packed import (
+    as_rows,
+    as_rows_bwd,
+    call_by_documents,
+    can_pack,
+    packs_documents,
+)
+from flash_mask_cute.call.choose.splits import DECODE_ROWS, Splits, choose_split, decode_rows
+from flash_mask_cute.call.problem import (
+    END,
+    AttentionProblem,
+    FwdShapes,
+    Padding,
+    fold_q_start,
+    fold_window,
+    may_empty_rows,
+    sink_dtype,
+)
+from flash_mask_cute.call.settings import given_fields
+from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
+from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.target import Target
+
+# what kernels take; the CPU path takes more
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Backend(Enum):
+    """What runs a call. EMPTY: there are no queries or no keys, so nothing is launched."""
+
+    CPU = "cpu"
+    EMPTY = "empty"
+    KERNEL = "kernel"
+
+
+class GradientFacts(NamedTuple):
+    """Facts that determine the kernels of a backward, besides its problem.
+
+    sink_dtype: dtype, as kernels read it, of a sink whose gradient is requested, or that identifies
+    queries that see nothing; a name of a torch dtype. padding: see `Padding`.
+    """
+
+    has_dlse: bool
+    has_lse_low: bool
+    sink_dtype: str | None
+    score_mod_bwd: Callable[..., Any] | None
+    padding: Padding
+
+
+Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """The plan of a call of either direction.
+
+    target: the target of the kernels or, on the CPU, of the tiles. problem: as the kernel sees it.
+    softmax_scale may have any sign. Window sides are None if open. q_start is None if it has no
+    effect.
+    conversions: by name, of the caller's tensors that a kernel cannot read as they are.
+    is_out_like_q: a forward's new out may be made like q.
+
+    mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
+    shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
+    kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
+    computed instead, for a mask that may hold documents. splits: the pieces in which a forward
+    computes its work tiles; None: one pass.
+    """
+
+    direction: Direction
+    backend: Backend
+    target: Target
+    device: torch.device
+    shapes: FwdShapes
+    problem: AttentionProblem
+    choice: FwdChoice | BwdChoice
+    masks: ResolvedMasks
+    softmax_scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    q_start: int | str | None = None
+    gradients: GradientFacts | None = None
+    conversions: dict[str, Conversion | None] = field(default_factory=dict)
+    is_out_like_q: bool = False
+    mask_bits: MaskBitsPlan | None = None
+    without_bits: ExecutionPlan | None = None
+    packed: ExecutionPlan | None = None
+    splits: Splits | None = None
+
+    @property
+    def fwd_choice(self) -> FwdChoice:
+        assert isinstance(self.choice, FwdChoice)
+        return self.choice
+
+    @property
+    def bwd_choice(self) -> BwdChoice:
+        assert isinstance(self.choice, BwdChoice)
+        return self.choice
+
+    @property
+    def bit_tiles(self) -> BitTiles:
+        """The mask bit tiles that the kernel reads, if it reads any."""
+        if isinstance(self.choice, BwdChoice):
+            return BitTiles.for_backward(self.choice.tiles.tile_m, self.choice.tile_n)
+        return BitTiles.for_forward(self.choice.tiles.tile_m, self.choice.tiles.tile_n)
+
+    @property
+    def walk_tile(self) -> tuple[int, int]:
+        """Query rows and keys of a tile of the walk."""
+        if isinstance(self.choice, BwdChoice):
+            return self.choice.tiles.tile_m, self.choice.cluster_tile_n
+        return self.choice.tiles.cluster_tile_m, self.choice.tiles.tile_n
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        shapes = self.shapes
+        rows = (shapes.total_q,) if self.problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+        return (*rows, shapes.heads_q, shapes.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        *batch, rows, heads, _ = self.out_shape
+        return (*batch, heads, rows)
+
+    @property
+    def reads_lists(self) -> bool:
+        """Whether the kernel reads block lists. Otherwise it takes them as bits, as does the kernel
+        that evaluates a mask_mod before attention."""
+        problem = self.problem
+        is_read = not problem.reads_mask_bits and problem.q_start is None
+        return self.direction is Direction.FORWARD and is_read
+
+    @property
+    def kernel_q_start(self) -> int | str | None:
+        """The q_start argument of a kernel, `EACH` for a tensor of the call."""
+        return -1 if self.q_start == END else self.q_start
+
+    def q_start_of(self, tensors: Tensors) -> torch.Tensor | int | None:
+        """The same for a call."""
+        start: Any = self.kernel_q_start
+        return tensors.q_starts if start == EACH else start
+
+    def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
+        """The plan with these tiles; they determine packing, and the form in which it takes block
+        lists."""
+        problem = self.problem
+        if isinstance(choice, FwdChoice):
+            block_size = self.masks.block_size
+            are_bits = block_size is not None and (
+                problem.q_start is not None or not choice.tiles.nest_in(block_size)
+            )
+            problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+        return replace(self, problem=problem, choice=choice)
+
+
+def target_of(q: torch.Tensor) -> Target:
+    """The target of a call's kernels or, on the CPU, of its tiles."""
+    return Target.from_device(q.device) if q.is_cuda else Target.default()
+
+
+def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
+    """Check a call, and plan its execution.
+
+    target: the target of the kernels. None: that of q's device, and the CPU path for a CPU tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming argument and value.
+    """
+    is_forward = call.direction is Direction.FORWARD
+    check = check_fwd_inputs if is_forward else check_bwd_inputs
+    shapes = check(**call.arguments())
+    device, start = call.tensors.q.device, call.options.q_start
+    masks = ResolvedMasks.create(call.masks, call.options.causal, shapes, device, start is not None)
+    window = fold_window(
+        call.options.causal or masks.is_causal,
+        call.options.window_size_left,
+        call.options.window_size_right,
+    )
+    problem = _fwd_problem if is_forward else _bwd_problem
+    start = _first_position(call, shapes, masks, window)
+    plain = _with_start(problem(call, masks, window), start)
+    chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
+    chosen = replace(chosen, q_start=start)
+    if packs_documents(call):
+        packed = call_by_documents(call, chosen.problem.needs_lse)
+        return replace(chosen, packed=plan(packed, target))
+    if chosen.backend is Backend.CPU:
+        return chosen
+    chosen = _with_conversions(chosen, call.tensors)
+    if chosen.backend is Backend.EMPTY:
+        return chosen
+    if _may_share_bits_instead(chosen, call):
+        one_pass = plan(call._replace(options=call.options._replace(num_splits=1)), target)
+        if one_pass.mask_bits is not None:
+            return one_pass
+    return _with_mask_bits(chosen, choose, call)
+
+
+def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
+    """Whether the library chose pieces of a call in which asking a mask_mod once for all heads may
+    be worth more: decoding waits for keys, more queries wait for the mask_mod."""
+    by_library = chosen.splits is not None and call.options.num_splits == 0
+    rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
+    return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
+
+
+_FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
+
+
+def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
+    """The part of a call's problem that both directions share, without packing."""
+    x, (is_causal, window_left, window_right) = call.tensors, window
+    problem = AttentionProblem(
+        dtype=dtype_name(x.q.dtype),
+        head_dim=x.q.shape[-1],
+        head_dim_v=x.v.shape[-1],
+        is_causal=is_causal,
+        has_window_left=window_left is not None,
+        has_window_right=window_right is not None,
+        varlen_q=x.cu_seqlens_q is not None,
+        varlen_k=x.cu_seqlens_k is not None,
+        has_seqused_q=x.seqused_q is not None,
+        has_seqused_k=x.seqused_k is not None,
+        has_softcap=call.options.softcap != 0,
+        needs_lse=False,
+    )
+    return replace(problem, **masks.problem_fields())
+
+
+def _fwd_problem(
+    call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow
+) -> AttentionProblem:
+    x, problem = call.tensors, _problem(call, masks, window)
+    sink = x.learnable_sink
+    problem = replace(
+        problem,
+        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+        needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
+        needs_max_scores=x.max_scores is not None,
+    )
+    if masks.score_mod is None:
+        return problem
+    return replace(
+        problem,
+        score_functions=computes_functions(masks.score_mod, problem),
+        needs_lse_low=x.lse_low is not None,
+    )
+
+
+def _bwd_problem(
+    call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow
+) -> AttentionProblem:
+    """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
+    problem = _problem(call, masks, window)
+    score_mod_bwd, daux = call.options.score_mod_bwd, call.tensors.daux
+    wants_aux: tuple[int, ...] = ()
+    if daux is not None and masks.score_mod is not None:
+        wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
+    return replace(
+        problem,
+        score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
+        has_lists=False,
+        has_full_lists=False,
+        has_bits=problem.has_lists,
+        wants_aux=wants_aux,
+        deterministic=call.options.deterministic,
+    )
+
+
+def _first_position(
+    call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, window: _FoldedWindow
+) -> int | str | None:
+    """The argument q_start if it has an effect."""
+    start = call.options.q_start
+    if isinstance(start, Integral):
+        start = int(start)
+    if not masks.rows_fit(shapes.seqlen_q):
+        return start
+    is_causal, left, right = window
+    plain = (masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists)
+    return fold_q_start(
+        start,
+        is_banded=is_causal or not (left is right is None),
+        counts_rows=any(y is not None for y in plain),
+        is_square=shapes.seqlen_q == shapes.seqlen_k and not call.has_lengths,
+    )
+
+
+def _with_start(problem: AttentionProblem, start: int | str | None) -> AttentionProblem:
+    """The problem of calls that begin at some position. Their block lists are read as bits, because
+    query tiles need not begin where blocks do."""
+    if start is None:
+        return problem
+    kind = "each" if start == EACH else "number"
+    return replace(problem, q_start=kind, has_lists=False, has_full_lists=False)
+
+
+def _choose_tiles(
+    call: AttentionCall,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    window: _FoldedWindow,
+    problem: AttentionProblem,
+    target: Target | None,
+) -> tuple[ExecutionPlan, Choose]:
+    """The plan of a kernel that evaluates all masks itself, and a function that chooses tiles for
+    other problems with the same arguments."""
+    q, scale = call.tensors.q, call.options.softmax_scale
+    backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
+    if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
+        backend = Backend.CPU
+    target = target or target_of(q)
+    _, window_left, window_right = window
+    gradients = sink = None
+    if call.direction is Direction.FORWARD:
+        problem = _with_split(call, problem, shapes, masks, window, target)
+        decodes = problem.split is not None or call.tensors.page_table is not None
+        choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
+        sink = call.tensors.learnable_sink
+    else:
+        seqlens = shapes.seqlen_q, shapes.seqlen_k
+        empties = may_empty_rows(problem, seqlens, (window_left, window_right))
+        problem = replace(problem, may_empty_rows=empties)
+        choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
+        if empties or call.tensors.dsink is not None:
+            sink = call.tensors.learnable_sink
+        gradients = _gradient_facts(call, problem, sink)
+    choice = choose(problem)
+    chosen = ExecutionPlan(
+        direction=call.direction,
+        backend=backend,
+        target=target,
+        device=q.device,
+        shapes=shapes,
+        problem=problem,
+        choice=choice,
+        masks=masks,
+        softmax_scale=shapes.head_dim**-0.5 if scale is None else float(scale),
+        window_left=window_left,
+        window_right=window_right,
+        softcap=float(call.options.softcap),
+        gradients=gradients,
+        conversions={"learnable_sink": sink_conversion(sink)},
+    )
+    chosen = chosen.with_choice(choice)
+    if call.tensors.page_table is not None:
+        box = page_box_of(call.tensors.k.shape[1], chosen.fwd_choice.tiles.tile_n)
+        chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
+    if problem.split == BY_SLOTS:
+        tile_m = chosen.fwd_choice.tiles.tile_m
+        by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
+        chosen = replace(chosen, splits=by_slots)
+    elif problem.split is not None:
+        by_rows = Splits.by_rows(chosen.problem, shapes, call.options.num_splits)
+        chosen = replace(chosen, splits=by_rows)
+    return chosen, choose
+
+
+def _with_split(
+    call: AttentionCall,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    window: _FoldedWindow,
+    target: Target,
+) -> AttentionProblem:
+    """The problem with its way of computing work tiles in pieces, if any.
+
+    A single query sees the same without causal masking, and kernels without masks do least work.
+    """
+    may_pack, options = _may_pack(call, shapes, masks, target), call.options
+    has_config = bool(given_fields(options.config))
+    split = choose_split(
+        options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
+    )
+    if split is None:
+        return problem
+    is_at_end = problem.q_start is None or options.q_start == END
+    sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
+    is_causal = problem.is_causal and not sees_all
+    return replace(problem, split=split, is_causal=is_causal)
+
+
+def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
+    """Whether query heads of a group can share a tile."""
+    can_pack = shapes.heads_q // shapes.heads_kv <= arch_spec(target).forward.packed_rows
+    return can_pack and masks.unpackable(shapes) is None and call.options.pack_gqa is not False
+
+
+def _visible(window: _FoldedWindow) -> int | None:
+    """The most keys that a query sees, if both sides are closed."""
+    is_causal, left, right = window
+    if left is None or not (is_causal or right is not None):
+        return None
+    return left + (right or 0) + 1
+
+
+def _fwd_chooser(
+    call: AttentionCall,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    window: _FoldedWindow,
+    target: Target,
+    decodes: bool,
+) -> Choose:
+    rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if decodes else None
+    return partial(
+        select_fwd_config,
+        shapes=shapes,
+        pack_gqa=call.options.pack_gqa,
+        override=call.options.config,
+        window=_visible(window),
+        block_size=masks.block_size,
+        unpackable=masks.unpackable(shapes),
+        spec=arch_spec(target),
+        decode_rows=rows,
+        num_sms=target.num_sms,
+    )
+
+
+def _bwd_chooser(
+    call: AttentionCall,
+    shapes: FwdShapes,
+    window: tuple[int | None, int | None],
+    target: Target,
+) -> Choose:
+    kernel, override = arch_spec(target).backward, call.options.config
+    splits = getattr(override, "group_splits", None)
+    if not (kernel.splits_groups or splits in (None, 1)):
+        raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")
+
+    def choose(problem: AttentionProblem) -> BwdChoice:
+        choice = select_bwd_config(
+            shapes.head_dim,
+            shapes.head_dim_v,
+            problem.tuning_class,
+            override=override,
+            seqlen_k=shapes.seqlen_k,
+            deterministic=call.options.deterministic,
+            modifier=problem.score_modifier,
+            num_sms=target.num_sms,
+            kernel=kernel,
+        )
+        if not kernel.splits_groups:
+            return choice
+        return split_group(choice, problem, shapes, window, target.num_sms, splits)
+
+    return choose
+
+
+def _gradient_facts(
+    call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
+) -> GradientFacts:
+    x = call.tensors
+    return GradientFacts(
+        has_dlse=x.dlse is not None,
+        has_lse_low=x.lse_low is not None,
+        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+        score_mod_bwd=call.options.score_mod_bwd,
+        padding=Padding(
+            problem.varlen_q and x.dq is None,
+            problem.varlen_k and x.dk is None,
+            problem.varlen_k and x.dv is None,
+        ),
+    )
+
+
+def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) -> ExecutionPlan:
+    """The plan with the evaluation of its mask_mod before attention, if there is one.
+
+    A kernel that reads bits may have other tiles than one that evaluates the callable.
+    """
+    if chosen.splits is not None or chosen.problem.page_box is not None:
+        # each block of few queries is painted while keys come from memory
+        return chosen
+    if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
+        return chosen
+    reading = chosen.with_choice(choose(reading_mask_bits(chosen.problem)))
+    mask_bits = _mask_bits(reading, can_pack(call))
+    if mask_bits is None:
+        return chosen
+    problem = reading_mask_bits(reading.problem)
+    reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=chosen)
+    if not isinstance(mask_bits, DocumentBitsPlan):
+        return reading
+    shapes, problem = packed_sequences(reading.shapes, problem)
+    is_forward = call.direction is Direction.FORWARD
+    rows = as_rows(call.tensors) if is_forward else as_rows_bwd(call.tensors)
+    return _with_conversions(replace(reading, shapes=shapes, problem=problem), rows)
+
+
+def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> MaskBitsPlan | None:
+    if isinstance(chosen.choice, BwdChoice) and chosen.choice.tiles.cta_pair:
+        # a part of a walk may lie behind its sequence, which places do not tell
+        can_pack = False
+        if chosen.problem.varlen_k:
+            return None
+    window = chosen.window_left, chosen.window_right
+    return choose_mask_bits(
+        chosen.problem,
+        chosen.shapes,
+        chosen.bit_tiles,
+        chosen.masks,
+        window,
+        chosen.target,
+        can_pack,
+    )
+
+
+def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
+    """The plan with the conversions of the caller's tensors before the kernel sees them."""
+    x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
+    conversions = {
+        "q": input_conversion(x.q, factor),
+        "k": input_conversion(x.k),
+        "v": input_conversion(x.v),
+        **chosen.conversions,
+    }
+    if chosen.direction is Direction.FORWARD:
+        conversions["out"] = output_conversion(x.out)
+    else:
+        assert x.out is not None and x.dout is not None
+        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(x.dout)}
+        conversions |= {name: output_conversion(getattr(x, name)) for name in ("dq", "dk", "dv")}
+    is_out_like_q = (
+        x.q.is_contiguous() and x.q.shape == chosen.out_shape and tma_strides(x.q) is None
+    )
+    return replace(chosen, conversions=conversions, is_out_like_q=is_out_like_q)

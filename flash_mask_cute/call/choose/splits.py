@@ -1,0 +1,128 @@
+"""The choice whether a forward computes its work tiles in pieces, and the destination of pieces.
+
+*By rows*: each work tile in the number of pieces that the caller requests (`num_splits` of 2 and
+more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
+(`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0, the default).
+One split is one pass, without a merge.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, DECODE_ROWS, SLOTS_PER_SHARE
+from flash_mask_cute.limits import padded_group
+
+# keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
+# known yet
+_KEYS, _ROWS = 128, 128
+# walks of fewer blocks are not worth a merge: of decoding, and of more queries than that
+_LEAST_BLOCKS, _LEAST_BLOCKS_OF_MANY = 4, 32
+# work tiles of decoding, in units of SMs, from which on the last wave weighs little
+_MANY_WAVES = 8
+# Equal work tiles that fill so much of their waves are faster as a whole: of 512 on 132 SMs, 0.97
+# of the stream of a H100 against 0.94 (docs/serving.md).
+_FULL_WAVES = 0.95
+
+
+class Splits(NamedTuple):
+    """Scratch of a forward that computes work tiles in pieces.
+
+    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or CTAs that have a share.
+    out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written to. has_low: there
+    is another one like LSE, for its rounding error, because scores may have any size.
+    """
+
+    kind: str
+    number: int
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    has_low: bool
+
+    @staticmethod
+    def by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
+        """number: pieces of each work tile."""
+        rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+        lse_shape = (number, *rows, shapes.heads_q)
+        has_low = problem.score_mod is not None
+        return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
+
+    @staticmethod
+    def by_slots(
+        problem: AttentionProblem, shapes: FwdShapes, num_ctas: int, tile_m: int
+    ) -> Splits:
+        """tile_m: query rows of a work tile."""
+        rows = tile_m
+        if not problem.varlen_q:
+            rows = min(rows, shapes.seqlen_q * padded_group(problem.packed_heads))
+        lse_shape = SLOTS_PER_SHARE * num_ctas, rows
+        has_low = problem.score_mod is not None
+        return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
+
+    @property
+    def num_bytes(self) -> int:
+        numbers_of_lse = 2 if self.has_low else 1
+        return 4 * (math.prod(self.out_shape) + numbers_of_lse * math.prod(self.lse_shape))
+
+    def describe(self) -> str:
+        """The splits in words."""
+        scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
+        if self.kind == BY_SLOTS:
+            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
+        return f"{self.number} of each work tile; {scratch}"
+
+
+def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
+    """Rows of a sequence that share keys: all heads of a group if they can share a tile."""
+    return shapes.seqlen_q * (padded_group(shapes.heads_q // shapes.heads_kv) if may_pack else 1)
+
+
+def choose_split(
+    num_splits: int,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    may_pack: bool,
+    window: int | None,
+    num_sms: int,
+    has_config: bool,
+) -> str | None:
+    """BY_ROWS, BY_SLOTS, or None: one pass.
+
+    num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
+    keys that a query sees, None: all. has_config: the caller chose tiles, which are for one pass
+    unless the caller also asks for pieces.
+
+    Raises:
+        NotImplementedError: num_splits is requested together with lse_low or max_scores.
+    """
+    if num_splits > 1:
+        for name in ("lse_low", "max_scores"):
+            if getattr(problem, f"needs_{name}"):
+                raise NotImplementedError(
+                    f"num_splits={num_splits} is not supported together with {name}: of pieces, "
+                    "out and lse are merged"
+                )
+        return BY_ROWS
+    if num_splits == 1:
+        return None
+    if has_config or problem.needs_lse_low or problem.needs_max_scores:
+        return None
+    keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
+    rows = decode_rows(shapes, may_pack)
+    heads = shapes.heads_kv if may_pack else shapes.heads_q
+    is_decoding = rows <= DECODE_ROWS
+    if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
+        return None
+    tile_m, group = (DECODE_ROWS if is_decoding else _ROWS), rows // max(shapes.seqlen_q, 1)
+    tiles = math.ceil(rows / tile_m) * shapes.batch
+    if problem.varlen_q:
+        tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
+    tiles *= heads
+    most = num_sms * _MANY_WAVES if is_decoding else num_sms
+    if tiles >= most:
+        return None
+    are_equal = not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
+    fills = tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+    return None if are_equal and fills else BY_SLOTS

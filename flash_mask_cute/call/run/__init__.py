@@ -1,0 +1,1 @@
+"""What runs each time a prepared call is used."""

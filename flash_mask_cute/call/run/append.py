@@ -1,0 +1,309 @@
+"""New keys and values appended to a cache: checked, and written by a kernel or by torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens
+from flash_mask_cute.call.check.pages import check_pages
+from flash_mask_cute.cpu.append import append_rows, lengths_with_new, rotate
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.checks import (
+    brief,
+    check_apart,
+    check_bool,
+    check_device,
+    check_tensor,
+)
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.target import Target
+
+KERNEL_NAME = "append_kv"
+
+
+class Append(NamedTuple):
+    """The data to write, and its destination.
+
+    k_cache, v_cache: (entries, rows, heads_kv, d), or pools of pages. k, v: the new rows (batch,
+    row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. cache_seqlens: (batch,) int32,
+    the rows in use of each sequence, of which the first leftpad are padding. batch_idx: (batch,)
+    int32, entries of the cache; or page_table (batch, max_pages).
+    cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
+    or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
+    if that is not cache_seqlens. interleaved, advances: see `AppendKV`.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    q: Tensor
+    cache_seqlens: Tensor
+    leftpad: Tensor | None = None
+    batch_idx: Tensor | None = None
+    page_table: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    rotary_seqlens: Tensor | None = None
+    interleaved: bool = True
+    advances: bool = True
+
+    @property
+    def batch(self) -> int:
+        return self.cache_seqlens.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a sequence."""
+        rows = self.k_cache.shape[1]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+
+class AppendFacts(NamedTuple):
+    """Facts that determine the kernel's code: names of dtypes, and the tensors that are present."""
+
+    dtype: str
+    is_packed: bool
+    has_leftpad: bool
+    has_batch_idx: bool
+    has_pages: bool
+    rotary_dtype: str | None
+    has_rotary_seqlens: bool
+    is_packed_q: bool
+    interleaved: bool
+    advances: bool
+
+    @staticmethod
+    def create(x: Append) -> AppendFacts:
+        rotates = x.cos is not None
+        return AppendFacts(
+            dtype_name(x.k_cache.dtype),
+            x.cu_seqlens_k_new is not None,
+            x.leftpad is not None,
+            x.batch_idx is not None,
+            x.page_table is not None,
+            None if x.cos is None else dtype_name(x.cos.dtype),
+            rotates and x.rotary_seqlens is not None,
+            rotates and x.cu_seqlens_q is not None,
+            not rotates or x.interleaved,
+            not rotates or x.advances,
+        )
+
+
+def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
+    """Write the new rows. Returns q, rotated if there is cos, and the number of keys of each
+    sequence afterwards, int32 (batch,). Both are new tensors, except q without cos.
+
+    x: checked by `check_append`. target: the target of the kernel, for tensors on the CPU; None:
+    the
+    CPU path for these.
+    """
+    if target is None and not x.k_cache.is_cuda:
+        return _append_on_cpu(x)
+    total = torch.empty_like(x.cache_seqlens)
+    rotary = None
+    q = x.q
+    if x.cos is not None:
+        q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+        rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
+    torch._C._increment_version((x.k_cache, x.v_cache))
+    function = compile_append(
+        AppendFacts.create(x), target or Target.from_device(x.k_cache.device)
+    ).function
+    arguments = (
+        (x.k, x.v, x.cu_seqlens_k_new),
+        (x.k_cache, x.v_cache, x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table),
+        rotary,
+    )
+    if target is not None:
+        function(*arguments)
+    else:
+        with torch.cuda.device(x.k_cache.device):
+            function(*arguments)
+    return q, total
+
+
+def _append_on_cpu(x: Append) -> tuple[Tensor, Tensor]:
+    starts = (x.cache_seqlens if x.rotary_seqlens is None else x.rotary_seqlens).tolist()
+    infos = _lengths(x)
+    k, q = x.k, x.q
+    if x.cos is not None and x.sin is not None:
+        turned = x.cos, x.sin
+        k = _rotated(k, x.cu_seqlens_k_new, starts, turned, x.interleaved, True)
+        q = _rotated(q, x.cu_seqlens_q, starts, turned, x.interleaved, x.advances)
+    append_rows(k, x.k_cache, infos, x.batch_idx, x.page_table)
+    append_rows(x.v, x.v_cache, infos, x.batch_idx, x.page_table)
+    total = [info.seqlen_k for info in infos]
+    return q, torch.tensor(total, dtype=torch.int32, device="cpu")
+
+
+def _rotated(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    starts: list[int],
+    turned: tuple[Tensor, Tensor],
+    interleaved: bool,
+    advances: bool,
+) -> Tensor:
+    """A rotated copy of x; each sequence begins at a position."""
+    out = x.clone()
+    for b, start in enumerate(starts):
+        rows: Any = b
+        if cu_seqlens is not None:
+            rows = slice(int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
+        of_sequence = x[rows]
+        positions = torch.full((len(of_sequence),), start, device="cpu")
+        if advances:
+            positions += torch.arange(len(of_sequence), device="cpu")
+        out[rows] = rotate(of_sequence, *turned, positions, interleaved)
+    return out
+
+
+def _lengths(x: Append) -> list[Any]:
+    seqlen_new = x.k.shape[1] if x.cu_seqlens_k_new is None else 0
+    return lengths_with_new(x.cache_seqlens.tolist(), seqlen_new, x.cu_seqlens_k_new, x.leftpad)
+
+
+# -- checks -------------------------------------------------------------------------------------
+
+
+def check_append(x: Append) -> None:
+    """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
+
+    Contents of lengths are checked on the CPU only.
+
+    Raises:
+        TypeError, ValueError: naming argument and value.
+    """
+    device = x.k_cache.device
+    for name, new, cache in (("k", x.k, x.k_cache), ("v", x.v, x.v_cache)):
+        check_tensor(f"{name}_cache", cache)
+        check_tensor(name, new)
+        if new.dtype != cache.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of {name}_cache ({cache.dtype}), got {new.dtype}"
+            )
+        check_device(name, new, device)
+        rank = 4 if x.cu_seqlens_k_new is None else 3
+        rows = "(batch, seqlen_new, " if rank == 4 else "(total_new, "
+        if new.dim() != rank or new.shape[-2:] != cache.shape[-2:]:
+            raise ValueError(
+                f"{name} must have shape {rows}{', '.join(map(str, cache.shape[-2:]))}) as "
+                f"{name}_cache has heads and dimensions, got {tuple(new.shape)}"
+            )
+        check_apart(f"{name}_cache", cache, {"q": x.q, "k": x.k, "v": x.v})
+    if x.k.shape[:-2] != x.v.shape[:-2]:
+        raise ValueError(
+            f"k and v must have as many rows, got {tuple(x.k.shape)} and {tuple(x.v.shape)}"
+        )
+    check_apart("v_cache", x.v_cache, {"k_cache": x.k_cache})
+    if x.cu_seqlens_k_new is not None:
+        check_cu_seqlens("cu_seqlens_k_new", x.cu_seqlens_k_new, device)
+        if len(x.cu_seqlens_k_new) != x.batch + 1:
+            raise ValueError(
+                f"cu_seqlens_k_new must have shape (batch + 1,) = ({x.batch + 1},), got "
+                f"({len(x.cu_seqlens_k_new)},)"
+            )
+    elif x.k.shape[0] != x.batch:
+        raise ValueError(f"k must have batch {x.batch}, as q has, got shape {tuple(x.k.shape)}")
+    _check_rotary(x)
+    if device.type == "cpu":
+        _check_room(x)
+
+
+def _check_rotary(x: Append) -> None:
+    if (x.cos is None) != (x.sin is None):
+        raise ValueError(
+            f"rotary_cos and rotary_sin go together, got {brief(x.cos)} and {brief(x.sin)}"
+        )
+    if x.cos is None or x.sin is None:
+        if x.rotary_seqlens is not None:
+            raise ValueError("rotary_seqlens needs rotary_cos and rotary_sin, got None")
+        return
+    check_bool("rotary_interleaved", x.interleaved)
+    for name, table in (("rotary_cos", x.cos), ("rotary_sin", x.sin)):
+        check_tensor(name, table)
+        check_device(name, table, x.k_cache.device)
+        if table.dtype not in (x.k.dtype, torch.float32):
+            raise TypeError(
+                f"{name} must have dtype float32 or that of k ({x.k.dtype}), got {table.dtype}"
+            )
+        if table.dim() != 2 or not 0 < 2 * table.shape[-1] <= x.k.shape[-1]:
+            raise ValueError(
+                f"{name} must have shape (positions, rotary_dim / 2), with rotary_dim at most "
+                f"{x.k.shape[-1]}, got {tuple(table.shape)}"
+            )
+    if x.cos.shape != x.sin.shape or x.cos.dtype != x.sin.dtype:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must be alike, got {brief(x.cos)} and {brief(x.sin)}"
+        )
+    if x.rotary_seqlens is not None:
+        check_batch_vector("rotary_seqlens", x.rotary_seqlens, x.batch, x.k_cache.device)
+
+
+def _check_room(x: Append) -> None:
+    """Check that the new rows fit into the cache, and where they go."""
+    for b, info in enumerate(_lengths(x)):
+        end = info.leftpad_k + info.seqlen_k
+        if info.seqlen_k_og < 0 or end > x.capacity:
+            raise ValueError(
+                f"cache_seqlens must leave room for the new keys: sequence {b} has "
+                f"{info.leftpad_k + info.seqlen_k_og} of {x.capacity} rows in use, got "
+                f"{info.seqlen_k_new} more"
+            )
+    if x.page_table is not None:
+        total = torch.tensor([info.seqlen_k for info in _lengths(x)], dtype=torch.int32)
+        check_pages(x.k_cache, x.page_table, None, total)
+
+
+# -- the kernel ---------------------------------------------------------------------------------
+
+
+def compile_append(facts: AppendFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
+    """The compiled kernel. `function` takes three tuples: the fields of `NewRows`, `Cache` and
+    `Rotary` (or None)."""
+    return cache.get(
+        KERNEL_NAME,
+        facts._asdict,
+        lambda: build_append(facts, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=facts,
+    )
+
+
+def build_append(facts: AppendFacts, target: Target) -> Compiled:
+    """Compile now."""
+    from flash_mask_cute.kernels.append_kv import AppendKV
+
+    def rows(rank: int) -> Any:
+        return fake_tensors.strided(rank, facts.dtype)
+
+    def vector(is_there: bool) -> Any:
+        return fake_tensors.int32_vector(is_there)
+
+    rank, rank_q = 3 if facts.is_packed else 4, 3 if facts.is_packed_q else 4
+    rotary = None
+    if facts.rotary_dtype is not None:
+        tables = tuple(fake_tensors.strided(2, facts.rotary_dtype) for _ in range(2))
+        queries = rows(rank_q), rows(rank_q), vector(facts.is_packed_q)
+        rotary = (*tables, vector(facts.has_rotary_seqlens), *queries)
+    arguments = [
+        (rows(rank), rows(rank), vector(facts.is_packed)),
+        (
+            *(rows(4), rows(4), vector(True), vector(True), vector(facts.has_leftpad)),
+            vector(facts.has_batch_idx),
+            fake_tensors.strided(2) if facts.has_pages else None,
+        ),
+        rotary,
+        fake_tensors.stream(),
+    ]
+    kernel = AppendKV(facts.interleaved, facts.advances)
+    return compile_object(kernel, arguments, options_of(target))

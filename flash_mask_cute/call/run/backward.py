@@ -1,0 +1,300 @@
+"""A backward with all decisions that follow from metadata made, as `prepared` for the forward.
+
+On a GPU it runs three kernels: statistics of the query rows, the main kernel, and the conversion of
+dQ. A fourth one runs if new gradients are packed. The kernels share scratch memory that each call
+allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import EACH, Masks, Tensors
+from flash_mask_cute.call.build.backward import (
+    BwdKernels,
+    num_row_blocks,
+    num_stats,
+    stats_words,
+)
+from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.run.forward import (
+    count_writing,
+    current_device,
+    tile_counter,
+    unused_rows,
+)
+from flash_mask_cute.call.run.mask_arguments import MaskArguments
+from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
+from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
+
+_CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
+
+
+class KernelBackward:
+    """Runs the compiled kernels on the current stream, after the kernel that stores mask bits, if
+    any."""
+
+    __slots__ = (
+        "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
+        "_parts_shape", "_partial_shapes", "_q_start", "_reads_query_early", "_scale", "_scale_dq",
+        "_softcap", "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left",
+        "_window_right",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        kernels: BwdKernels,
+        make_mask_bits: MakeMaskBits | None = None,
+    ) -> None:
+        choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
+        assert facts is not None
+        tile_m = choice.tiles.tile_m
+        row_blocks = num_row_blocks(
+            shapes.total_q if problem.varlen_q else shapes.seqlen_q,
+            shapes.batch,
+            problem.varlen_q,
+            tile_m,
+        )
+        self._kernels = kernels
+        self._make_mask_bits = make_mask_bits
+        self._has_aux = bool(problem.aux)
+        words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
+        self._stats_shape = shapes.heads_q, row_blocks, words
+        self._reads_query_early = problem.may_empty_rows
+        self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
+        self._parts_shape = (shapes.heads_q, row_blocks) if facts.sink_dtype else None
+        self._partial_shapes = _partial_shapes(plan) if choice.tiles.splits_group else None
+        self._padding = facts.padding
+        self._clears_dq = choice.tiles.clears_dq
+        self._wants_aux = problem.wants_aux
+        _, self._scale = split_scale(plan.softmax_scale)
+        # the main kernel sees q times a factor of the scale, and sums dS K only
+        self._scale_dq = plan.softmax_scale
+        self._window_left = plan.window_left
+        self._window_right = plan.window_right
+        self._q_start = plan.kernel_q_start
+        self._softcap = plan.softcap if problem.has_softcap else None
+        self._mask_arguments = MaskArguments(
+            plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
+        )
+        self._conversions = any_or_none(*(plan.conversions[name] for name in _CONVERTED))
+
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (
+            q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts,
+        ) = tensors  # fmt: skip
+        index = q.get_device()
+        if index >= 0 and index != current_device():
+            with torch.cuda.device(index):
+                return self(tensors, masks)
+        if dq is None:
+            dq = new_gradient(q)
+        else:
+            count_writing(dq)
+        if dk is None:
+            dk = new_gradient(k)
+        else:
+            count_writing(dk)
+        if dv is None:
+            dv = new_gradient(v)
+        else:
+            count_writing(dv)
+        result = dq, dk, dv
+        if dlse is not None and dlse.is_neg():
+            # autograd negates lazily behind a conjugation; a copy of such a dout is no longer so
+            dlse = dlse.resolve_neg()
+        if self._conversions is not None:
+            q, k, v, out, dout, dq, dk, dv, sink = convert(
+                (q, k, v, out, dout, dq, dk, dv, sink), self._conversions
+            )
+        aux_tensors = columns = bits = parts = None
+        if masks is not None:
+            _, aux_tensors, columns, _, bits = self._mask_arguments(masks, cu_seqlens_k)
+        mask_bits = None
+        if self._make_mask_bits is not None:
+            mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
+            # the only chunk
+            mask_bits, _, found = next(self._make_mask_bits(q, mask_inputs))
+            if found is not None:
+                cu_seqlens_q = cu_seqlens_k = found
+            bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        stats = q.new_empty(self._stats_shape, dtype=torch.float32)
+        dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
+        if self._parts_shape is None:
+            sink = None
+        else:
+            parts = q.new_empty(self._parts_shape, dtype=torch.float32)
+        cleared = semaphores = None
+        if self._clears_dq:
+            cleared = dq_accum
+        else:
+            semaphores = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
+        aux_sums = aux_grads = None
+        if daux is not None:
+            aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
+            aux_grads = tuple(aux_sums.values()) or None
+        preprocess, main, postprocess, zero_padding, add_parts = self._kernels
+        dk_sums, dv_sums = dk, dv
+        if self._partial_shapes is not None:
+            dk_sums, dv_sums = (
+                q.new_empty(shape, dtype=torch.float32) for shape in self._partial_shapes
+            )
+        preprocess(
+            out, dout, lse, dlse, stats, cleared, semaphores, sink, parts, cu_seqlens_q, seqused_q,
+            q if self._reads_query_early else None, lse_low,
+        )  # fmt: skip
+        main(
+            q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
+            self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
+            q_starts if self._q_start == EACH else self._q_start,
+        )  # fmt: skip
+        postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
+        if add_parts is not None:
+            add_parts(dk_sums, dv_sums, dk, dv, cu_seqlens_k, seqused_k)
+        if zero_padding is not None:
+            has_dq, has_dk, has_dv = self._padding
+            zero_padding(
+                dq if has_dq else None, dk if has_dk else None, dv if has_dv else None,
+                cu_seqlens_q if has_dq else None, cu_seqlens_k if has_dk or has_dv else None,
+            )  # fmt: skip
+        if dsink is not None and parts is not None:
+            dsink.copy_(parts.sum(dim=1))
+        if daux is not None and aux_sums is not None:
+            _write_aux_gradients(daux, aux_sums)
+        return result
+
+
+def _partial_shapes(plan: ExecutionPlan) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shapes of the partial sums of dK and dV: parts of groups, key blocks, sums."""
+    choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
+    blocks = num_row_blocks(
+        shapes.total_k if problem.varlen_k else shapes.seqlen_k,
+        shapes.batch,
+        problem.varlen_k,
+        choice.tile_n,
+    )
+    parts = shapes.heads_kv * choice.group_splits
+    return (
+        (parts, blocks, choice.tile_n * choice.tile_d),
+        (parts, blocks, choice.tile_n * choice.tile_dv),
+    )
+
+
+class EmptyBackward:
+    """Fills the gradients of a problem without keys or without queries."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._has_batch = plan.shapes.batch > 0
+
+    @torch.no_grad()
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = tensors
+        if x.dsink is not None:
+            x.dsink.copy_(self._sink_gradient(x))
+        if x.daux is not None:
+            _write_aux_gradients(x.daux, {})
+        return _zeros(x.q, x.dq), _zeros(x.k, x.dk), _zeros(x.v, x.dv)
+
+    def _sink_gradient(self, tensors: Tensors) -> Tensor:
+        """The gradient of the sink without keys: out is then 0, and lse is the sink."""
+        x = tensors
+        assert x.lse is not None
+        lse_by_row = x.lse.transpose(-1, -2)
+        if x.dlse is None or not self._has_batch:
+            return lse_by_row.new_zeros(lse_by_row.shape[-1:])
+        sees_keys = lse_by_row > -torch.inf
+        if x.cu_seqlens_q is not None:
+            row = torch.arange(sees_keys.shape[0], device=sees_keys.device)
+            sees_keys = sees_keys & (row < x.cu_seqlens_q[-1])[:, None]
+        if x.seqused_q is not None:
+            unused = unused_rows(lse_by_row, x.cu_seqlens_q, x.seqused_q)
+            sees_keys = sees_keys & ~unused[..., None]
+        terms = torch.where(sees_keys, x.dlse.transpose(-1, -2), 0.0)
+        return terms.flatten(0, -2).sum(dim=0)
+
+
+class CpuBackward:
+    """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+
+    @torch.no_grad()
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan, x = self._plan, tensors
+        assert plan.gradients is not None
+        assert x.out is not None and x.dout is not None and x.lse is not None
+        daux = x.daux or ()
+        aux_sums = _aux_sums(daux, plan.problem.wants_aux, torch.float64)
+        tiles = plan.bwd_choice.tiles
+        dq, dk, dv, dsink = flash_attn_bwd_cpu(
+            x.q,
+            x.k,
+            x.v,
+            x.out,
+            x.dout,
+            x.lse,
+            softmax_scale=plan.softmax_scale,
+            window_left=plan.window_left,
+            window_right=0 if plan.problem.is_causal else plan.window_right,
+            softcap=plan.softcap,
+            learnable_sink=x.learnable_sink,
+            cu_seqlens_q=x.cu_seqlens_q,
+            cu_seqlens_k=x.cu_seqlens_k,
+            seqused_q=x.seqused_q,
+            seqused_k=x.seqused_k,
+            q_start=plan.q_start_of(x),
+            seqlen_q=plan.shapes.seqlen_q,
+            seqlen_k=plan.shapes.seqlen_k,
+            pack_gqa=1,
+            tile_m=tiles.tile_m,
+            tile_n=plan.bwd_choice.tile_n,
+            dlse=x.dlse,
+            lse_low=x.lse_low,
+            score_mod_bwd=plan.gradients.score_mod_bwd,
+            aux_sums=aux_sums,
+            **plan.masks._asdict(),
+            skip_blocks=tiles.skip_blocks,
+        )
+        if x.dsink is not None and dsink is not None:
+            x.dsink.copy_(dsink)
+        _write_aux_gradients(daux, aux_sums)
+        return _written(dq, x.dq), _written(dk, x.dk), _written(dv, x.dv)
+
+
+def _zeros(like: Tensor, given: Tensor | None) -> Tensor:
+    return like.new_zeros(like.shape) if given is None else given.zero_()
+
+
+def _written(new: Tensor, given: Tensor | None) -> Tensor:
+    """The new gradient, or the caller's tensor filled with it."""
+    return new if given is None else given.copy_(new)
+
+
+def _aux_sums(
+    daux: Sequence[Tensor | None], wants_aux: tuple[int, ...], dtype: torch.dtype
+) -> dict[int, Tensor]:
+    """Zeros for the sums of aux tensor gradients, by index."""
+    wanted = ((i, daux[i]) for i in wants_aux)
+    return {i: x.new_zeros(x.shape, dtype=dtype) for i, x in wanted if x is not None}
+
+
+def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tensor]) -> None:
+    """Round the sums into their tensors; a tensor without sums, which no score_mod reads, becomes
+    0."""
+    for i, gradient in enumerate(daux):
+        if gradient is not None:
+            gradient.copy_(sums[i]) if i in sums else gradient.zero_()

@@ -1,0 +1,167 @@
+"""The merge of partial results: compiled, and launched."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.limits import padded_group
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.fake_tensors import operand, strided
+from flash_mask_cute.runtime.target import Target
+
+COMBINE_NAME = "combine"
+# `core/partials.py` has it too; importing that needs the compiler
+_MERGE_WORDS = 8
+# Of a work tile of so few rows, four warps merge a row: its pieces are many, and CTAs are not.
+_FEW_ROWS = 16
+
+
+class CombineFacts(NamedTuple):
+    """Facts that determine the code of the merge kernel.
+
+    partial_dtype, dtype: names of torch dtypes, of the pieces' outputs and of the output. tile_m:
+    rows of a work tile by slots; None: pieces lie by rows. packed_heads, group, warps_per_row: see
+    `Combine`. has_low: pieces have the rounding error of their LSE.
+    """
+
+    partial_dtype: str
+    dtype: str
+    head_dim_v: int
+    has_lse: bool
+    tile_m: int | None = None
+    packed_heads: int = 1
+    group: int = 1
+    warps_per_row: int = 1
+    has_low: bool = False
+
+
+def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
+    """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, its
+    rounding error or None, merges or None, out, lse or None (shapes: `kernels/combine.py`)."""
+    return cache.get(
+        COMBINE_NAME,
+        facts._asdict,
+        lambda: build_combine(facts, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=facts,
+    )
+
+
+def build_combine(facts: CombineFacts, target: Target) -> Compiled:
+    """Compile now."""
+    from flash_mask_cute.kernels.combine import Combine
+
+    kernel = Combine(
+        facts.head_dim_v, facts.tile_m, facts.packed_heads, facts.group, facts.warps_per_row
+    )
+    by_slots = facts.tile_m is not None
+    arguments: list[Any] = [
+        operand(facts.partial_dtype, 3 if by_slots else 5, facts.head_dim_v),
+        strided(2 if by_slots else 4, "float32"),
+        strided(2 if by_slots else 4, "float32") if facts.has_low else None,
+        strided(2) if by_slots else None,
+        operand(facts.dtype, 4, facts.head_dim_v),
+        strided(3, "float32") if facts.has_lse else None,
+        fake_tensors.stream(),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+class MergedForward:
+    """Additions of a forward in pieces to the attention kernel: scratch memory, and the merge."""
+
+    __slots__ = ("_by_slots", "_function", "_is_packed", "_splits")
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        assert plan.splits is not None
+        problem = plan.problem
+        self._splits = plan.splits
+        self._is_packed = problem.varlen_q
+        self._by_slots = problem.split == BY_SLOTS
+        facts = CombineFacts(
+            "float32",
+            problem.dtype,
+            problem.head_dim_v,
+            problem.needs_lse,
+            has_low=plan.splits.has_low,
+        )
+        if self._by_slots:
+            facts = facts._replace(
+                tile_m=plan.fwd_choice.tiles.tile_m,
+                packed_heads=padded_group(problem.packed_heads),
+                group=problem.packed_heads,
+                warps_per_row=4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
+            )
+        self._function = compile_combine(facts, plan.target).function
+
+    @property
+    def counts(self) -> bool:
+        """Whether CTAs of the attention kernel take work tiles from a counter."""
+        return not self._by_slots
+
+    def new_partials(self, like: Tensor) -> tuple[Any, ...]:
+        """Scratch memory, as the attention kernel takes it."""
+        splits = self._splits
+        out = like.new_empty(splits.out_shape, dtype=torch.float32)
+        lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
+        low = torch.empty_like(lse) if splits.has_low else None
+        if not self._by_slots:
+            return out, lse, low, None, splits.number
+        merges = like.new_empty((splits.number, _MERGE_WORDS), dtype=torch.int32)
+        return out, lse, low, merges, None
+
+    def __call__(self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
+        """Merge the pieces in the scratch memory."""
+        of_out, of_lse, of_low, merges, _ = partials
+        if self._is_packed:
+            out = out.unsqueeze(0)
+            lse = None if lse is None else lse.unsqueeze(0)
+        lse = None if lse is None else lse.transpose(-1, -2)
+        self._function(of_out, of_lse, of_low, merges, out, lse)
+
+
+def merge_partials(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    target: Target | None = None,
+) -> None:
+    """Merge pieces that lie by rows, on the current stream.
+
+    Shapes: out_partial (pieces, batch, row, head, d) or (pieces, row, head, d), lse_partial the
+    same without d, out and lse the same without the pieces; lse and lse_partial fp32 of any
+    strides, the others fp32, bf16 or fp16. A row whose pieces are all empty, LSE -inf, gets 0 and
+    -inf. target: the kernel's target, if not that of the device of out.
+    """
+    if out.numel() == 0:
+        return
+    if out.dim() == 3:
+        out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)
+        out, lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
+    facts = CombineFacts(
+        dtype_name(out_partial.dtype), dtype_name(out.dtype), out.shape[-1], lse is not None
+    )
+    function = compile_combine(facts, target or Target.from_device(out.device)).function
+    if target is not None:
+        function(_readable(out_partial), lse_partial, None, None, out, lse)
+        return
+    with torch.cuda.device(out.device):
+        function(_readable(out_partial), lse_partial, None, None, out, lse)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its rows do not start on 16 bytes."""
+    steps = all(x % fake_tensors.STRIDE_STEP == 0 for x in tensor.stride()[:-1])
+    if tensor.stride(-1) == 1 and steps and tensor.data_ptr() % fake_tensors.BASE_ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,281 @@
+"""A forward with all decisions that follow from metadata made; running it costs as little as
+possible.
+
+A prepared call is made once for a combination of shapes, strides, dtypes and options, and runs on
+the tensors of every later call that has the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import EACH, Masks, Tensors
+from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.run.combine import MergedForward
+from flash_mask_cute.call.run.mask_arguments import MaskArguments
+from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
+from flash_mask_cute.cpu.paged import gather_pages
+from flash_mask_cute.cpu.tiles import NEG_INF
+from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", lambda: False
+)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+class KernelForward:
+    """Runs a compiled kernel on the current stream, after the kernel that stores mask bits, if
+    any."""
+
+    __slots__ = (
+        "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
+        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_scale", "_softcap",
+        "_make_mask_bits", "_window_left", "_window_right",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        function: Callable[..., None],
+        make_mask_bits: MakeMaskBits | None = None,
+        merge: MergedForward | None = None,
+    ) -> None:
+        self._function = function
+        self._merge = merge
+        self._make_mask_bits = make_mask_bits
+        self._has_aux = bool(plan.problem.aux)
+        self._index = -1 if plan.device.index is None else plan.device.index
+        self._out_shape = plan.out_shape
+        self._is_out_like_q = plan.is_out_like_q
+        self._lse_like = None
+        if plan.problem.needs_lse:
+            self._lse_like = _float_on(plan.device).expand(plan.lse_shape)
+        _, self._scale = split_scale(plan.softmax_scale)
+        self._window_left = plan.window_left
+        self._window_right = plan.window_right
+        self._q_start = plan.kernel_q_start
+        self._softcap = plan.softcap if plan.problem.has_softcap else None
+        self._mask_arguments = MaskArguments(
+            plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
+        )
+        conversions = plan.conversions
+        self._conversions = any_or_none(
+            *(conversions[name] for name in ("q", "k", "v", "learnable_sink", "out"))
+        )
+
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        (
+            q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            _, _, _, _, _, _, _, max_scores, page_table, q_starts,
+        ) = tensors  # fmt: skip
+        if out is None:
+            # the same, but `empty_like` takes half the time, as for lse
+            out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
+        else:
+            count_writing(out)
+        if lse is not None:
+            count_writing(lse)
+        elif self._lse_like is not None:
+            lse = torch.empty_like(self._lse_like)
+        result = out, lse
+        index = self._index
+        if index >= 0 and index != current_device():
+            with torch.cuda.device(index):
+                return self(tensors._replace(out=out, lse=lse), masks)
+        if self._conversions is not None:
+            q, k, v, sink, out = convert((q, k, v, sink, out), self._conversions)
+        lists = aux_tensors = columns = block_size = bits = None
+        if masks is not None:
+            lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
+                masks, cu_seqlens_k
+            )
+        make_mask_bits = self._make_mask_bits
+        if make_mask_bits is not None:
+            mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
+            bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        merge = self._merge
+        partials = None if merge is None else merge.new_partials(q)
+        counter = tile_counter(q, index) if merge is None or merge.counts else None
+        for mask_bits, query_chunk, found in (
+            NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
+        ):
+            if found is not None:
+                cu_seqlens_q = cu_seqlens_k = found
+            self._function(
+                q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
+                self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
+                max_scores, q_starts if self._q_start == EACH else self._q_start, partials,
+            )  # fmt: skip
+            # so that the next chunk has its memory
+            mask_bits = None
+        if merge is not None and partials is not None:
+            merge(partials, out, lse)
+        return result
+
+
+class EmptyForward:
+    """Fills the outputs of a problem without keys or without queries."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._new_outputs = NewOutputs(plan)
+        self._has_batch = plan.shapes.batch > 0
+
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        out, lse = self._new_outputs(tensors)
+        out.zero_()
+        if tensors.lse_low is not None:
+            tensors.lse_low.zero_()
+        if tensors.max_scores is not None:
+            tensors.max_scores.fill_(NEG_INF)
+        if lse is None:
+            return out, lse
+        if tensors.learnable_sink is None or not self._has_batch:
+            lse.fill_(NEG_INF)
+            return out, lse
+        lse_by_row = lse.transpose(-1, -2)
+        lse_by_row.copy_(tensors.learnable_sink)
+        if tensors.seqused_q is not None:
+            unused = unused_rows(lse_by_row, tensors.cu_seqlens_q, tensors.seqused_q)
+            lse_by_row.masked_fill_(unused[..., None], NEG_INF)
+        return out, lse
+
+
+class CpuForward:
+    """Computes on CPU tensors, walking the tiles of the kernel's configuration."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+        self._new_outputs = NewOutputs(plan)
+
+    @torch.no_grad()
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        plan, x = self._plan, tensors
+        out, lse = self._new_outputs(x)
+        # rows that no sequence uses, which the path leaves alone
+        out.zero_()
+        if lse is not None:
+            lse.fill_(NEG_INF)
+        if x.lse_low is not None:
+            x.lse_low.zero_()
+        if x.max_scores is not None:
+            x.max_scores.fill_(NEG_INF)
+        tile_m, tile_n = plan.walk_tile
+        k, v = x.k, x.v
+        if x.page_table is not None:
+            k, v = (gather_pages(pool, x.page_table) for pool in (k, v))
+        flash_attn_fwd_cpu(
+            x.q,
+            k,
+            v,
+            softmax_scale=plan.softmax_scale,
+            window_left=plan.window_left,
+            window_right=0 if plan.problem.is_causal else plan.window_right,
+            softcap=plan.softcap,
+            learnable_sink=x.learnable_sink,
+            cu_seqlens_q=x.cu_seqlens_q,
+            cu_seqlens_k=x.cu_seqlens_k,
+            seqused_q=x.seqused_q,
+            seqused_k=x.seqused_k,
+            q_start=plan.q_start_of(x),
+            seqlen_q=plan.shapes.seqlen_q,
+            seqlen_k=plan.shapes.seqlen_k,
+            pack_gqa=plan.problem.packed_heads,
+            tile_m=tile_m,
+            tile_n=tile_n,
+            out=out,
+            lse=lse,
+            lse_low=x.lse_low,
+            max_scores=x.max_scores,
+            **plan.masks._asdict(),
+            skip_blocks=plan.choice.tiles.skip_blocks,
+            split=plan.problem.split,
+            num_pieces=1 if plan.splits is None else plan.splits.number,
+        )
+        return out, lse
+
+
+class NewOutputs:
+    """The caller's out and lse, or new uninitialised tensors."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.out_shape = plan.out_shape
+        self.lse_shape = plan.lse_shape if plan.problem.needs_lse else None
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        q, out, lse = tensors.q, tensors.out, tensors.lse
+        if out is None:
+            out = q.new_empty(self.out_shape)
+        if lse is None and self.lse_shape is not None:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        return out, lse
+
+
+# -- what a kernel needs beside the caller's tensors --------------------------------------------
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def tile_counter(q: Tensor, index: int) -> Tensor:
+    """Two zeros on q's device, the current device. The kernel leaves them as zeros. Launches that
+    may overlap get their own."""
+    # A captured launch may overlap any other when its graph is replayed.
+    if index < 0 or _is_capturing():
+        return q.new_zeros((2,), dtype=torch.int32)
+    key = index, _stream_of(index)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = _to_keep(_new_counter, q.device)
+    return counter
+
+
+def _to_keep(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
+    """A tensor that outlives the call, made in a separate thread.
+
+    torch.compile runs a graph once before it captures it. It treats the caller thread's allocations
+    in that run as the graph's, and refuses to let any of them be kept.
+    """
+    with ThreadPoolExecutor(max_workers=1) as other:
+        return other.submit(make, device).result()
+
+
+@functools.cache
+def _float_on(device: torch.device) -> Tensor:
+    return _to_keep(lambda where: torch.empty((), dtype=torch.float32, device=where), device)
+
+
+def _new_counter(device: torch.device) -> Tensor:
+    counter = torch.zeros((2,), dtype=torch.int32, device=device)
+    # the caller's stream is another one
+    torch.cuda.current_stream(device).synchronize()
+    return counter
+
+
+def count_writing(*tensors: Tensor) -> None:
+    """Tell torch that tensors of the caller change, because it does not see writes by a kernel. So
+    a backward that saved them notices."""
+    torch._C._increment_version(tensors)
+
+
+def unused_rows(lse_by_row: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor) -> Tensor:
+    """Boolean, (batch, seqlen_q) or (total_q,): true for rows past seqused_q."""
+    row = torch.arange(lse_by_row.shape[-2], device=lse_by_row.device)
+    if cu_seqlens_q is None:
+        return row >= seqused_q[:, None]
+    owner = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True)
+    owner = owner.clamp_(max=len(seqused_q) - 1)
+    return row - cu_seqlens_q[owner] >= seqused_q[owner]

@@ -1,0 +1,89 @@
+"""The mask arguments of a kernel, made of those of a call each time it runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import (
+    BlockSparseTensorsTorch,
+    block_bits,
+    from_block_mask,
+    retile_lists,
+)
+from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.choose.masks import column_mask_of
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+
+class KernelArguments(NamedTuple):
+    """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
+    columns: indices and bounds. block_size: of the lists; not given together with block_bits
+    (visible, full, block_q, block_k)."""
+
+    block_lists: tuple[Any, ...] | None = None
+    aux_tensors: tuple[Tensor, ...] | None = None
+    columns: tuple[Tensor, Tensor] | None = None
+    block_size: tuple[int, int] | None = None
+    block_bits: tuple[Any, ...] | None = None
+
+
+class MaskArguments:
+    """Makes the last arguments of a kernel from the arguments of a call.
+
+    reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
+    mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
+    computed for a `ColumnMask` or for lists that were seen before.
+    """
+
+    __slots__ = ("_block_size", "_causal_form", "_reads_lists", "_seqlens", "_tile")
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        shapes: FwdShapes,
+        block_size: tuple[int, int] | None,
+        tile: tuple[int, int],
+        reads_lists: bool,
+    ) -> None:
+        self._causal_form = problem.intervals is not None and problem.intervals[1]
+        self._seqlens = shapes.seqlen_q, shapes.seqlen_k
+        self._block_size = block_size
+        self._tile = tile
+        self._reads_lists = reads_lists
+
+    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> KernelArguments:
+        _, _, aux_tensors, given_lists, given_columns = masks
+        lists = columns = block_size = bits = None
+        if given_columns is not None:
+            columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
+        if given_lists is not None:
+            sized = _sized(given_lists, self._block_size)
+            if not self._reads_lists:
+                bits = tuple(block_bits(sized))
+            else:
+                retiled = retile_lists(sized, *self._tile, *self._seqlens)
+                counted, block_size = retiled.lists, retiled.lists.block_size
+                lists = (
+                    counted.mask_block_cnt,
+                    counted.mask_block_idx,
+                    counted.full_block_cnt,
+                    counted.full_block_idx,
+                )
+                bits = None if retiled.bits is None else tuple(retiled.bits)
+        aux = tuple(aux_tensors) if aux_tensors else None
+        return KernelArguments(lists, aux, columns, block_size, bits)
+
+
+def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
+    """A call's block lists, with a block size resolved before."""
+    return from_block_mask(given)._replace(block_size=block_size)
+
+
+def _column_tensors(
+    given: Tensor | ColumnMask, causal_form: bool, tile_n: int, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    mask = column_mask_of(given, causal_form)
+    return mask.startend_row_indices, mask.bounds(tile_n, cu_seqlens_k)

@@ -1,0 +1,121 @@
+"""What a caller may say about the tiles of a kernel: the argument `config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+# fields of configs that are no numbers
+BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq")
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """Tile shape of a forward kernel; None lets the library choose that field.
+
+    tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile. On
+    Blackwell they are 256 and 128, and for heads wider than 192/128 they are 128 and 128.
+    num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
+    share_qo: the output is staged in the query's shared memory.
+    cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
+    skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
+    False visits and masks every block, with the same result as one pass, bit for bit.
+
+    Raises:
+        TypeError, ValueError: a value has the wrong type, or a number is not positive.
+    """
+
+    tile_m: int | None = None
+    tile_n: int | None = None
+    num_stages: int | None = None
+    stages_q: int | None = None
+    share_qo: bool | None = None
+    cta_pair: bool | None = None
+    skip_blocks: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+    @staticmethod
+    def from_value(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
+        """The config that the argument `config` of the public call stands for.
+
+        Raises:
+            TypeError: it is no FwdConfig, mapping or None, or a value has the wrong type.
+            ValueError: a mapping has a key that is not a field, or a number is not positive.
+        """
+        return _config_of(FwdConfig, value)
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """Tile shape of a backward kernel; None lets the library choose that field.
+
+    tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of output
+    gradients in flight. stages_kv: key tiles in flight. All stages are 1 or 2.
+    value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
+    skip_blocks: as in `FwdConfig`.
+    clears_dq: the sums of dQ are set to 0 first, and every CTA adds to them. Otherwise the first
+    CTA to reach a sum stores it (docs/backward_sm90.md).
+    cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, head_dim above
+    128, and scores that are neither modified nor capped.
+    group_splits: CTAs that share the query heads of a group, each with an equal number of them. It
+    divides the group size, and is 1 for head dimensions above 128.
+
+    Raises:
+        TypeError, ValueError: as by `FwdConfig`; value_cols may be 0.
+    """
+
+    tile_m: int | None = None
+    stages_q: int | None = None
+    stages_do: int | None = None
+    stages_kv: int | None = None
+    value_cols: int | None = None
+    skip_blocks: bool | None = None
+    clears_dq: bool | None = None
+    cta_pair: bool | None = None
+    group_splits: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+    @staticmethod
+    def from_value(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
+        """The config that `config` of the public backward stands for; errors as in
+        `FwdConfig.from_value`."""
+        return _config_of(BwdConfig, value)
+
+
+_Config = TypeVar("_Config", FwdConfig, BwdConfig)
+
+
+def _config_of(kind: type[_Config], value: Any) -> _Config | None:
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
+        )
+    known = kind.__dataclass_fields__
+    unknown = sorted(str(key) for key in value if key not in known)
+    if unknown:
+        raise ValueError(f"config has unknown keys {unknown}; it may have {list(known)}")
+    return kind(**value)
+
+
+def _check_values(config: FwdConfig | BwdConfig) -> None:
+    for name, number in given_fields(config).items():
+        wanted = bool if name in BOOLEANS else int
+        if type(number) is not wanted:
+            raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
+        smallest = 0 if name == "value_cols" else 1
+        if wanted is int and number < smallest:
+            raise ValueError(f"config.{name} must be at least {smallest}, got {number}")
+
+
+def given_fields(config: FwdConfig | BwdConfig | None) -> dict[str, Any]:
+    """The fields that are not None."""
+    if config is None:
+        return {}
+    return {name: value for name, value in vars(config).items() if value is not None}

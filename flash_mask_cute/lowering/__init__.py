@@ -1,0 +1,1 @@
+"""From mods written in torch to CuTe mods: traced, simplified, written as source."""

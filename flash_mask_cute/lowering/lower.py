@@ -1,0 +1,513 @@
+"""Mods written in torch, lowered to CuTe mods, and the cache of the results.
+
+`lower_mod` walks what the mod reaches, looks up the program for this structure, and collects the
+tensors that the mod holds now. Only a new structure is traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+import re
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from flash_mask_cute.lowering.captures import (
+    CapturedTensor,
+    Captures,
+    Path,
+    described,
+    find_captures,
+)
+from flash_mask_cute.lowering.intervals import Form, Rows, find_form, rows_of
+from flash_mask_cute.lowering.rebuild import NoCopyError, with_numbers
+from flash_mask_cute.lowering.simplify import Band, Bound, band_of, find_bounds
+from flash_mask_cute.lowering.text import AUX, Source, Text, UnknownOperator, write
+from flash_mask_cute.lowering.trace import Trace, name_of, trace, trace_with_numbers
+from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
+from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
+
+KINDS = ("mask_mod", "score_mod")
+_LOCK = threading.RLock()
+# An index that is less than what the table has, if the table has as many as the text says.
+_CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
+
+
+@dataclass(frozen=True)
+class LoweredMod:
+    """A lowered torch mod, as attention takes it.
+
+    mod: a CuTe `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)`,
+    the same object for every mod with the same text. aux_tensors: the tensors that it reads, to be
+    passed as aux_tensors. source: the text of `mod`. origins: for each tensor, the path by which
+    the torch mod reaches it. band: the mask_mod as two numbers, if these express it. columns: the
+    mask_mod as column intervals, if these may express it. is_identity: a score_mod returns the
+    score. is_lasting: it serves later calls as it is, as long as nothing that the torch mod reaches
+    changes; each of aux_tensors is then a captured tensor itself, or none that a captured one
+    changes. makes_tensors: some of them are new ones, of numbers.
+    """
+
+    mod: Callable[..., Any]
+    aux_tensors: tuple[Tensor, ...]
+    source: str
+    origins: tuple[Path, ...] = ()
+    band: Band | None = None
+    columns: Columns | None = None
+    is_identity: bool = False
+    is_lasting: bool = False
+    makes_tensors: bool = False
+
+    @property
+    def form(self) -> str:
+        """The form that `flex_attention` gives to a mask_mod, in words."""
+        if self.band is not None:
+            return f"a window, keys q - {self.band.left} to q + {self.band.right}".replace(
+                "q - None", "0"
+            ).replace("q + None", "the last")
+        if self.columns is None:
+            return "a mask_mod"
+        documents = "documents, by " if self.columns.form.has_documents else ""
+        return f"{documents}column intervals"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A mask as column intervals, at a call.
+
+    captured, numbers: the tensors and the numbers that the intervals follow from.
+    """
+
+    form: Form
+    captured: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...]
+    known: Callable[[Node], Any]
+
+    def rows(self, seqlens: tuple[int, int], batch: int, device: torch.device) -> Rows | None:
+        """As `intervals.rows_of`."""
+        with torch.no_grad():
+            return rows_of(self.form, self.known, seqlens, batch, device)
+
+
+def lower_mod(
+    mod: Callable[..., Any], kind: str, device: torch.device | str | None = None
+) -> LoweredMod:
+    """Lower a mod written in torch to CuTe.
+
+    mod: mask_mod(b, h, q_idx, kv_idx) -> bool, or score_mod(score, b, h, q_idx, kv_idx) -> score,
+    on 0-d tensors. kind: "mask_mod" or "score_mod". device: where attention runs; the default is
+    that of the first captured tensor, or the CPU.
+
+    A mod whose structure was lowered before is not traced again; tensors that replace its captured
+    ones are read instead.
+
+    Raises:
+        NotImplementedError: a kernel cannot do what the mod does; names mod, line and operator.
+        TypeError: the mod does not return a bool (mask_mod) or a number (score_mod).
+        ValueError: kind is neither.
+
+    Example:
+        >>> lower_mod(lambda b, h, q, k: q >= k, "mask_mod").source
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
+    captures = find_captures(mod)
+    target = _device_of(captures, device)
+    program, captures = _program(mod, kind, captures, target)
+    return program.at_call(mod, captures, target)
+
+
+def found_program(
+    mod: Callable[..., Any], kind: str, device: torch.device
+) -> tuple[Program, Captures]:
+    """The program of a mod, and the captures that give its tensors."""
+    return _program(mod, kind, find_captures(mod), device)
+
+
+def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
+    """The same mod, reading its tensors behind `count` other aux tensors."""
+    if not count or not lowered.aux_tensors:
+        return lowered
+    source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
+
+
+def with_checks(lowered: LoweredMod) -> LoweredMod:
+    """The same mod with all indices clamped to the tensors, even to small ones."""
+    source = _CLAIM.sub(lambda found: f"ops.inside(aux[{found[1]}], {found[2]}, ", lowered.source)
+    if source == lowered.source:
+        return lowered
+    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
+    with _LOCK:
+        return replace(lowered, mod=_mod_of(source, kind), source=source)
+
+
+def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
+    """The CuTe source text of a lowered torch mod.
+
+    kind: "mask_mod" or "score_mod"; by default it follows from the number of arguments, 4 or 5.
+    """
+    if kind is None:
+        from flash_mask_cute.lowering.convention import kind_of_torch_mod
+
+        kind = kind_of_torch_mod(mod)
+    return lower_mod(mod, kind).source
+
+
+def _device_of(captures: Captures, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    devices = [x.tensor.device for x in captures.tensors if x.tensor.dim()]
+    return devices[0] if devices else torch.device("cpu")
+
+
+# -- what is kept -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """The lowered program of a structure.
+
+    found: the captured tensors of a mod that no walk can follow; such a program is made anew at
+    each call. varying: the captured numbers that are not constants of it. bounds: set for a mask
+    that is a band. form: set for a mask that column intervals may express. constants: tensors that
+    the mod makes, by device.
+    """
+
+    mod: Callable[..., Any]
+    source: str
+    sources: tuple[Source, ...]
+    module: GraphModule
+    found: tuple[CapturedTensor, ...] | None = None
+    varying: tuple[int, ...] = ()
+    bounds: tuple[Bound, ...] | None = None
+    form: Form | None = None
+    constants: dict[Any, Tensor] = field(default_factory=dict)
+
+    def at_call(
+        self, mod: Callable[..., Any], captures: Captures, device: torch.device
+    ) -> LoweredMod:
+        """The lowered mod for a mod of this structure and its captures."""
+        captured = captures.tensors if self.found is None else self.found
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        computed = _Computed(self.module, captured, numbers)
+        made: list[Tensor] = []
+        origins: list[Path] = []
+        is_lasting = self.found is None
+        path: Path
+        for source in self.sources:
+            if source.captured is not None:
+                tensor, path = captured[source.captured]
+            elif source.number is not None:
+                assert source.computed is not None
+                number = computed.of(source.computed)
+                with torch.inference_mode(False):
+                    # another call may save it for its backward
+                    tensor = torch.full((1,), number, dtype=source.number, device=device)
+                path = (("", "a number"),)
+            elif source.computed is not None:
+                tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
+            else:
+                assert source.constant is not None
+                tensor, path = self._constant_on(source.constant, device), (("", "a constant"),)
+            if source.detached:
+                tensor = tensor.detach()
+            made.append(_as_aux(tensor, device, mod, path))
+            origins.append(path)
+            if source.captured is not None:
+                is_lasting &= made[-1] is captured[source.captured].tensor
+            else:
+                is_lasting &= source.computed is None or source.number is not None
+        band = None if self.bounds is None else band_of(self.bounds, computed.of)
+        columns = None
+        if self.form is not None:
+            tensors = tuple(x.tensor for x in captured)
+            columns = Columns(self.form, tensors, numbers, computed.of)
+        is_identity = _returns_its_first(self.module)
+        makes_tensors = any(source.number is not None for source in self.sources)
+        lowered = LoweredMod(
+            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity,
+            is_lasting, makes_tensors,
+        )  # fmt: skip
+        claims = (tuple(map(int, found.groups())) for found in _CLAIM.finditer(self.source))
+        holds = all(made[i].shape[dimension] >= extent for i, dimension, extent in claims)
+        return lowered if holds else with_checks(lowered)
+
+    def number_of(self, source: Source, captures: Captures) -> int | float:
+        """The value of a number that is not a constant of the program."""
+        numbers = tuple(captures.numbers[i].number for i in self.varying)
+        assert source.computed is not None
+        value: int | float = _Computed(self.module, captures.tensors, numbers).of(source.computed)
+        return value
+
+    def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
+        key = id(tensor), device
+        if key not in self.constants:
+            with torch.inference_mode(False):
+                self.constants[key] = tensor.to(device)
+        return self.constants[key]
+
+
+def _returns_its_first(module: GraphModule) -> bool:
+    (returned,) = module.graph.find_nodes(op="output")
+    return returned.args[0] is module.graph.find_nodes(op="placeholder")[0]
+
+
+class _Computed:
+    """Values of nodes that depend only on captured tensors and numbers, computed once a call."""
+
+    def __init__(
+        self,
+        module: GraphModule,
+        captured: tuple[CapturedTensor, ...],
+        numbers: tuple[int | float, ...],
+    ) -> None:
+        self._module = module
+        self._captured = captured
+        self._known: dict[Node, Any] = {}
+        if numbers:
+            given = module.graph.find_nodes(op="placeholder")
+            self._known.update(zip(given[-len(numbers) :], numbers, strict=True))
+
+    def of(self, node: Node) -> Any:
+        if node not in self._known:
+            if node.op == "get_attr":
+                place = node.meta["captured"]
+                if place is None:
+                    self._known[node] = getattr(self._module, str(node.target))
+                else:
+                    self._known[node] = self._captured[place].tensor
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.of)
+                self._known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._known[node]
+
+
+def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path: Path) -> Tensor:
+    """A captured tensor in the form that kernels read, without a copy."""
+    where = f"{described(path)}, which {name_of(mod)} reads,"
+    if not is_read_on(tensor.dtype, device):
+        hint = "; pass x.float()" if tensor.dtype == torch.float64 else ""
+        raise TypeError(f"{where} has dtype {tensor.dtype}, which no kernel reads{hint}")
+    if tensor.dim() > MAX_AUX_RANK:
+        raise NotImplementedError(
+            f"{where} has {tensor.dim()} dimensions, and kernels read up to {MAX_AUX_RANK}: "
+            "flatten some of them before the call"
+        )
+    if tensor.numel() == 0:
+        raise IndexError(f"{where} is empty, shape {tuple(tensor.shape)}")
+    if tensor.device.type != device.type:
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            return tensor.to(device).view(1)
+        raise ValueError(f"{where} is on {tensor.device}, and query is on {device}")
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+@dataclass
+class _Structure:
+    """Knowledge about the mods of one structure.
+
+    first: the numbers that the first mod captured. follows_forward: as in `find_captures`.
+    calls_modules: the mod must be walked again with follows_forward. varying: numbers that have
+    changed since, and are aux tensors now; fixed: numbers that cannot be.
+    """
+
+    first: tuple[int | float, ...]
+    follows_forward: bool
+    varying: tuple[int, ...] = ()
+    fixed: frozenset[int] = frozenset()
+    knows_shapes: bool = False
+    calls_modules: bool = False
+    programs: dict[Any, Program] = field(default_factory=dict)
+
+    def key(self, captures: Captures) -> Any:
+        """The key of the program for these captures, as far as its dependencies are known."""
+        numbers = tuple(
+            None if i in self.varying else repr(x.number) for i, x in enumerate(captures.numbers)
+        )
+        shapes = None
+        if self.knows_shapes:
+            shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
+        return captures.key, self.varying, numbers, shapes
+
+    def note_changes(self, captures: Captures) -> None:
+        """Numbers that differ from their first value vary from now on."""
+        self.fixed |= {i for i, x in enumerate(captures.numbers) if x.is_shared}
+        changed = {
+            i
+            for i, (old, new) in enumerate(zip(self.first, captures.numbers, strict=True))
+            if repr(old) != repr(new.number)
+        }
+        self.varying = tuple(sorted((changed | set(self.varying)) - self.fixed))
+
+
+_structures: dict[Any, _Structure] = {}
+_mods: dict[str, Callable[..., Any]] = {}
+_warned: set[Any] = set()
+traces = 0
+"""How many mods were traced in this process."""
+
+
+def _program(
+    mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
+) -> tuple[Program, Captures]:
+    """The program of a mod, and the captures that give its tensors."""
+    with _LOCK:
+        if captures.key is None:
+            return _untracked(mod, kind, captures, device), captures
+        structure = _structure(kind, captures, device)
+        if structure.calls_modules:
+            captures = find_captures(mod, follows_forward=True)
+            if captures.key is None:
+                return _untracked(mod, kind, captures, device), captures
+            structure = _structure(kind, captures, device)
+        program = structure.programs.get(structure.key(captures))
+        if program is not None:
+            return program, captures
+        return _new_program(structure, mod, kind, captures, device)
+
+
+def _structure(kind: str, captures: Captures, device: torch.device) -> _Structure:
+    name = kind, captures.key, captures.follows_forward, device.type
+    structure = _structures.get(name)
+    if structure is None:
+        numbers = tuple(x.number for x in captures.numbers)
+        structure = _structures[name] = _Structure(numbers, captures.follows_forward)
+    return structure
+
+
+def _new_program(
+    structure: _Structure,
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+) -> tuple[Program, Captures]:
+    structure.note_changes(captures)
+    found = structure.programs.get(structure.key(captures))
+    if found is not None:
+        return found, captures
+    try:
+        program, traced, text = _lowered(mod, kind, captures, device, structure.varying)
+    except (NotLowerable, NoCopyError):
+        if not structure.varying:
+            raise
+        # the mod needs to know them: one program for each value
+        structure.fixed |= set(structure.varying)
+        structure.varying = ()
+        program, traced, text = _lowered(mod, kind, captures, device, ())
+    structure.knows_shapes |= traced.knows_shapes or text.knows_shapes
+    if traced.calls_modules and not structure.follows_forward:
+        structure.calls_modules = True
+        return _program(mod, kind, captures, device)
+    if program.found is not None:
+        return _untracked(mod, kind, captures, device, program), captures
+    structure.programs[structure.key(captures)] = program
+    return program, captures
+
+
+def _untracked(
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+    program: Program | None = None,
+) -> Program:
+    """Trace a mod at each call, because nothing shows whether it changed."""
+    place = getattr(mod, "__code__", type(mod))
+    if place not in _warned:
+        _warned.add(place)
+        reason = captures.reason or "it reaches tensors by ways that are not followed"
+        warnings.warn(
+            f"{name_of(mod)} is traced anew at each call, which takes some 20 ms: {reason}",
+            stacklevel=5,
+        )
+    return program or _lowered(mod, kind, captures, device, ())[0]
+
+
+def _lowered(
+    mod: Callable[..., Any],
+    kind: str,
+    captures: Captures,
+    device: torch.device,
+    varying: tuple[int, ...],
+) -> tuple[Program, Trace, Text]:
+    global traces
+    traces += 1
+    is_score = kind == "score_mod"
+    paths = [captures.numbers[i].path for i in varying]
+
+    def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
+        return with_numbers(mod, zip(paths, numbers, strict=True))
+
+    def traced(decompositions: dict[Any, Any]) -> Trace:
+        if not varying:
+            return trace(mod, is_score, device, decompositions)
+        bind([0] * len(paths))
+        numbers = [captures.numbers[i].number for i in varying]
+        return trace_with_numbers(mod, bind, numbers, is_score, device, decompositions)
+
+    decompositions: dict[Any, Any] = {}
+    text = None
+    while text is None:
+        found = traced(decompositions)
+        try:
+            text = write(mod, is_score, found.module, captures.tensors)
+        except UnknownOperator as error:
+            from torch._decomp import decomposition_table
+
+            if error.target in decompositions or error.target not in decomposition_table:
+                raise
+            decompositions[error.target] = decomposition_table[error.target]
+    _forget_captured(found.module)
+    is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
+    program = Program(
+        _mod_of(text.source, kind), text.source, text.sources, found.module,
+        None if is_followed else text.captured, varying,
+        None if is_score else find_bounds(found.module),
+        None if is_score else find_form(found.module),
+    )  # fmt: skip
+    return program, found, text
+
+
+def _forget_captured(module: GraphModule) -> None:
+    """Drop captured tensors from a kept program: it must not keep the traced mod's tensors
+    alive."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if node.meta["captured"] is not None and hasattr(module, name):
+            delattr(module, name)
+
+
+def _mod_of(text: str, kind: str) -> Callable[..., Any]:
+    """The function of a text; equal texts share one."""
+    if text not in _mods:
+        _mods[text] = _compiled(text, kind)
+    return _mods[text]
+
+
+def _compiled(text: str, kind: str) -> Callable[..., Any]:
+    """Compile the text in a way that lets the DSL and tracebacks read it back."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from flash_mask_cute.lowering import device_ops
+
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    file = f"<flash_mask_cute {kind} {digest[:12]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    scope: dict[str, Any] = {name: getattr(cutlass, name) for name in DSL_NAMES.values()}
+    scope |= {"cute": cute, "ops": device_ops, "inf": math.inf, "nan": math.nan}
+    exec(compile(text, file, "exec"), scope)
+    mod: Any = scope[kind]
+    mod.__flash_mask_key__ = f"torch {kind} {digest}"
+    return mod

@@ -1,0 +1,127 @@
+"""The mods of one attention call, of either convention, as CuTe mods over one list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.lowering.convention import is_torch_mod
+from flash_mask_cute.lowering.watch import Kept, Known, watches_of
+
+if TYPE_CHECKING:
+    from flash_mask_cute.lowering.lower import LoweredMod
+
+T = TypeVar("T")
+
+
+class CuteMods(NamedTuple):
+    """The mods that attention takes: two CuTe mods, or None, and the aux tensors that they read."""
+
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    aux_tensors: list[Tensor] | None
+
+
+def as_cute_mods(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    aux_tensors: Sequence[Tensor] | None,
+    device: torch.device | str | None,
+) -> CuteMods:
+    """Lower torch mods; leave CuTe mods and objects that are no mods unchanged.
+
+    aux_tensors: the caller's, for CuTe mods; tensors captured by torch mods are appended. A tensor
+    that only a mask_mod reads has no gradient, because a mask is a step function. device: as in
+    `lower_mod`.
+
+    Raises:
+        TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`.
+        ValueError: aux_tensors are given, but both mods are written in torch and read none.
+    """
+    lowers_score = score_mod is not None and is_torch_mod(score_mod, "score_mod")
+    lowers_mask = mask_mod is not None and is_torch_mod(mask_mod, "mask_mod")
+    if not lowers_score and not lowers_mask:
+        return CuteMods(score_mod, mask_mod, aux_tensors)  # type: ignore[arg-type]
+    if aux_tensors and (lowers_score or score_mod is None) and (lowers_mask or mask_mod is None):
+        raise ValueError(
+            "aux_tensors are read by CuTe mods, and those given are written in torch: let them "
+            f"capture the tensors; got {len(aux_tensors)}"
+        )
+    place = id(score_mod) if lowers_score else None, id(mask_mod) if lowers_mask else None, device
+    if not aux_tensors:
+        known = _kept.get(place)
+        if known is not None and known.holds():
+            of_score, of_mask = known.value
+            return CuteMods(of_score or score_mod, of_mask or mask_mod, known.aux_tensors())
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.lowering.lower import lower_mod
+
+    score = lower_mod(score_mod, "score_mod", device) if score_mod and lowers_score else None
+    mask = lower_mod(mask_mod, "mask_mod", device) if mask_mod and lowers_mask else None
+    lowered = put_together(score, mask, aux_tensors or ())
+    if not aux_tensors:
+        pairs = (score_mod, score), (mask_mod, mask)
+        found = [(mod, low, False) for mod, low in pairs if mod is not None and low is not None]
+        kept = known_of((lowered.score_mod, lowered.mask_mod), found, lowered.aux_tensors)
+        if kept is not None:
+            _kept.keep(place, kept, [mod for mod, _, _ in found])
+    return CuteMods(
+        lowered.score_mod or score_mod, lowered.mask_mod or mask_mod, lowered.aux_tensors
+    )
+
+
+# The lowered mods, None where there is none.
+_kept: Kept[tuple[Any, Any]] = Kept()
+
+
+def form_of(mask_mod: Any) -> str:
+    """The form that `flex_attention` gives to a mask_mod written in torch, in words."""
+    from flash_mask_cute.lowering.lower import lower_mod
+
+    return lower_mod(mask_mod, "mask_mod").form
+
+
+def put_together(
+    score: LoweredMod | None, mask: LoweredMod | None, others: Sequence[Tensor] = ()
+) -> CuteMods:
+    """Lowered mods that share one list of tensors, which begins with `others`."""
+    from flash_mask_cute.lowering.lower import shifted
+
+    aux = list(others)
+    if score is not None:
+        score = shifted(score, len(aux))
+        aux += score.aux_tensors
+    if mask is not None:
+        mask = shifted(mask, len(aux))
+        aux += [x.detach() if x.requires_grad else x for x in mask.aux_tensors]
+    return CuteMods(
+        None if score is None else score.mod, None if mask is None else mask.mod, aux or None
+    )
+
+
+def known_of(
+    value: T,
+    mods: Sequence[tuple[Callable[..., Any], LoweredMod, bool]],
+    aux_tensors: Sequence[Tensor] | None,
+) -> Known[T] | None:
+    """What was made for torch mods, to be kept; None if a later call has to make it anew.
+
+    mods: torch's, lowered, and whether the contents of their tensors count. aux_tensors: of all.
+    """
+    lowered = [low for _, low, _ in mods]
+    if not all(low.is_lasting for low in lowered):
+        return None
+    watches = watches_of([(mod, by_contents) for mod, _, by_contents in mods])
+    if watches is None:
+        return None
+    # put_together detaches them from it at each call
+    if any(low.source.startswith("def mask_mod") and _any_trained(low) for low in lowered):
+        return None
+    return Known(value, watches, aux_tensors, any(low.makes_tensors for low in lowered))
+
+
+def _any_trained(lowered: LoweredMod) -> bool:
+    return any(x.requires_grad for x in lowered.aux_tensors)

@@ -1,0 +1,401 @@
+"""Generation of the text of a CuTe mod from a traced graph.
+
+Each node of the graph is one of three kinds. Its contents are known; or they follow from captured
+tensors alone, and the host computes it before the call; or it depends on the score or its place,
+and becomes lines of text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from flash_mask_cute.lowering import ops
+from flash_mask_cute.lowering.captures import CapturedTensor, described
+from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of, name_of
+from flash_mask_cute.lowering.values import DSL_NAMES, Array, Element, NotLowerable, Number, Table
+
+# Short names of the score and its place in the text, in the order of a mod's arguments.
+_SHORT = {"s": "score", "b": "b_idx", "h": "h_idx", "q": "q_idx", "k": "kv_idx"}
+_WORD = re.compile(r"[A-Za-z_]\w*")
+AUX = re.compile(r"\baux\[(\d+)\]")
+_LIFTS = ("lift_fresh_copy", "lift_fresh", "alias", "clone", "detach")
+# Of a tensor they take the dtype and the device; the number is at this place of the arguments.
+_FILLED: dict[str, int | bool] = {
+    "new_ones": True, "ones_like": True, "new_zeros": False, "zeros_like": False, "new_full": 2,
+    "full_like": 1, "full": 1, "scalar_tensor": 0,
+}  # fmt: skip
+
+
+class UnknownOperator(NotLowerable):
+    """There is no rule for an operator; torch may be able to decompose it. target: the operator."""
+
+    def __init__(self, text: str, target: Any) -> None:
+        super().__init__(text)
+        self.target = target
+
+
+class Source(NamedTuple):
+    """The source of an aux tensor at each call: one of the first three fields.
+
+    captured: its number among the captured tensors. constant: a tensor that the mod makes.
+    computed: a node that the host computes. detached: without gradient. number: the dtype in which
+    it stores a number that a node computes.
+    """
+
+    captured: int | None = None
+    constant: Tensor | None = None
+    computed: Node | None = None
+    detached: bool = False
+    number: torch.dtype | None = None
+
+    def is_same(self, other: Source) -> bool:
+        return (
+            self.captured == other.captured
+            and self.constant is other.constant
+            and self.computed is other.computed
+            and self.detached == other.detached
+            and self.number == other.number
+        )
+
+
+class Text(NamedTuple):
+    """source: text of a function `mask_mod` or `score_mod`. sources: of the aux tensors that it
+    reads.
+
+    captured: the captured tensors that were given, then those found only by the trace.
+    knows_shapes: the text holds extents of captured tensors.
+    """
+
+    source: str
+    sources: tuple[Source, ...]
+    captured: tuple[CapturedTensor, ...]
+    knows_shapes: bool
+
+
+def write(
+    mod: Callable[..., Any],
+    is_score: bool,
+    module: GraphModule,
+    captured: tuple[CapturedTensor, ...],
+) -> Text:
+    """Write the text of a traced mod.
+
+    Raises:
+        NotImplementedError: the mod has no text; names mod, line and operator.
+        UnknownOperator: torch's decompositions may help.
+        TypeError: the mod returns something that no mod may return.
+    """
+    writer = _Writer(mod, is_score, module, captured)
+    returned = ""
+    for node in module.graph.nodes:
+        if node.op == "output":
+            returned = writer.result(node.args[0])
+        else:
+            writer.node(node)
+    return writer.text(returned)
+
+
+class _Writer:
+    def __init__(
+        self,
+        mod: Callable[..., Any],
+        is_score: bool,
+        module: GraphModule,
+        captured: tuple[CapturedTensor, ...],
+    ) -> None:
+        self._mod = mod
+        self._is_score = is_score
+        self._module = module
+        self._captured = list(captured)
+        self._arguments = list(_SHORT)[0 if is_score else 1 :]
+        self._known: dict[Node, Tensor] = {}
+        self._hosted: set[Node] = set()
+        self._values: dict[Node, Any] = {}
+        self._lines: list[tuple[str, str]] = []
+        self._names = {"aux", "inf", "nan", "cute", "ops", *_SHORT, *_SHORT.values()}
+        self._sources: list[Source] = []
+        self._knows_shapes = False
+
+    # nodes
+
+    def node(self, node: Node) -> None:
+        if node.op == "placeholder" and not self._arguments:
+            self._number(node)
+        elif node.op == "placeholder":
+            name = self._arguments.pop(0)
+            dtype = torch.float32 if name == "s" else torch.int32
+            is_index = name != "s"
+            element = Element(name, low=0 if is_index else None, never_negative=is_index)
+            self._values[node] = Array(dtype, (), (element,))
+        elif node.op == "get_attr":
+            self._held(node)
+        else:
+            self._operator(node)
+
+    def _held(self, node: Node) -> None:
+        """A tensor that is not an argument of the mod."""
+        tensor = getattr(self._module, str(node.target))
+        place = next((i for i, x in enumerate(self._captured) if x.tensor is tensor), None)
+        is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
+        if is_made_inside:
+            node.meta["captured"] = None
+            self._known[node] = tensor.detach().cpu()
+            return
+        if place is None:
+            place = len(self._captured)
+            self._captured.append(CapturedTensor(tensor, (("", "a tensor"),)))
+        node.meta["captured"] = place
+        self._hosted.add(node)
+
+    def _number(self, node: Node) -> None:
+        """A Python number that is known only at a call, or follows from such numbers."""
+        self._hosted.add(node)
+        self._values[node] = Number(
+            isinstance(node.meta["val"], torch.SymFloat),
+            lambda dtype: self._number_of(Source(computed=node, number=dtype)),
+        )
+
+    def _operator(self, node: Node) -> None:
+        name = _name(node)
+        out: Any = node.meta.get("val")
+        if isinstance(out, torch.SymInt | torch.SymFloat) and name != "_local_scalar_dense":
+            self._number(node)
+            return
+        self._refuse_what_has_no_text(node, name, out)
+        inputs = node.all_input_nodes
+        if all(x in self._known for x in inputs):
+            self._known[node] = self._run(node)
+        elif all(x in self._known or x in self._hosted for x in inputs) and _is_for_host(node):
+            self._hosted.add(node)
+        elif name in _FILLED:
+            place = _FILLED[name]
+            number: Any = place if isinstance(place, bool) else node.args[place]
+            if isinstance(number, Node):
+                self._values[node] = self._filled(node, self._value(number), out)
+                return
+            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)
+        else:
+            self._values[node] = self._lowered(node, name, out)
+
+    def _refuse_what_has_no_text(self, node: Node, name: str, out: Any) -> None:
+        if name == "_local_scalar_dense":
+            what = "takes a number out of a tensor, which has none yet: compute with tensors"
+            raise self._refusal(node, what)
+        if ops.is_random(node.target):
+            raise self._refusal(node, "draws random numbers: draw them before, in a tensor")
+        if name.endswith("_") and not name.endswith("__"):
+            raise self._refusal(node, "writes into a tensor: compute a new value instead")
+        if not isinstance(out, Tensor):
+            text = str(self._refusal(node, "gives several results"))
+            raise UnknownOperator(text, node.target)
+
+    def _filled(self, node: Node, number: Number, out: Tensor) -> Array:
+        call = self._call_of(node, out, (), {})
+        element = ops.cast(ops.as_array(number, out.dtype, call), out.dtype).elements[0]
+        return Array(out.dtype, (), (element,)).broadcast(tuple(out.shape))
+
+    def _call_of(self, node: Node, out: Tensor, args: Any, kwargs: Any) -> ops.Call:
+        return ops.Call(
+            node.target, node.name, tuple(args), dict(kwargs), out.dtype, tuple(out.shape),
+            self._name_element(node.name),
+        )  # fmt: skip
+
+    def _run(self, node: Node) -> Tensor:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
+        return ops.run_for_real(node.target, args, kwargs)
+
+    def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
+        rule = ops.RULES.get(name)
+        if rule is None:
+            raise UnknownOperator(str(self._refusal(node, "has no CuTe text")), node.target)
+        operands: Any = torch.fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda x: self._value(x) if isinstance(x, Node) else x
+        )
+        args, kwargs = operands
+        reads_whole = name not in ("index", "select", *_LIFTS)
+        tables = [x for x in (*args, *kwargs.values()) if isinstance(x, Table)]
+        call = self._call_of(node, out, args, kwargs)
+        try:
+            value = rule(call)
+            if isinstance(value, Table) and not value.left:
+                value = ops.as_array(value, out.dtype, call)
+        except NotLowerable as error:
+            raise self._refusal(node, str(error)) from error
+        if any(x.left and x.known is None for x in tables):
+            self._knows_shapes |= reads_whole or isinstance(value, Array) and value.shape != ()
+        return value
+
+    def _value(self, node: Node) -> Any:
+        if node in self._known:
+            tensor = self._known[node]
+            if tensor.dim() == 0:
+                return Array.of_tensor(tensor)
+            return Table.create(self._number_of(Source(constant=tensor)), tensor, tensor)
+        if node not in self._values:
+            self._values[node] = self._table(node, False)
+        return self._values[node]
+
+    def _table(self, node: Node, detached: bool) -> Table:
+        """The table of a node that the host has or computes."""
+        name = _name(node)
+        if node.op == "get_attr":
+            tensor = getattr(self._module, str(node.target))
+            source = Source(captured=node.meta["captured"], detached=detached)
+        elif name in _LIFTS and name != "lift_fresh_copy":
+            return self._table(node.args[0], detached or name == "detach")  # type: ignore[arg-type]
+        else:
+            tensor = node.meta["val"]
+            source = Source(computed=node, detached=detached)
+            self._knows_shapes = True
+        if tensor.dtype not in DSL_NAMES:
+            path = () if source.captured is None else self._captured[source.captured].path
+            raise TypeError(
+                f"{described(path) or 'a tensor'}, which {name_of(self._mod)} reads, has dtype "
+                f"{tensor.dtype}, which no kernel reads"
+            )
+        return Table.create(self._number_of(source), tensor)
+
+    def _number_of(self, source: Source) -> int:
+        for number, other in enumerate(self._sources):
+            if source.is_same(other):
+                return number
+        self._sources.append(source)
+        return len(self._sources) - 1
+
+    # lines
+
+    def _name_element(self, name: str) -> Callable[[Element], Element]:
+        def add(element: Element) -> Element:
+            if element.is_simple or element.constant is not None:
+                return element
+            text = element.text
+            free = name if name not in self._names else self._free_name(name)
+            self._names.add(free)
+            self._lines.append((free, text))
+            return element._replace(text=free, is_simple=True)
+
+        return add
+
+    def _free_name(self, name: str) -> str:
+        number = 1
+        while f"{name}_{number}" in self._names:
+            number += 1
+        return f"{name}_{number}"
+
+    def result(self, returned: Any) -> str:
+        """The return value of the mod, as an expression."""
+        wanted = torch.float32 if self._is_score else torch.bool
+        name = name_of(self._mod)
+        if isinstance(returned, Node):
+            value = self._value(returned)
+        elif isinstance(returned, bool | int | float):
+            value = Array.of_tensor(torch.tensor(returned))
+        else:
+            raise TypeError(f"{name} returned {returned!r}: it must return one tensor")
+        call = ops.Call(None, "result", (), {}, wanted, (), self._name_element("result"))
+        array = ops.as_array(value, wanted, call)
+        if len(array.elements) != 1:
+            raise TypeError(
+                f"{name} returned a tensor of shape {array.shape}: it must return one value for "
+                "each score"
+            )
+        is_bool = array.dtype == torch.bool
+        if self._is_score and is_bool:
+            raise TypeError(
+                f"{name} returned a bool: a score_mod must return a score; to hide scores, write "
+                "torch.where(condition, score, float('-inf')), or a mask_mod"
+            )
+        if not self._is_score and not is_bool:
+            raise TypeError(
+                f"{name} returned {array.dtype}: a mask_mod must return a bool, as (x != 0) is"
+            )
+        element = ops.cast(array, wanted).elements[0]
+        return ops.typed(element, wanted) if self._is_score else element.text
+
+    def text(self, returned: str) -> Text:
+        """Only lines that the result needs, so that a mod reads no unused index."""
+        needed = set(_WORD.findall(returned))
+        kept = []
+        for name, expression in reversed(_with_factors_joined(self._lines)):
+            if name in needed:
+                needed.update(_WORD.findall(expression))
+                kept.append(f"{name} = {expression}")
+        unpacked = [f"{x} = {long}[0]" for x, long in _SHORT.items() if x in needed]
+        if self._is_score and unpacked == ["s = score[0]"] and _takes_rows((*kept, returned)):
+            # a kernel may hand over several scores of a row at once
+            unpacked = ["s = score"]
+        kind, score = ("score_mod", "score, ") if self._is_score else ("mask_mod", "")
+        head = f"def {kind}({score}{', '.join(INDEX_NAMES)}, aux):"
+        source = "\n    ".join([head, *unpacked, *reversed(kept), f"return {returned}"]) + "\n"
+        used = sorted({int(x) for x in AUX.findall(source)})
+        source = AUX.sub(lambda found: f"aux[{used.index(int(found[1]))}]", source)
+        sources = tuple(self._sources[i] for i in used)
+        return Text(source, sources, tuple(self._captured), self._knows_shapes)
+
+    def _refusal(self, node: Node, what: str) -> NotLowerable:
+        return NotLowerable(f"{name_of(self._mod)}: aten.{_name(node)}{line_of(node)} {what}")
+
+
+_NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+_FACTOR = re.compile(rf"(\w+|Float32\(\w+\)) \* ({_NUMBER})$")
+_CALLS = re.compile(r"[A-Za-z_][\w.]*\(")
+
+
+def _with_factors_joined(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Merge factors of products, without changing any bits.
+
+    Two factors become one if one of them is a power of two. A negated product becomes a product by
+    the negated number. Lines without users are removed later.
+    """
+    known: dict[str, tuple[str, float]] = {}
+    joined = []
+    for name, expression in lines:
+        found = _FACTOR.match(expression)
+        before = known.get(expression[1:]) if expression.startswith("-") else None
+        if before is not None:
+            expression = f"{before[0]} * {-before[1]!r}"
+            known[name] = before[0], -before[1]
+        elif found is not None:
+            value, number = found[1], float(found[2])
+            inner = known.get(value)
+            if inner is not None and any(_is_power_of_two(x) for x in (inner[1], number)):
+                value, number = inner[0], inner[1] * number
+                expression = f"{value} * {number!r}"
+            known[name] = value, number
+        joined.append((name, expression))
+    return joined
+
+
+def _is_power_of_two(value: float) -> bool:
+    return abs(math.frexp(value)[0]) == 0.5 and 1e-6 < abs(value) < 1e6
+
+
+def _takes_rows(expressions: Sequence[str]) -> bool:
+    """Whether expressions of the score are also valid for vectors of scores."""
+    calls = (x for text in expressions for x in _CALLS.findall(text))
+    plain = all(x.startswith("cute.math.") for x in calls)
+    return plain and not any(re.search(r"[<>!&|~%]|==|//", x) for x in expressions)
+
+
+def _name(node: Node) -> str:
+    return ops.operator_name(node.target) if callable(node.target) else ""
+
+
+def _is_for_host(node: Node) -> bool:
+    """Whether the host computes a node that depends on captured tensors only.
+
+    It does not if the node reads or computes single elements: the kernel does that at a lower cost
+    than one more launch.
+    """
+    if _name(node) in _LIFTS:
+        return True
+    operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]
+    is_number = all(not isinstance(x, Tensor) or x.dim() == 0 for x in operands)
+    return not is_number and _name(node) not in ("index", "select")
