@@ -14,10 +14,19 @@ from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 from torch import Tensor
 
-from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.attend import attend, scale_number
 from flash_mask_cute.autograd.mod_names import Mod
-from flash_mask_cute.call.arguments import QStart, window_sides
+from flash_mask_cute.call.arguments import (
+    AttentionCall,
+    BackwardOptions,
+    Options,
+    QStart,
+    Tensors,
+    configs_of,
+    masks_of,
+    split_q_start,
+    window_sides,
+)
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import (
     check_num_splits,
@@ -158,12 +167,18 @@ def flash_attn_func(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
-    call = Call(
-        None, None, None, None, None, None, softmax_scale, causal, left, right, softcap, score_mod,
-        mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices, score_mod_bwd,
-        deterministic, pack_gqa, config, q_start, None, num_splits,
+    q_starts, start = split_q_start(q_start)
+    config_fwd, config_bwd = configs_of(config)
+    call = AttentionCall(
+        Tensors(q, k, v, learnable_sink=learnable_sink, q_starts=q_starts),
+        masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
+        Options(
+            softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
+            pack_gqa=pack_gqa, return_lse=return_lse, config=config_fwd,
+        ),
+        BackwardOptions(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip
-    results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
+    results = attend(call, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
 
 
@@ -287,13 +302,22 @@ def flash_attn_varlen_func(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
-    call = Call(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-        softmax_scale, causal, left, right, softcap, score_mod, mask_mod, aux_tensors,
-        block_sparse_tensors, startend_row_indices, score_mod_bwd, deterministic, pack_gqa, config,
-        q_start, page_table, num_splits,
+    q_starts, start = split_q_start(q_start)
+    config_fwd, config_bwd = configs_of(config)
+    call = AttentionCall(
+        Tensors(
+            q, k, v, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            page_table=page_table, q_starts=q_starts,
+        ),
+        masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
+        Options(
+            softmax_scale, causal, left, right, softcap, max_seqlen_q, max_seqlen_k, start,
+            num_splits=num_splits, pack_gqa=pack_gqa, return_lse=return_lse, config=config_fwd,
+        ),
+        BackwardOptions(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip
-    results = attend(q, k, v, learnable_sink, call, return_lse, return_max_logit)
+    results = attend(call, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
 
 

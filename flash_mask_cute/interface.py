@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import (
+    NO_MASKS,
     AttentionCall,
+    BackwardOptions,
     Direction,
-    Masks,
+    Options,
     PreparedBwd,
     PreparedFwd,
     QStart,
     Tensors,
     keywords_of,
+    masks_of,
     split_q_start,
     window_sides,
 )
@@ -131,40 +134,33 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, q_start = split_q_start(q_start)
-    # as Tensors(...) makes it, which takes twice as long
-    fields = (
-        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
+    tensors = Tensors(
+        q, k, v, out=out, lse=lse, lse_low=lse_low, learnable_sink=learnable_sink,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_k=seqused_k, max_scores=max_scores, page_table=page_table, q_starts=q_starts,
     )  # fmt: skip
-    tensors = tuple.__new__(Tensors, fields)
-    options = (
+    options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, num_splits, pack_gqa, return_lse, None, False,
-        None if config is None else FwdConfig.from_value(config),
+        max_seqlen_k, q_start=q_start, num_splits=num_splits, pack_gqa=pack_gqa,
+        return_lse=return_lse, config=None if config is None else FwdConfig.from_value(config),
     )  # fmt: skip
-    lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
-    if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
-        masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
-    return run_bundles(tensors, masks, options)
+    lists, columns = block_sparse_tensors_torch, startend_row_indices
+    masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)
+    return forward(AttentionCall(tensors, masks, options))
 
 
-def run_bundles(
-    tensors: Tensors, masks: Masks | None, options: tuple[Any, ...], key_of_masks: Any = None
-) -> tuple[Tensor, Tensor | None]:
-    """A forward of arguments in bundles; options and key_of_masks as in `find_fwd`."""
-    prepared, key = find_fwd(_prepared_fwd, tensors, masks, options, key_of_masks)
+def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
+    """out and lse of a call; key_of_masks as in `find_fwd`."""
+    prepared, key = find_fwd(_prepared_fwd, call, key_of_masks)
     if prepared is None:
-        prepared = prepare_fwd(AttentionCall.made(Direction.FORWARD, tensors, masks, options))
+        prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared)
-    return prepared(tensors, masks)
+    return prepared(call.tensors, call.masks)
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
-    """Raise what `_flash_attn_fwd` would raise for these arguments; nothing is compiled or
-    launched."""
-    call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
-    masks = None if all(x is None for x in call.masks) else call.masks
-    prepared, _ = find_fwd(_prepared_fwd, call.tensors, masks, call.options)
+def check_forward(call: AttentionCall) -> None:
+    """Raise what `forward` would raise for this call; nothing is compiled or launched."""
+    prepared, _ = find_fwd(_prepared_fwd, call)
     if prepared is None:
         plan(call)
 
@@ -251,21 +247,27 @@ def _flash_attn_bwd(
     q_starts, q_start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, None, q_starts,
+        seqused_k, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv, dsink=dsink, daux=daux,
+        q_starts=q_starts,
     )  # fmt: skip
-    options = (
+    options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start, 0, None, True, score_mod_bwd, deterministic,
-        None if config is None else BwdConfig.from_value(config),
+        max_seqlen_k, q_start=q_start,
     )  # fmt: skip
-    lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
-    if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
-        masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
-    prepared, key = find_bwd(_prepared_bwd, tensors, masks, options)
+    lists, columns = block_sparse_tensors_torch, startend_row_indices
+    masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)
+    config = None if config is None else BwdConfig.from_value(config)
+    own = BackwardOptions(score_mod_bwd, deterministic, config)
+    return backward(AttentionCall(tensors, masks, options, own, Direction.BACKWARD))
+
+
+def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a call."""
+    prepared, key = find_bwd(_prepared_bwd, call)
     if prepared is None:
-        prepared = prepare_bwd(AttentionCall.made(Direction.BACKWARD, tensors, masks, options))
+        prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared)
-    return prepared(tensors, masks)
+    return prepared(call.tensors, call.masks)
 
 
 def explain(
@@ -289,10 +291,10 @@ def explain(
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
         refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
-    call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
-    masks, device = call.masks, getattr(q, "device", None)
+    call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
+    masks, device = call.masks or NO_MASKS, getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
-    call = call._replace(masks=masks._replace(**mods._asdict()))
+    call = call._replace(masks=masks_of(*masks._replace(**mods._asdict())))
     explained = explain_fwd(call, None if target is None else Target.named(target))
     if mods.mask_mod is masks.mask_mod:
         return explained

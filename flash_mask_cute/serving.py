@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.autograd.append_op import append_by_operator
-from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.attend import attend, scale_number
 from flash_mask_cute.autograd.combine_op import run_combine
 from flash_mask_cute.autograd.mod_names import Mod
-from flash_mask_cute.autograd.passes import check_forward_call
-from flash_mask_cute.call.arguments import QStart, window_sides
+from flash_mask_cute.call.arguments import (
+    NO_MASKS,
+    AttentionCall,
+    BackwardOptions,
+    Options,
+    QStart,
+    Tensors,
+    configs_of,
+    masks_of,
+    split_q_start,
+    window_sides,
+)
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.kvcache import (
     Cache,
@@ -35,6 +44,7 @@ from flash_mask_cute.call.check.validate import check_num_splits
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.call.run.append import Append, append, check_append
 from flash_mask_cute.functional import WindowSize
+from flash_mask_cute.interface import check_forward
 from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, check_bool, check_tensor, dtype_names
@@ -162,105 +172,108 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         refuse_keywords("flash_attn_with_kvcache", unknown)
-    nothing = (None,)
     refuse_given(
-        {
-            "qv": (qv, nothing), "q_descale": (q_descale, nothing),
-            "k_descale": (k_descale, nothing), "v_descale": (v_descale, nothing),
-            "attention_chunk": (attention_chunk, (0, None)),
-            "scheduler_metadata": (scheduler_metadata, nothing), "sm_margin": (sm_margin, (0,)),
-        }
+        (None,), qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
+    refuse_given((0, None), attention_chunk=attention_chunk)
+    refuse_given((0,), sm_margin=sm_margin)
     batch = batch_of(q, cu_seqlens_q)
     cache = Cache(k_cache, v_cache, None, cache_leftpad, cache_batch_idx, page_table, batch)
-    call = Call(
-        cu_seqlens_q, None, None, None, max_seqlen_q, None, softmax_scale, causal,
-        *window_sides(window_size), softcap, score_mod, mask_mod, aux_tensors, block_sparse_tensors,
-        startend_row_indices, None, False, pack_gqa, config, q_start, None, num_splits,
+    q_starts, start = split_q_start(q_start)
+    config_fwd, config_bwd = configs_of(config)
+    call = AttentionCall(
+        Tensors(
+            q, k_cache, v_cache, None, None, None, learnable_sink, cu_seqlens_q, q_starts=q_starts
+        ),
+        masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
+        Options(
+            softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
+            q_start=start, num_splits=num_splits, pack_gqa=pack_gqa, config=config_fwd,
+        ),
+        BackwardOptions(config=config_bwd),
     )  # fmt: skip
-    rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-    new = NewRows(k, v, cu_seqlens_k_new, *rotary)
-    returns = return_lse, return_softmax_lse
-    return _attend_over(cache, cache_seqlens, q, new, learnable_sink, call, returns)
+    new = NewRows(
+        k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
+    )
+    return _attend_over(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
 
 
 def _attend_over(
     cache: Cache,
     cache_seqlens: int | Tensor | None,
-    q: Tensor,
     new: NewRows,
-    sink: Tensor | None,
-    call: Call,
+    call: AttentionCall,
     returns: tuple[bool, bool],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """returns: return_lse and return_softmax_lse. `call` does not hold the cache lengths yet."""
-    check_num_splits(call.num_splits)
+    options, x, masks = call.options, call.tensors, call.masks or NO_MASKS
+    check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
-    scale = call.softmax_scale
+    options = options._replace(return_lse=any(returns))
+    scale = options.softmax_scale
     if scale is not None and type(scale) is not float:
-        call = call._replace(softmax_scale=scale_number(scale))
-    check_cache(cache, call.startend_row_indices)
+        options = options._replace(softmax_scale=scale_number(scale))
+    call = call._replace(options=options)
+    check_cache(cache, masks.startend_row_indices)
     cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
     check_contents(cache)
-    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
-        mods = as_cute_mods(call.score_mod, call.mask_mod, call.aux_tensors, q.device)
-        call = call._replace(**mods._asdict())
+    if not (masks.score_mod is masks.mask_mod is None or torch.compiler.is_compiling()):
+        mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, x.q.device)
+        call = call._replace(masks=masks._replace(**mods._asdict()))
     if not new.has_rows:
         if cache.batch_idx is not None or cache.leftpad is not None:
-            reason = "there are no gradients beside cache_batch_idx and cache_leftpad"
-            tensors = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "learnable_sink": sink}
-            refuse_gradients(reason, **tensors)
-        view = view_of(cache, None)
-        return _attend_to(view, q, sink, call, any(returns))
+            refuse_gradients("there are no gradients beside cache_batch_idx and cache_leftpad", x)
+        return _attend_to(view_of(cache, None), call)
     if new.k is None or new.v is None or cache.seqlens is None:
         raise ValueError(
             "k, v and cache_seqlens go together, the last one being where new rows are written, "
             f"got {brief(new.k)}, {brief(new.v)} and {brief(cache_seqlens)}"
         )
-    is_banded = bool(call.causal) or not (call.window_size_left is call.window_size_right is None)
+    is_banded = bool(options.causal) or not (
+        options.window_size_left is options.window_size_right is None
+    )
     given = Append(
-        cache.k, cache.v, new.k, new.v, q, cache.seqlens, cache.leftpad, cache.batch_idx,
-        cache.page_table, new.cu_seqlens, call.cu_seqlens_q, new.cos, new.sin, new.rotary_seqlens,
+        cache.k, cache.v, new.k, new.v, x.q, cache.seqlens, cache.leftpad, cache.batch_idx,
+        cache.page_table, new.cu_seqlens, x.cu_seqlens_q, new.cos, new.sin, new.rotary_seqlens,
         new.interleaved, is_banded,
     )  # fmt: skip
-    return _append_and_attend(cache, given, sink, call, any(returns))
+    return _append_and_attend(cache, given, call)
 
 
 def _append_and_attend(
-    cache: Cache, given: Append, sink: Tensor | None, call: Call, return_lse: bool
+    cache: Cache, given: Append, call: AttentionCall
 ) -> Tensor | tuple[Tensor, Tensor]:
-    x = given
     reason = "new rows are written into the cache, of which there are no gradients"
-    refuse_gradients(
-        reason, q=x.q, k_cache=x.k_cache, v_cache=x.v_cache, k=x.k, v=x.v, learnable_sink=sink
-    )
+    refuse_gradients(reason, call.tensors, k=given.k, v=given.v)
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         q, total = append_by_operator(given)
     else:
         check_append(given)
         # what is wrong in the rest is told before anything is written
-        view = view_of(cache, x.cache_seqlens)
-        check_forward_call(x.q, view.k, view.v, sink, _over(call, view), return_lse)
+        check_forward(_over(call, view_of(cache, given.cache_seqlens)))
         q, total = append(given)
-    return _attend_to(view_of(cache, total), q, sink, call, return_lse)
+    call = call._replace(tensors=call.tensors._replace(q=q))
+    return _attend_to(view_of(cache, total), call)
 
 
-def _attend_to(
-    view: CacheView, q: Tensor, sink: Tensor | None, call: Call, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    results = attend(q, view.k, view.v, sink, _over(call, view), return_lse, False)
-    return (results.out, results.lse) if return_lse else results.out
+def _attend_to(view: CacheView, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+    results = attend(_over(call, view))
+    return (results.out, results.lse) if call.options.return_lse else results.out
 
 
-def _over(call: Call, view: CacheView) -> Call:
+def _over(call: AttentionCall, view: CacheView) -> AttentionCall:
     """Run one call over a cache."""
-    return call._replace(
+    tensors = call.tensors._replace(
+        k=view.k,
+        v=view.v,
         cu_seqlens_k=view.cu_seqlens_k,
         seqused_k=view.seqused_k,
-        max_seqlen_k=view.max_seqlen_k,
         page_table=view.page_table,
     )
+    options = call.options._replace(max_seqlen_k=view.max_seqlen_k)
+    return call._replace(tensors=tensors, options=options)
 
 
 @public_call
@@ -303,10 +316,7 @@ def flash_attn_combine(
     """
     if unknown:
         refuse_keywords("flash_attn_combine", unknown)
-    nothing = (None,)
-    refuse_given(
-        {"out": (out, nothing), "cu_seqlens": (cu_seqlens, nothing), "seqused": (seqused, nothing)}
-    )
+    refuse_given((None,), out=out, cu_seqlens=cu_seqlens, seqused=seqused)
     check_bool("return_lse", return_lse)
     check_tensor("out_partial", out_partial)
     check_tensor("lse_partial", lse_partial)

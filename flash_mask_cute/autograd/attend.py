@@ -10,112 +10,31 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute import interface
 from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
-from flash_mask_cute.autograd.passes import new_max_scores, refuse_dual_level, run_forward
+from flash_mask_cute.autograd.passes import recorded, refuse_dual_level, with_outputs
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import (
+    NO_MASKS,
+    NO_OPTIONS,
+    AttentionCall,
+    Masks,
+    Tensors,
+)
 from flash_mask_cute.call.check.validate import (
     check_gradient_settings,
     refuse_transforms,
     settle_order,
 )
-from flash_mask_cute.call.choose.packed import holds_documents, start_that_counts
+from flash_mask_cute.call.choose.packed import packs_declared_documents
 from flash_mask_cute.call.lookup import in_transform, mask_key
-from flash_mask_cute.interface import run_bundles
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, number_of
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
-
-
-class KnownCall:
-    """A call without lengths whose masks are known, all but the scale and the aux tensors.
-
-    aux_tensors: those of the first call; later ones have the same metadata.
-    """
-
-    __slots__ = ("_key", "_options", "call")
-
-    def __init__(self, call: Call, aux_tensors: list[Tensor] | None) -> None:
-        self.call = call
-        self._options = (
-            call.causal, call.window_size_left, call.window_size_right, call.softcap, None, None,
-            None, call.num_splits, call.pack_gqa,
-        )  # fmt: skip
-        masks = self._masks(aux_tensors)
-        self._key = None
-        # what no valid call has is refused, by its name, when it is called
-        with suppress(AttributeError, RuntimeError, TypeError, ValueError):
-            self._key = None if masks is None else mask_key(masks)
-
-    def _masks(self, aux_tensors: list[Tensor] | None) -> Masks | None:
-        call = self.call
-        lists, columns = call.block_sparse_tensors_torch, call.startend_row_indices
-        if call.score_mod is call.mask_mod is aux_tensors is lists is columns is None:
-            return None
-        fields = call.score_mod, call.mask_mod, aux_tensors, lists, columns
-        return tuple.__new__(Masks, fields)
-
-    def results(
-        self, q: Tensor, k: Tensor, v: Tensor, aux_tensors: list[Tensor] | None,
-        scale: float | None, return_lse: bool, return_max: bool,
-    ) -> Results:  # fmt: skip
-        """As `attend`, of which a forward of plain tensors without a graph needs little."""
-        if return_max or not _is_forward_alone(q, k, v, aux_tensors):
-            call = self.call._replace(softmax_scale=scale, aux_tensors=aux_tensors)
-            return attend(q, k, v, None, call, return_lse, return_max)
-        check_bool("return_lse", return_lse)
-        options = (scale, *self._options, return_lse, None, False, None)
-        tensors = tuple.__new__(Tensors, (q, k, v, *_NO_OTHERS))
-        out, lse = run_bundles(tensors, self._masks(aux_tensors), options, self._key)
-        return tuple.__new__(Results, (out, lse, None))
-
-
-_NO_OTHERS = (None,) * (len(Tensors._fields) - 3)
-
-
-def _is_forward_alone(q: Any, k: Any, v: Any, aux_tensors: Sequence[Tensor] | None) -> bool:
-    """Whether there is nothing to record, to cast or to hand to anyone else."""
-    if not type(q) is type(k) is type(v) is Tensor:
-        return False
-    if torch.is_grad_enabled():
-        if q.requires_grad or k.requires_grad or v.requires_grad:
-            return False
-        for x in aux_tensors or ():
-            if x.requires_grad:
-                return False
-    return not (
-        forward_ad._current_level >= 0
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.are_deterministic_algorithms_enabled()
-        or in_transform()
-    )
-
-
-def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
-    """Indices of the aux tensors that require grad; empty where autograd records nothing."""
-    aux_tensors = call.aux_tensors
-    if not isinstance(aux_tensors, (list, tuple)) or not torch.is_grad_enabled():
-        return ()
-    return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
-
-
-def scale_number(softmax_scale: Any) -> Any:
-    """The scale as a Python number. It is read once and serves the backward too."""
-    if (
-        isinstance(softmax_scale, Tensor)
-        and softmax_scale.requires_grad
-        and torch.is_grad_enabled()
-    ):
-        raise NotImplementedError(
-            "softmax_scale requires grad, and attention has no gradient by it: multiply q by the "
-            f"tensor instead, or detach it; got {softmax_scale}"
-        )
-    return number_of("softmax_scale", softmax_scale)
 
 
 class Results(NamedTuple):
@@ -138,150 +57,240 @@ class Results(NamedTuple):
         return (self.out, self.lse, largest) if return_lse else (self.out, largest)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    call: Call,
-    return_lse: bool,
-    return_max: bool,
-) -> Results:
+def attend(call: AttentionCall, return_max: bool = False) -> Results:
     """Differentiable attention. return_max: also return the largest score of each row."""
-    check_bool("return_lse", return_lse)
+    check_bool("return_lse", call.options.return_lse)
     check_bool("return_max_logit", return_max)
-    if not (call.score_mod is call.mask_mod is None):
-        call = _with_cute_mods(call, q)
-    check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
+    masks = call.masks
+    score_mod = None
+    if masks is not None and not (masks.score_mod is masks.mask_mod is None):
+        call = _with_cute_mods(call, masks)
+        score_mod = (call.masks or NO_MASKS).score_mod
+    score_mod_bwd, deterministic, _ = call.backward
+    check_gradient_settings(deterministic, score_mod_bwd, score_mod)
     if torch._C._is_any_autocast_enabled():
-        q, k, v = _as_autocast_casts(q, k, v)
-    wants_aux = _aux_that_require_grad(call)
+        call = call._replace(tensors=_as_autocast_casts(call.tensors))
+    wants_aux = _aux_that_require_grad(call.masks)
     reason = None
-    if wants_aux and call.score_mod is not None:
+    if wants_aux and score_mod is not None:
         reason = f"aux_tensors[{wants_aux[0]}] requires grad"
     if reason is not None or torch.are_deterministic_algorithms_enabled():
-        in_order = settle_order(reason, call.score_mod_bwd, call.deterministic)
-        call = call._replace(deterministic=in_order)
+        in_order = settle_order(reason, score_mod_bwd, deterministic)
+        call = call._replace(backward=call.backward._replace(deterministic=in_order))
     refused = None
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
         refuse_transforms()
         try:
-            return _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse, return_max)
+            return _attend_eagerly(call, wants_aux, return_max)
         except NotPlainError as error:
             refused = error
     if refused is None:
-        return _attend_by_operators(q, k, v, sink, call, wants_aux, return_max)
+        return _attend_by_operators(call, wants_aux, return_max)
     with refused.named_unless_from(IMPLEMENTATIONS):
-        return _attend_by_operators(q, k, v, sink, call, wants_aux, return_max)
+        return _attend_by_operators(call, wants_aux, return_max)
 
 
-def _with_cute_mods(call: Call, q: Any) -> Call:
+def scale_number(softmax_scale: Any) -> Any:
+    """The scale as a Python number. It is read once and serves the backward too."""
+    if (
+        isinstance(softmax_scale, Tensor)
+        and softmax_scale.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise NotImplementedError(
+            "softmax_scale requires grad, and attention has no gradient by it: multiply q by the "
+            f"tensor instead, or detach it; got {softmax_scale}"
+        )
+    return number_of("softmax_scale", softmax_scale)
+
+
+def _with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
     """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors."""
-    given = call.score_mod, call.mask_mod, call.aux_tensors
+    q: Any = call.tensors.q
+    given = masks.score_mod, masks.mask_mod, masks.aux_tensors
     if torch.compiler.is_compiling():
-        if isinstance(call.score_mod, str) or isinstance(call.mask_mod, str):
+        if isinstance(masks.score_mod, str) or isinstance(masks.mask_mod, str):
             return call
-        score_mod, mask_mod, aux_tensors = mods_in_graph(*given, q.device.type, False)
+        mods = mods_in_graph(*given, q.device.type, False)
     else:
-        score_mod, mask_mod, aux_tensors = as_cute_mods(*given, getattr(q, "device", None))
-    if score_mod is call.score_mod and mask_mod is call.mask_mod:
+        mods = as_cute_mods(*given, getattr(q, "device", None))
+    if mods.score_mod is masks.score_mod and mods.mask_mod is masks.mask_mod:
         return call
-    return call._replace(score_mod=score_mod, mask_mod=mask_mod, aux_tensors=aux_tensors)
+    return call._replace(masks=masks._replace(**mods._asdict()))
 
 
-def _as_autocast_casts(q: Any, k: Any, v: Any) -> list[Any]:
-    """q, k and v, cast as autocast casts them for torch's scaled_dot_product_attention."""
+def _as_autocast_casts(tensors: Tensors) -> Tensors:
+    """The tensors with q, k and v cast as autocast casts them for torch's
+    scaled_dot_product_attention."""
+    q = tensors.q
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
-        return [q, k, v]
+        return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
-    return [
+    q, k, v = (
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         else x
-        for x in (q, k, v)
-    ]
+        for x in (q, tensors.k, tensors.v)
+    )
+    return tensors._replace(q=q, k=k, v=v)
 
 
-def _attend_eagerly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    call: Call,
-    wants_aux: tuple[int, ...],
-    return_lse: bool,
-    return_max: bool,
-) -> Results:
-    """Attention on plain tensors. Raises NotPlainError for others, before anything is computed."""
-    # now, and not when the backward runs
-    check_mod("score_mod_bwd", call.score_mod_bwd)
-    if call.config is not None:
-        call = call._replace(config=call.configs)
-    if isinstance(call.startend_row_indices, Tensor):
-        # forward and backward then share the bounds
-        mask = ColumnMask(call.startend_row_indices, call.causal)
-        call = call._replace(startend_row_indices=mask)
-    if wants_aux or _needs_graph(q, k, v, sink):
-        _refuse_pages(call)
-        aux_tensors: Any = call.aux_tensors
-        wanted = [aux_tensors[i] for i in wants_aux]
-        out, lse, *more = Attention.apply(q, k, v, sink, call, wants_aux, return_max, *wanted)
-        return Results(out, lse, more[0] if more else None)
-    max_scores = new_max_scores(q) if return_max else None
-    out, lse = run_forward(q, k, v, sink, call, return_lse, max_scores=max_scores)
-    return Results(out, lse, max_scores)
+def _aux_that_require_grad(masks: Masks | None) -> tuple[int, ...]:
+    """Indices of the aux tensors that require grad; empty where autograd records nothing."""
+    if masks is None or not torch.is_grad_enabled():
+        return ()
+    aux_tensors = masks.aux_tensors
+    if not isinstance(aux_tensors, (list, tuple)):
+        return ()
+    return tuple(i for i, x in enumerate(aux_tensors) if isinstance(x, Tensor) and x.requires_grad)
 
 
-def _attend_by_operators(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    call: Call,
-    wants_aux: tuple[int, ...],
-    return_max: bool,
-) -> Results:
-    """Attention by operators, for a trace, a dispatch mode or a tensor subclass."""
-    refuse_transforms(but_functionalize=True)
-    refuse_dual_level()
-    others = (
-        call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k, call.max_seqlen_q,
-        call.max_seqlen_k, call.score_mod, call.mask_mod, call.block_sparse_tensors_torch,
-        start_that_counts(call.q_start),
-    )  # fmt: skip
-    if wants_aux or _needs_graph(q, k, v, sink):
-        _refuse_pages(call)
-        call = call._replace(num_splits=call.num_splits_recorded)
-    # a limit on lengths would be a guard of the trace, so none decides about undeclared documents
-    mask = call.startend_row_indices
-    is_declared = isinstance(mask, ColumnMask) and mask.documents is True
-    packs = is_declared and holds_documents(q, k, v, mask, call.causal, others)
-    arguments = to_operator(call, q.shape[0] if packs else None, return_max)
-    out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(q, k, v, sink, *arguments)
-    return Results(out, lse, largest.detach() if return_max else None)
+def _needs_graph(tensors: Tensors) -> bool:
+    # forward-mode differentiation does not ask for requires_grad
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    x, sink = tensors, tensors.learnable_sink
+    try:
+        return (
+            x.q.requires_grad
+            or x.k.requires_grad
+            or x.v.requires_grad
+            or (sink is not None and sink.requires_grad)
+        )
+    except AttributeError:
+        return False  # what is no tensor is refused by the host path, by name
 
 
-def _refuse_pages(call: Call) -> None:
+def _refuse_pages(call: AttentionCall) -> None:
     """Refuse pages where autograd records a graph: they have no gradients."""
-    if call.page_table is not None:
+    if call.tensors.page_table is not None:
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"
         )
 
 
-def _needs_graph(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
-    # forward-mode differentiation does not ask for requires_grad
-    if forward_ad._current_level >= 0:
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    try:
-        return (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (sink is not None and sink.requires_grad)
+# -- eager ---------------------------------------------------------------------------------------
+
+
+def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max: bool) -> Results:
+    """Attention on plain tensors. Raises NotPlainError for others, before anything is computed."""
+    # now, and not when the backward runs
+    check_mod("score_mod_bwd", call.backward.score_mod_bwd)
+    if not (call.options.config is call.backward.config is None):
+        call = _with_configs(call)
+    masks = call.masks
+    if masks is not None and isinstance(masks.startend_row_indices, Tensor):
+        # forward and backward then share the bounds
+        mask = ColumnMask(masks.startend_row_indices, call.options.causal)
+        call = call._replace(masks=masks._replace(startend_row_indices=mask))
+    if wants_aux or _needs_graph(call.tensors):
+        _refuse_pages(call)
+        x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors or ()
+        wanted = [aux_tensors[i] for i in wants_aux]
+        out, lse, *more = Attention.apply(
+            x.q, x.k, x.v, x.learnable_sink, call, wants_aux, return_max, *wanted
         )
-    except AttributeError:
-        return False  # what is no tensor is refused by the host path, by name
+        return Results(out, lse, more[0] if more else None)
+    if return_max:
+        call = with_outputs(call, return_max)
+        call = call._replace(tensors=call.tensors._replace(lse_low=None))
+    out, lse = interface.forward(call)
+    return Results(out, lse, call.tensors.max_scores)
+
+
+def _with_configs(call: AttentionCall) -> AttentionCall:
+    """The call with the argument config of both directions as configurations.
+
+    Raises:
+        TypeError, ValueError: as `FwdConfig.from_value` and `BwdConfig.from_value`.
+    """
+    config = FwdConfig.from_value(call.options.config)
+    config_bwd = BwdConfig.from_value(call.backward.config)
+    return call._replace(
+        options=call.options._replace(config=config),
+        backward=call.backward._replace(config=config_bwd),
+    )
+
+
+class PlannedMasks:
+    """A call without lengths whose masks are known, all but the scale and the aux tensors.
+
+    `results` is `attend` on it, of which a forward of plain tensors without a graph needs little.
+    """
+
+    __slots__ = ("_key", "_masks", "_options")
+
+    def __init__(self, masks: Masks | None, causal: bool, window: tuple[Any, Any]) -> None:
+        """masks: with the aux tensors of the first call; later ones have the same metadata."""
+        self._masks = None if masks is None else masks._replace(aux_tensors=None)
+        left, right = window
+        self._options = NO_OPTIONS._replace(
+            causal=causal, window_size_left=left, window_size_right=right
+        )
+        self._key = None
+        # what no valid call has is refused, by its name, when it is called
+        with suppress(AttributeError, RuntimeError, TypeError, ValueError):
+            self._key = None if masks is None else mask_key(masks)
+
+    def results(
+        self,
+        tensors: Tensors,
+        aux_tensors: list[Tensor] | None,
+        scale: float | None,
+        return_lse: bool,
+        return_max: bool,
+    ) -> Results:
+        masks = self._masks
+        if masks is not None:
+            masks = masks._replace(aux_tensors=aux_tensors)
+        options = self._options._replace(softmax_scale=scale, return_lse=return_lse)
+        call = AttentionCall(tensors, masks, options)
+        if return_max or not _is_forward_alone(tensors, aux_tensors):
+            return attend(call, return_max)
+        check_bool("return_lse", return_lse)
+        out, lse = interface.forward(call, self._key)
+        return Results(out, lse, None)
+
+
+def _is_forward_alone(tensors: Tensors, aux_tensors: Sequence[Tensor] | None) -> bool:
+    """Whether there is nothing to record, to cast or to hand to anyone else."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    if not type(q) is type(k) is type(v) is Tensor:
+        return False
+    if torch.is_grad_enabled():
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return False
+        for x in aux_tensors or ():
+            if x.requires_grad:
+                return False
+    return not (
+        forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.are_deterministic_algorithms_enabled()
+        or in_transform()
+    )
+
+
+# -- by operators --------------------------------------------------------------------------------
+
+
+def _attend_by_operators(
+    call: AttentionCall, wants_aux: tuple[int, ...], return_max: bool
+) -> Results:
+    """Attention by operators, for a trace, a dispatch mode or a tensor subclass."""
+    refuse_transforms(but_functionalize=True)
+    refuse_dual_level()
+    x = call.tensors
+    if wants_aux or _needs_graph(x):
+        _refuse_pages(call)
+        call = recorded(call)
+    batch = x.q.shape[0] if packs_declared_documents(call) else None
+    arguments = to_operator(call, batch, return_max)
+    out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(
+        x.q, x.k, x.v, x.learnable_sink, *arguments
+    )
+    return Results(out, lse, largest.detach() if return_max else None)

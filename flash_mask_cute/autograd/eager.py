@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute import interface
 from flash_mask_cute.autograd.passes import (
     NO_FORWARD_MODE,
     gradients_of,
-    new_lse_low,
-    new_max_scores,
+    recorded,
     refuse_second_derivative,
     run_backward,
-    run_forward,
     save,
+    with_outputs,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, run_backward_operator
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
 
@@ -30,22 +31,22 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
-        call: Call,
+        call: AttentionCall,
         wants_aux: tuple[int, ...],
         wants_max: bool,
         *_wanted: Tensor,
     ) -> tuple[Tensor, ...]:
         """out and lse, and the largest score of each row if wants_max.
 
-        _wanted: the aux tensors of `call` with indices in wants_aux, visible to autograd.
+        q, k, v, sink: of `call`, visible to autograd, as are _wanted, its aux tensors with indices
+        in wants_aux.
         """
-        lse_low = new_lse_low(q, call)
-        max_scores = new_max_scores(q) if wants_max else None
-        out, lse = run_forward(
-            q, k, v, sink, call, lse_low=lse_low, max_scores=max_scores, is_recorded=True
-        )
-        save(ctx, q, k, v, sink, out, lse, lse_low, call)
+        call = with_outputs(recorded(call), wants_max)
+        out, lse = interface.forward(call)
+        assert lse is not None
+        save(ctx, call, out, lse)
         ctx.wants_aux = wants_aux
+        max_scores = call.tensors.max_scores
         if max_scores is None:
             return out, lse
         ctx.mark_non_differentiable(max_scores)
@@ -54,7 +55,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # only create_graph=True runs this with gradients enabled
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward_of_any
+        run = _run_backward_once if torch.is_grad_enabled() else _run_backward_of_any
         gradients, daux = gradients_of(ctx, grads, run, ctx.wants_aux)
         return *gradients, None, None, None, *map(daux.get, ctx.wants_aux)
 
@@ -67,19 +68,28 @@ class _AttentionBackward(torch.autograd.Function):
     """Computes gradients that refuse a second differentiation."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return _run_backward_of_any(*arguments)
+    def forward(
+        ctx: Any, call: AttentionCall, wants_aux: Sequence[int], *_tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """_tensors: those of `call`, visible to autograd."""
+        return _run_backward_of_any(call, wants_aux)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return refuse_second_derivative()
 
 
-def _run_backward_of_any(*arguments: Any) -> tuple[Tensor | None, ...]:
+def _run_backward_once(call: AttentionCall, wants_aux: Sequence[int]) -> Any:
+    return _AttentionBackward.apply(call, wants_aux, *call.tensors)
+
+
+def _run_backward_of_any(
+    call: AttentionCall, wants_aux: Sequence[int]
+) -> tuple[Tensor | None, ...]:
     """`run_backward`, even if an output gradient is of a tensor subclass."""
     try:
-        return run_backward(*arguments)
+        return run_backward(call, wants_aux)
     except NotPlainError as error:
         refused = error
     with refused.named_unless_from(IMPLEMENTATIONS):
-        return run_backward_operator(*arguments)
+        return run_backward_operator(call, wants_aux)

@@ -1,4 +1,4 @@
-"""Forward and backward of a public call, and the values saved between them."""
+"""Forward and backward of a call that autograd records, and the values saved between them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute.autograd.arguments import NO_LENGTHS, Call
+from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import from_block_mask
-from flash_mask_cute.call.arguments import split_q_start
-from flash_mask_cute.interface import (
-    _flash_attn_bwd,
-    _flash_attn_fwd,
-    check_forward,
+from flash_mask_cute.call.arguments import (
+    NO_MASKS,
+    AttentionCall,
+    Direction,
+    Masks,
+    Tensors,
+    masks_of,
 )
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
+_NO_TENSORS: Any = Tensors(*(None,) * len(Tensors._fields))  # type: ignore[arg-type]
 
 
 def refuse_dual_level() -> None:
@@ -29,197 +32,90 @@ def refuse_dual_level() -> None:
         raise NotImplementedError(NO_FORWARD_MODE)
 
 
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    call: Call,
-    return_lse: bool = True,
-    lse_low: Tensor | None = None,
-    max_scores: Tensor | None = None,
-    is_recorded: bool = False,
-) -> tuple[Tensor, Any]:
-    """is_recorded: autograd records a graph."""
-    keywords = _forward_keywords(sink, call, return_lse)
-    if is_recorded:
-        keywords["num_splits"] = call.num_splits_recorded
-    return _flash_attn_fwd(q, k, v, lse_low=lse_low, max_scores=max_scores, **keywords)
+def with_outputs(call: AttentionCall, wants_max: bool) -> AttentionCall:
+    """The call with new tensors for what autograd saves or returns beside out and lse.
 
-
-def check_forward_call(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
-) -> None:
-    """Raise what `run_forward` would raise, without running anything."""
-    check_forward(q, k, v, **_forward_keywords(sink, call, return_lse))
-
-
-def _forward_keywords(sink: Tensor | None, call: Call, return_lse: bool) -> dict[str, Any]:
-    return {
-        "learnable_sink": sink,
-        "pack_gqa": call.pack_gqa,
-        "num_splits": call.num_splits,
-        "page_table": call.page_table,
-        "return_lse": return_lse,
-        "config": call.configs.forward,
-        "softmax_scale": call.softmax_scale,
-        "causal": call.causal,
-        "window_size_left": call.window_size_left,
-        "window_size_right": call.window_size_right,
-        "softcap": call.softcap,
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "cu_seqlens_k": call.cu_seqlens_k,
-        "max_seqlen_q": call.max_seqlen_q,
-        "max_seqlen_k": call.max_seqlen_k,
-        "seqused_q": call.seqused_q,
-        "seqused_k": call.seqused_k,
-        "score_mod": call.score_mod,
-        "mask_mod": call.mask_mod,
-        "aux_tensors": call.aux_tensors,
-        "block_sparse_tensors_torch": call.block_sparse_tensors_torch,
-        "startend_row_indices": call.startend_row_indices,
-        "q_start": call.q_start,
-    }
-
-
-def new_lse_low(q: Tensor, call: Call) -> Tensor | None:
-    """A new tensor for the rounding error of LSE.
-
-    None if scores are plain products, too small for that error to matter, or if the call will be
-    refused.
+    lse_low: the rounding error of LSE. Scores that are plain products are too small for it to
+    matter. max_scores: the largest score of each row, -inf in rows of no sequence. There are none
+    for a q that the call will be refused for.
     """
-    if call.score_mod is None or q.dim() not in (3, 4):
-        return None
-    return q.new_empty(_lse_shape(q), dtype=torch.float32)
+    x, q = call.tensors, call.tensors.q
+    has_mod = call.masks is not None and call.masks.score_mod is not None
+    if not (has_mod or wants_max) or q.dim() not in (3, 4):
+        return call
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if has_mod:
+        x = x._replace(lse_low=q.new_empty(shape, dtype=torch.float32))
+    if wants_max:
+        x = x._replace(max_scores=q.new_full(shape, -torch.inf, dtype=torch.float32))
+    return call._replace(tensors=x)
 
 
-def new_max_scores(q: Tensor) -> Tensor | None:
-    """A new tensor for the largest score of each row, -inf in rows of no sequence; None if the call
-    will be refused."""
-    if q.dim() not in (3, 4):
-        return None
-    return q.new_full(_lse_shape(q), -torch.inf, dtype=torch.float32)
+def recorded(call: AttentionCall) -> AttentionCall:
+    """The call as autograd records it, with LSE. If the library chooses the number of splits, it is
+    one pass, of whose bits the backward is the derivative."""
+    options = call.options
+    return call._replace(
+        options=options._replace(num_splits=options.num_splits or 1, return_lse=True)
+    )
 
 
-def _lse_shape(q: Tensor) -> tuple[int, ...]:
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dsink, and the gradients of the aux tensors with indices in wants_aux.
 
-
-def run_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor | None,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wants_aux: Sequence[int],
-    call: Call,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dsink, and the gradients of the aux tensors with indices in wants_aux."""
+    call: of a forward, with its results and their gradients among its tensors.
+    """
+    x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
+    sink = x.learnable_sink
     dsink = None if sink is None else torch.empty_like(sink)
     daux: list[Tensor | None] | None = None
-    if wants_aux and call.aux_tensors is not None:
-        daux = [
-            torch.empty_like(x) if i in wants_aux else None for i, x in enumerate(call.aux_tensors)
-        ]
-    dq, dk, dv = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        learnable_sink=sink,
-        score_mod_bwd=call.score_mod_bwd,
-        deterministic=call.deterministic,
-        config=call.configs.backward,
-        dlse=dlse,
-        dsink=dsink,
-        lse_low=lse_low,
-        daux=daux,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        window_size_left=call.window_size_left,
-        window_size_right=call.window_size_right,
-        softcap=call.softcap,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        seqused_q=call.seqused_q,
-        seqused_k=call.seqused_k,
-        score_mod=call.score_mod,
-        mask_mod=call.mask_mod,
-        aux_tensors=call.aux_tensors,
-        block_sparse_tensors_torch=call.block_sparse_tensors_torch,
-        startend_row_indices=call.startend_row_indices,
-        q_start=call.q_start,
-    )
-    return dq, dk, dv, dsink, *(x for x in daux or () if x is not None)
+    if wants_aux and aux_tensors is not None:
+        daux = [torch.empty_like(y) if i in wants_aux else None for i, y in enumerate(aux_tensors)]
+    x = x._replace(dsink=dsink, daux=daux)
+    dq, dk, dv = interface.backward(call._replace(tensors=x, direction=Direction.BACKWARD))
+    return dq, dk, dv, dsink, *(y for y in daux or () if y is not None)
 
 
-def save(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor | None,
-    call: Call,
-) -> None:
+def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     """Everything goes through `save_for_backward`, so that torch notices a change in place.
 
     Masks are kept as they are, too: data derived from them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
-    plain = (q, k, v, sink, out, lse, lse_low)
-    aux_tensors = call.aux_tensors
-    ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
-    ctx.has_more = call.has_tensors
-    if not call.has_tensors:
-        ctx.save_for_backward(*plain)
+    tensors = call.tensors._replace(out=out, lse=lse, max_scores=None)
+    masks = call.masks
+    if masks is None:
+        ctx.num_aux = None
+        ctx.save_for_backward(*tensors)
     else:
-        lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
-        q_starts, _ = split_q_start(call.q_start)
-        ctx.save_for_backward(
-            *plain, *lengths, q_starts, *(aux_tensors or ()), *_mask_tensors(call)
-        )
-        call = call._replace(**NO_LENGTHS, aux_tensors=None)
-        if q_starts is not None:
-            call = call._replace(q_start=None)
-    ctx.call = call
+        aux_tensors = masks.aux_tensors
+        ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
+        ctx.save_for_backward(*tensors, *(aux_tensors or ()), *_mask_tensors(masks))
+        masks = masks_of(*masks._replace(aux_tensors=None))
+    # a forward's own options are none of a backward's
+    options = call.options._replace(num_splits=0, pack_gqa=None, return_lse=True, config=None)
+    ctx.call = call._replace(tensors=_NO_TENSORS, masks=masks, options=options)
     ctx.set_materialize_grads(False)
 
 
-def restore(ctx: Any) -> tuple[Any, ...]:
-    """q, k, v, sink, out, lse, lse_low and the call."""
-    call = ctx.call
-    q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
-    if ctx.has_more:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_starts, *more = more
-        call = call._replace(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            seqused_q=seqused_q,
-            seqused_k=seqused_k,
-            aux_tensors=None if ctx.num_aux is None else tuple(islice(more, ctx.num_aux)),
-            q_start=call.q_start if q_starts is None else q_starts,
-        )
-    return q, k, v, sink, out, lse, lse_low, call
+def restore(ctx: Any) -> AttentionCall:
+    """The saved call, with its results out and lse among its tensors."""
+    call: AttentionCall = ctx.call
+    saved = iter(ctx.saved_tensors)
+    tensors = Tensors._make(islice(saved, len(Tensors._fields)))
+    masks = call.masks
+    if ctx.num_aux is not None:
+        masks = (masks or NO_MASKS)._replace(aux_tensors=tuple(islice(saved, ctx.num_aux)))
+    return call._replace(tensors=tensors, masks=masks)
 
 
-def _mask_tensors(call: Call) -> list[Tensor]:
+def _mask_tensors(masks: Masks) -> list[Tensor]:
     tensors: list[Tensor | None] = []
-    if call.startend_row_indices is not None:
-        mask: Any = call.startend_row_indices
+    if masks.startend_row_indices is not None:
+        mask: Any = masks.startend_row_indices
         tensors.append(mask.startend_row_indices)
-    if call.block_sparse_tensors_torch is not None:
-        lists = from_block_mask(call.block_sparse_tensors_torch)
+    if masks.block_sparse_tensors_torch is not None:
+        lists = from_block_mask(masks.block_sparse_tensors_torch)
         tensors += [x for x in lists if isinstance(x, Tensor)]
     # inference tensors cannot be saved, and nothing tells when they change
     return [x for x in tensors if x is not None and not x.is_inference()]
@@ -228,7 +124,7 @@ def _mask_tensors(call: Call) -> list[Tensor]:
 def gradients_of(
     ctx: Any,
     grads: tuple[Tensor | None, ...],
-    run: Callable[..., Any],
+    run: Callable[[AttentionCall, Sequence[int]], Any],
     wants_aux: Sequence[int],
 ) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
     """Input gradients from the gradients of out and lse.
@@ -240,14 +136,15 @@ def gradients_of(
     dout, dlse, *_ = grads
     if dout is None and dlse is None:
         return [None] * 4, {}
-    q, k, v, sink, out, lse, lse_low, call = restore(ctx)
-    if not ctx.needs_input_grad[3]:
-        # lse tells the backward of the sink
-        sink = None
+    call = restore(ctx)
+    x = call.tensors
     if dout is None:
-        dout = torch.zeros_like(out)
-    gradients = run(q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call)
-    dq, dk, dv, dsink, *daux = gradients
+        assert x.out is not None
+        dout = torch.zeros_like(x.out)
+    # lse tells the backward of the sink
+    sink = x.learnable_sink if ctx.needs_input_grad[3] else None
+    call = call._replace(tensors=x._replace(learnable_sink=sink, dout=dout, dlse=dlse))
+    dq, dk, dv, dsink, *daux = run(call, wants_aux)
     return [dq, dk, dv, dsink], dict(zip(wants_aux, daux, strict=True))
 
 

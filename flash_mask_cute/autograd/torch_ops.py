@@ -9,31 +9,35 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.autograd.arguments import Call, Configs
+from flash_mask_cute import interface
 from flash_mask_cute.autograd.mod_names import optional_mod, optional_name
 from flash_mask_cute.autograd.passes import (
     gradients_of,
-    new_lse_low,
-    new_max_scores,
     refuse_dual_level,
     refuse_second_derivative,
     run_backward,
-    run_forward,
     save,
+    with_outputs,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
-from flash_mask_cute.call.arguments import QStart
-from flash_mask_cute.call.check.mask_extents import check_position
-from flash_mask_cute.call.problem import END
-from flash_mask_cute.interface import (
-    BwdConfig,
-    FwdConfig,
+from flash_mask_cute.call.arguments import (
+    EACH,
+    NO_MASKS,
+    AttentionCall,
+    BackwardOptions,
+    Options,
+    Tensors,
+    masks_of,
 )
+from flash_mask_cute.call.check.mask_extents import check_position
+from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
+from flash_mask_cute.call.problem import END
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
@@ -45,68 +49,41 @@ from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 # but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
 _TILE_N = 128
 
-# torch looks for subclasses in a Tensor[], but not in a Tensor[]?: an empty one is aux_tensors None
-_CALL_SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
-    "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
-    "str? score_mod, str? mask_mod, Tensor[] aux_tensors, "
-    "Tensor? mask_block_cnt, Tensor? mask_block_idx, Tensor? full_block_cnt, "
-    "Tensor? full_block_idx, SymInt? block_q, SymInt? block_k, SymInt[]? list_seqlens, "
-    "Tensor? startend_row_indices, Tensor? column_bounds, bool columns_causal, "
-    "SymInt? column_seqlen_q, "
-    "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
-    "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
-    "Tensor? q_starts, Tensor? page_table, int num_splits, bool wants_max"
-)
+# The arguments of an operator after q, k, v and learnable_sink, in its order: those of a call as
+# they are, then its masks, callables (names of `mod_names`) and configs (text) in other forms.
+# torch looks for subclasses in a Tensor[], but not in a Tensor[]?: empty is aux_tensors None.
+_ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
+    "q_start": "SymInt?",
+    "score_mod": "str?",
+    "mask_mod": "str?",
+    "score_mod_bwd": "str?",
+    "aux_tensors": "Tensor[]",
+    "mask_block_cnt": "Tensor?",
+    "mask_block_idx": "Tensor?",
+    "full_block_cnt": "Tensor?",
+    "full_block_idx": "Tensor?",
+    "block_q": "SymInt?",
+    "block_k": "SymInt?",
+    "list_seqlens": "SymInt[]?",
+    "startend_row_indices": "Tensor?",
+    "column_bounds": "Tensor?",
+    "columns_causal": "bool?",
+    "column_seqlen_q": "SymInt?",
+    "document_starts": "Tensor?",
+    "document_rows": "Tensor?",
+    "document_bounds": "Tensor?",
+    "config": "str?",
+    "wants_max": "bool",
+}
+_CALL_SCHEMA = ", ".join(f"{schema} {name}" for name, schema in _ARGUMENTS.items())
 # what stands for `ANY` and for `END` there
 _ANY_SEQLEN = _END_POSITION = -1
 
-
-class OperatorCall(NamedTuple):
-    """The arguments of an operator by `_CALL_SCHEMA`, in its order. Callables are names of
-    `mod_names`, config is text. Arguments without a default are in `Call` as well."""
-
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_q: Tensor | None
-    seqused_k: Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    softmax_scale: float | None
-    causal: bool
-    window_size_left: int | None
-    window_size_right: int | None
-    softcap: float
-    score_mod: str | None
-    mask_mod: str | None
-    aux_tensors: list[Tensor]
-    mask_block_cnt: Tensor | None = None
-    mask_block_idx: Tensor | None = None
-    full_block_cnt: Tensor | None = None
-    full_block_idx: Tensor | None = None
-    block_q: int | None = None
-    block_k: int | None = None
-    list_seqlens: Sequence[int] | None = None
-    startend_row_indices: Tensor | None = None
-    column_bounds: Tensor | None = None
-    columns_causal: bool = False
-    column_seqlen_q: int | None = None
-    document_starts: Tensor | None = None
-    document_rows: Tensor | None = None
-    document_bounds: Tensor | None = None
-    score_mod_bwd: str | None = None
-    deterministic: bool = False
-    pack_gqa: bool | None = None
-    config: str | None = None
-    q_start: int | None = None
-    q_starts: Tensor | None = None
-    page_table: Tensor | None = None
-    num_splits: int = 0
-    wants_max: bool = False
-
-
-_AUX_POSITION = OperatorCall._fields.index("aux_tensors")
+# What a backward takes before these: results of the forward and their gradients.
+_RESULTS = {
+    "out": "Tensor", "lse": "Tensor", "lse_low": "Tensor?", "dout": "Tensor", "dlse": "Tensor?",
+}  # fmt: skip
+_AUX_POSITION = list(_ARGUMENTS).index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
 _library.define(
     "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
@@ -120,8 +97,9 @@ _library.define(
     "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_scores)"
 )
 _library.define(
-    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
-    f"Tensor? lse_low, Tensor dout, Tensor? dlse, int[] wants_aux, {_CALL_SCHEMA}) "
+    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, "
+    + "".join(f"{schema} {name}, " for name, schema in _RESULTS.items())
+    + f"int[] wants_aux, {_CALL_SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor[] daux)"
 )
 
@@ -171,64 +149,52 @@ def _operator_seqlen(seqlen_q: Any) -> int | None:
     return _ANY_SEQLEN if seqlen_q == ANY else seqlen_q
 
 
-def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -> OperatorCall:
-    """A call as the arguments of an operator.
+def to_operator(
+    call: AttentionCall, batch: int | None = None, wants_max: bool = False
+) -> tuple[Any, ...]:
+    """A call as the arguments of an operator, in the order of `_ARGUMENTS`.
 
     batch: number of sequences, if the operator packs the documents of its mask. wants_max: the
     forward also returns the largest score of each row.
     """
-    return OperatorCall(
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-        seqused_q=call.seqused_q,
-        seqused_k=call.seqused_k,
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        window_size_left=call.window_size_left,
-        window_size_right=call.window_size_right,
-        softcap=call.softcap,
-        score_mod=optional_name(call.score_mod),
-        mask_mod=optional_name(call.mask_mod),
-        aux_tensors=[] if call.aux_tensors is None else list(call.aux_tensors),
-        score_mod_bwd=optional_name(call.score_mod_bwd),
-        deterministic=call.deterministic,
-        pack_gqa=call.pack_gqa,
-        config=_config_text(call.config),
-        page_table=call.page_table,
-        num_splits=call.num_splits,
-        wants_max=wants_max,
-        **_operator_start(call.q_start),
-        **_operator_lists(call),
-        **_operator_columns(call, batch),
-    )
+    masks, own = call.masks or NO_MASKS, call.backward
+    given = plain_arguments(call)
+    given["q_start"] = _operator_start(call.options.q_start)
+    given["score_mod"] = optional_name(masks.score_mod)
+    given["mask_mod"] = optional_name(masks.mask_mod)
+    given["score_mod_bwd"] = optional_name(own.score_mod_bwd)
+    given["aux_tensors"] = [] if masks.aux_tensors is None else list(masks.aux_tensors)
+    given["config"] = _config_text(call.options.config, own.config)
+    given["wants_max"] = wants_max
+    given.update(_operator_lists(masks.block_sparse_tensors_torch))
+    given.update(_operator_columns(call, batch))
+    return tuple([given.get(name) for name in _ARGUMENTS])
 
 
-def _operator_start(q_start: Any) -> dict[str, Any]:
-    """The argument q_start for an operator, which takes numbers and tensors.
+def _operator_start(q_start: Any) -> int | None:
+    """`Options.q_start` as a number, or None beside q_starts.
 
     Raises:
-        TypeError, ValueError: it is neither, nor `END`.
+        TypeError, ValueError: as `check_position`.
     """
-    if q_start is None:
-        return {}
-    if isinstance(q_start, Tensor):
-        return {"q_starts": q_start}
+    if q_start is None or (isinstance(q_start, str) and q_start == EACH):
+        return None
     check_position(q_start)
-    return {"q_start": _END_POSITION if q_start == END else q_start}
+    number: int = _END_POSITION if isinstance(q_start, str) else q_start
+    return number
 
 
-def _start_of(given: OperatorCall) -> QStart:
-    if given.q_starts is not None:
-        return given.q_starts
-    return END if given.q_start == _END_POSITION else given.q_start
+def _start_of(given: dict[str, Any]) -> int | str | None:
+    if given["q_starts"] is not None:
+        return EACH
+    start: int | None = given["q_start"]
+    return END if start == _END_POSITION else start
 
 
-def _operator_lists(call: Call) -> dict[str, Any]:
-    if call.block_sparse_tensors_torch is None:
+def _operator_lists(given: Any) -> dict[str, Any]:
+    if given is None:
         return {}
-    lists = from_block_mask(call.block_sparse_tensors_torch)
+    lists = from_block_mask(given)
     block_q, block_k = (None, None) if lists.block_size is None else lists.block_size
     return {
         "mask_block_cnt": lists.mask_block_cnt,
@@ -241,8 +207,8 @@ def _operator_lists(call: Call) -> dict[str, Any]:
     }
 
 
-def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
-    mask: Any = call.startend_row_indices
+def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
+    mask: Any = None if call.masks is None else call.masks.startend_row_indices
     if mask is None:
         return {}
     if isinstance(mask, _BoundedMask):
@@ -253,14 +219,14 @@ def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
             "column_seqlen_q": _operator_seqlen(mask.seqlen_q),
             **mask.operator_documents(),
         }
-    indices, causal, seqlen_q = mask, call.causal, None
+    indices, causal, seqlen_q = mask, call.options.causal, None
     if not isinstance(mask, Tensor):
         indices, causal = mask.startend_row_indices, mask.causal
         seqlen_q = _operator_seqlen(mask.seqlen_q)
     columns = {
         "startend_row_indices": indices,
         "column_bounds": torch.ops.flash_mask_cute.column_bounds(
-            indices, causal, call.cu_seqlens_k
+            indices, causal, call.tensors.cu_seqlens_k
         ),
         "columns_causal": causal,
         "column_seqlen_q": seqlen_q,
@@ -273,63 +239,47 @@ def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
     return columns
 
 
-def _from_operator(given: OperatorCall) -> Call:
-    """The call with these arguments of an operator."""
-    x = given
+def _from_operator(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, arguments: Iterable[Any]
+) -> AttentionCall:
+    """The call of which an operator got these arguments."""
+    x = dict(zip(_ARGUMENTS, arguments, strict=True))
     lists = mask = documents = None
-    if x.mask_block_cnt is not None and x.mask_block_idx is not None:
+    if x["mask_block_cnt"] is not None and x["mask_block_idx"] is not None:
         block_size = None
-        if x.block_q is not None and x.block_k is not None:
-            block_size = x.block_q, x.block_k
+        if x["block_q"] is not None and x["block_k"] is not None:
+            block_size = x["block_q"], x["block_k"]
         lists = BlockSparseTensorsTorch(
-            x.mask_block_cnt,
-            x.mask_block_idx,
-            x.full_block_cnt,
-            x.full_block_idx,
+            x["mask_block_cnt"],
+            x["mask_block_idx"],
+            x["full_block_cnt"],
+            x["full_block_idx"],
             block_size,
-            tuple(x.list_seqlens) if x.list_seqlens else None,  # type: ignore[arg-type]
+            tuple(x["list_seqlens"]) if x["list_seqlens"] else None,  # type: ignore[arg-type]
         )
-    if x.document_starts is not None:
-        rows: Any = x.document_rows
-        bounds: Any = x.document_bounds
-        documents = Documents(x.document_starts, _BoundedMask(rows, x.columns_causal, bounds))
-    if x.startend_row_indices is not None:
-        bounds = x.column_bounds
-        mask = _BoundedMask(
-            x.startend_row_indices, x.columns_causal, bounds, documents, x.column_seqlen_q
-        )
-    return Call(
-        cu_seqlens_q=x.cu_seqlens_q,
-        cu_seqlens_k=x.cu_seqlens_k,
-        seqused_q=x.seqused_q,
-        seqused_k=x.seqused_k,
-        max_seqlen_q=x.max_seqlen_q,
-        max_seqlen_k=x.max_seqlen_k,
-        softmax_scale=x.softmax_scale,
-        causal=x.causal,
-        window_size_left=x.window_size_left,
-        window_size_right=x.window_size_right,
-        softcap=x.softcap,
-        score_mod=optional_mod(x.score_mod),
-        mask_mod=optional_mod(x.mask_mod),
-        aux_tensors=x.aux_tensors or None,
-        block_sparse_tensors_torch=lists,
-        startend_row_indices=mask,
-        score_mod_bwd=optional_mod(x.score_mod_bwd),
-        deterministic=x.deterministic,
-        pack_gqa=x.pack_gqa,
-        config=None if x.config is None else Configs.create(tuple(json.loads(x.config))),
-        q_start=_start_of(x),
-        page_table=x.page_table,
-        num_splits=x.num_splits,
+    causal = bool(x["columns_causal"])
+    if x["document_starts"] is not None:
+        rows = _BoundedMask(x["document_rows"], causal, x["document_bounds"])
+        documents = Documents(x["document_starts"], rows)
+    if x["startend_row_indices"] is not None:
+        bounds, seqlen_q = x["column_bounds"], x["column_seqlen_q"]
+        mask = _BoundedMask(x["startend_row_indices"], causal, bounds, documents, seqlen_q)
+    config, config_bwd = (None, None) if x["config"] is None else _configs_of(x["config"])
+    mods = optional_mod(x["score_mod"]), optional_mod(x["mask_mod"])
+    return AttentionCall(
+        Tensors(q, k, v, learnable_sink=sink, **of_bundle("tensors", x)),
+        masks_of(*mods, x["aux_tensors"] or None, lists, mask),
+        Options(q_start=_start_of(x), config=config, **of_bundle("options", x)),
+        BackwardOptions(
+            optional_mod(x["score_mod_bwd"]), config=config_bwd, **of_bundle("backward", x)
+        ),
     )
 
 
-def _config_text(config: Any) -> str | None:
-    if config is None:
+def _config_text(config: Any, config_bwd: Any) -> str | None:
+    if config is config_bwd is None:
         return None
-    pair = config if isinstance(config, tuple) else (config, config)
-    return _text_of(tuple(_as_dictionary(x) for x in pair))
+    return _text_of((_as_dictionary(config), _as_dictionary(config_bwd)))
 
 
 def _as_dictionary(config: Any) -> Any:
@@ -343,21 +293,29 @@ _NAMES = {kind: tuple(x.name for x in fields(kind)) for kind in (FwdConfig, BwdC
 
 
 @assume_constant_result
-def _text_of(pair: tuple[Any, ...]) -> str:
-    return json.dumps([None if x is None else asdict(x) for x in Configs.create(pair)])
+def _text_of(pair: tuple[Any, Any]) -> str:
+    both = FwdConfig.from_value(pair[0]), BwdConfig.from_value(pair[1])
+    return json.dumps([None if x is None else asdict(x) for x in both])
 
 
-def _without_identity(call: Call) -> Call:
+def _configs_of(text: str) -> tuple[FwdConfig | None, BwdConfig | None]:
+    config, config_bwd = json.loads(text)
+    return FwdConfig.from_value(config), BwdConfig.from_value(config_bwd)
+
+
+def _without_identity(call: AttentionCall) -> AttentionCall:
     """The call with block lists for which nothing is cached.
 
     Retiled lists are cached by the identity and version of tensors. A compiled graph reuses the
     memory of tensors, and torch does not count these writes.
     """
-    lists = call.block_sparse_tensors_torch
-    if lists is None:
+    masks = call.masks
+    if masks is None or masks.block_sparse_tensors_torch is None:
         return call
+    lists = masks.block_sparse_tensors_torch
     fresh = {name: x.detach() for name, x in lists._asdict().items() if isinstance(x, Tensor)}
-    return call._replace(block_sparse_tensors_torch=lists._replace(**fresh))
+    masks = masks._replace(block_sparse_tensors_torch=lists._replace(**fresh))
+    return call._replace(masks=masks)
 
 
 def _own_memory(arguments: Iterable[Any]) -> list[Any]:
@@ -400,15 +358,25 @@ def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """lse_low has no elements without a score_mod, max_scores has none unless requested."""
-    q, k, v, sink, *call_args = _own_memory((q, k, v, sink, *arguments))
+    q, k, v, sink, *arguments = _own_memory((q, k, v, sink, *arguments))
     # a compiled graph runs on what it is given
     refuse_dual_level()
-    given = OperatorCall._make(call_args)
-    call = _without_identity(_from_operator(given))
-    lse_low, largest = new_lse_low(q, call), new_max_scores(q) if given.wants_max else None
-    out, lse = run_forward(q, k, v, sink, call, lse_low=lse_low, max_scores=largest)
-    absent = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in (lse_low, largest))
-    return out, lse, *absent
+    call = _without_identity(_from_operator(q, k, v, sink, arguments))
+    call = with_outputs(call, _argument("wants_max", arguments))
+    out, lse = interface.forward(call)
+    assert lse is not None
+    x = call.tensors
+    return out, lse, *(_or_nothing(y, q) for y in (x.lse_low, x.max_scores))
+
+
+def _argument(name: str, arguments: Iterable[Any]) -> Any:
+    """Of the arguments of an operator by `_ARGUMENTS`, that of this name."""
+    return dict(zip(_ARGUMENTS, arguments, strict=True))[name]
+
+
+def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
+    """x, or a tensor without elements: operators return no None."""
+    return q.new_empty(0, dtype=torch.float32) if x is None else x
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)
@@ -417,9 +385,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rows, heads_q, _ = q.shape
     out = q.new_empty((*rows, heads_q, v.shape[-1]))
-    lse_shape, given = (*rows[:-1], heads_q, rows[-1]), OperatorCall._make(arguments)
-    low_shape = (0,) if given.score_mod is None else lse_shape
-    max_shape = lse_shape if given.wants_max else (0,)
+    lse_shape = (*rows[:-1], heads_q, rows[-1])
+    low_shape = (0,) if _argument("score_mod", arguments) is None else lse_shape
+    max_shape = lse_shape if _argument("wants_max", arguments) else (0,)
     shapes = lse_shape, low_shape, max_shape
     lse, lse_low, largest = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return out, lse, lse_low, largest
@@ -427,32 +395,28 @@ def _(
 
 @torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
 def _attention_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor | None,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wants_aux: list[int],
-    *arguments: Any,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Any, ...]:
-    q, k, v, sink, out, lse, lse_low, dout, dlse, *call_args = _own_memory(
-        (q, k, v, sink, out, lse, lse_low, dout, dlse, *arguments)
-    )
-    call = _without_identity(_from_operator(OperatorCall._make(call_args)))
-    dq, dk, dv, dsink, *daux = run_backward(
-        q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, call
-    )
+    q, k, v, sink, *arguments = _own_memory((q, k, v, sink, *arguments))
+    results, wants_aux, arguments = _split_backward(arguments)
+    call = _without_identity(_from_operator(q, k, v, sink, arguments))
+    call = call._replace(tensors=call.tensors._replace(**results))
+    dq, dk, dv, dsink, *daux = run_backward(call, wants_aux)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
+
+
+def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequence[Any]]:
+    """What a backward gets after q, k, v and sink: results and their gradients by name, the indices
+    of wanted aux gradients, and the arguments of the call."""
+    count = len(_RESULTS)
+    results = dict(zip(_RESULTS, arguments[:count], strict=True))
+    return results, arguments[count], arguments[count + 1 :]
 
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    _out, _lse, _lse_low, _dout, _dlse, wants_aux, *call_args = arguments
-    aux_tensors = OperatorCall._make(call_args).aux_tensors
+    _, wants_aux, arguments = _split_backward(arguments)
+    aux_tensors = _argument("aux_tensors", arguments)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]
@@ -462,7 +426,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> 
 def _refuse_batches(*arguments: Any) -> Any:
     """Refuse `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func calls once for
     each."""
-    names = "q", "k", "v", "learnable_sink", "out", "lse", "lse_low", "dout", "dlse"
+    names = "q", "k", "v", "learnable_sink", *_RESULTS
     for name, x in zip(names, arguments, strict=False):
         if x is not None:
             check_plain(name, x)
@@ -475,10 +439,15 @@ IMPLEMENTATIONS = frozenset(
 )
 
 
-def run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, sink, *others, call = arguments
+def run_backward_operator(
+    call: AttentionCall, wants_aux: Sequence[int]
+) -> tuple[Tensor | None, ...]:
+    """`run_backward` as an operator."""
+    x = call.tensors
+    sink = x.learnable_sink
+    results = [getattr(x, name) for name in _RESULTS]
     dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
-        q, k, v, sink, *others, *to_operator(call)
+        x.q, x.k, x.v, sink, *results, wants_aux, *to_operator(call)
     )
     return dq, dk, dv, None if sink is None else dsink, *daux
 
@@ -486,8 +455,10 @@ def run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, *arguments = inputs
     out, lse, lse_low, _ = output
-    call = _from_operator(OperatorCall._make(arguments))
-    save(ctx, q, k, v, sink, out, lse, None if call.score_mod is None else lse_low, call)
+    call = _from_operator(q, k, v, sink, arguments)
+    if _argument("score_mod", arguments) is not None:
+        call = call._replace(tensors=call.tensors._replace(lse_low=lse_low))
+    save(ctx, call, out, lse)
     ctx.num_arguments = len(arguments)
 
 

@@ -1,8 +1,8 @@
-"""The arguments of a host call, by name, in bundles."""
+"""The arguments of a call of attention, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,11 +68,25 @@ class Masks(NamedTuple):
 NO_MASKS = Masks()
 
 
-class Options(NamedTuple):
-    """The other arguments of a call of either direction.
+def masks_of(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    aux_tensors: Sequence[Tensor] | None,
+    lists: Any,
+    columns: Tensor | ColumnMask | None,
+) -> Masks | None:
+    """The masks of a call; None if there are none."""
+    if score_mod is mask_mod is aux_tensors is lists is columns is None:
+        return None
+    return Masks(score_mod, mask_mod, aux_tensors, lists, columns)
 
-    q_start: a number, `END`, or `EACH` beside `Tensors.q_starts`; None: not given. config: a
-    `FwdConfig` or a `BwdConfig`, by the direction, or None.
+
+class Options(NamedTuple):
+    """Arguments of a call that are neither tensors nor masks.
+
+    q_start: a number, `END`, or `EACH` beside `Tensors.q_starts`; None: not given. num_splits,
+    pack_gqa, return_lse and config are of the forward. config: a `FwdConfig`, what
+    `FwdConfig.from_value` takes, or None.
     """
 
     softmax_scale: float | None = None
@@ -86,10 +100,18 @@ class Options(NamedTuple):
     num_splits: int = 0
     pack_gqa: bool | None = None
     return_lse: bool = True
+    config: Any = None
+
+
+class BackwardOptions(NamedTuple):
+    """Arguments that only the backward of a call heeds. config: as in `Options`, a `BwdConfig`."""
+
     score_mod_bwd: Callable[..., Any] | None = None
     deterministic: bool = False
     config: Any = None
 
+
+NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 
 # the value of `Options.q_start` that stands for positions in a tensor
 EACH = "each"
@@ -107,10 +129,11 @@ _OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bw
 
 
 def keywords_of(direction: Direction) -> tuple[str, ...]:
-    """The names of a host call's arguments, q, k and v first."""
+    """The names of a host call's arguments, q, k and v first, config last."""
     others = _OF_BACKWARD if direction is Direction.FORWARD else _OF_FORWARD
-    names = Tensors._fields + Masks._fields + Options._fields
-    return tuple(name for name in names if name not in (*others, "q_starts"))
+    names = Tensors._fields + Masks._fields + Options._fields + BackwardOptions._fields
+    kept = dict.fromkeys(name for name in names if name not in (*others, "q_starts", "config"))
+    return (*kept, "config")
 
 
 # What runs a call, found by its key: of the tensors and masks of any call with that key it makes
@@ -120,25 +143,30 @@ PreparedBwd: TypeAlias = Callable[[Tensors, Masks | None], tuple[Tensor, Tensor,
 
 
 class AttentionCall(NamedTuple):
-    """A call of either direction. Made when a call is prepared, not when a prepared call is
-    found."""
+    """A call of attention: its form from the public functions to the plan.
 
-    direction: Direction
+    A call of a public function becomes one by its arguments alone. Autograd adds what the backward
+    needs, which has the same form. masks: None if there are none.
+    """
+
     tensors: Tensors
-    masks: Masks = NO_MASKS
-    options: Options = Options()
+    masks: Masks | None = None
+    options: Options = NO_OPTIONS
+    backward: BackwardOptions = NO_BACKWARD_OPTIONS
+    direction: Direction = Direction.FORWARD
 
     @staticmethod
-    def create(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
+    def from_arguments(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
         """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
 
         Raises:
             TypeError: the call has no such keyword, or config is no configuration.
         """
+        is_forward = direction is Direction.FORWARD
         positions: tuple[str, ...] = ("q", "k", "v")
-        if direction is Direction.BACKWARD:
+        if not is_forward:
             positions += ("out", "dout", "lse")
-        given: Mapping[str, Any] = dict(zip(positions, operands, strict=True)) | keywords
+        given: dict[str, Any] = dict(zip(positions, operands, strict=True)) | keywords
         unknown = sorted(given.keys() - set(keywords_of(direction)))
         if unknown:
             raise TypeError(f"unexpected keyword arguments {unknown}")
@@ -146,29 +174,32 @@ class AttentionCall(NamedTuple):
         def fields(kind: Any) -> dict[str, Any]:
             return {name: given[name] for name in kind._fields if name in given}
 
-        given = dict(given)
         given["q_starts"], given["q_start"] = split_q_start(given.get("q_start"))
-        options = Options(**fields(Options))
-        config_kind: Any = FwdConfig if direction is Direction.FORWARD else BwdConfig
-        scale = number_of("softmax_scale", options.softmax_scale)
-        options = options._replace(
-            softmax_scale=scale, config=config_kind.from_value(options.config)
-        )
-        return AttentionCall(direction, Tensors(**fields(Tensors)), Masks(**fields(Masks)), options)
-
-    @staticmethod
-    def made(
-        direction: Direction, tensors: Tensors, masks: Masks | None, options: tuple[Any, ...]
-    ) -> AttentionCall:
-        """Made from the arguments of a look-up of prepared calls; options: fields of `Options`."""
-        return AttentionCall(direction, tensors, masks or NO_MASKS, Options._make(options))
+        given["softmax_scale"] = number_of("softmax_scale", given.get("softmax_scale"))
+        config_kind: Any = FwdConfig if is_forward else BwdConfig
+        config = config_kind.from_value(given.pop("config", None))
+        options, backward = Options(**fields(Options)), BackwardOptions(**fields(BackwardOptions))
+        if is_forward:
+            options = options._replace(config=config)
+        else:
+            backward = backward._replace(config=config)
+        masks = masks_of(*Masks(**fields(Masks)))
+        return AttentionCall(Tensors(**fields(Tensors)), masks, options, backward, direction)
 
     def arguments(self) -> dict[str, Any]:
         """All arguments of the host call but config, by name."""
-        given = self.tensors._asdict() | self.masks._asdict() | self.options._asdict()
+        masks = self.masks or NO_MASKS
+        given = self.tensors._asdict() | masks._asdict() | self.options._asdict()
+        given |= self.backward._asdict()
         if self.tensors.q_starts is not None:
             given["q_start"] = self.tensors.q_starts
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
+
+    @property
+    def config(self) -> Any:
+        """The `FwdConfig` or `BwdConfig` of the call's direction, or None."""
+        is_forward = self.direction is Direction.FORWARD
+        return self.options.config if is_forward else self.backward.config
 
     @property
     def has_lengths(self) -> bool:
@@ -176,6 +207,19 @@ class AttentionCall(NamedTuple):
         x, options = self.tensors, self.options
         lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
         return any(y is not None for y in (*lengths, options.max_seqlen_q, options.max_seqlen_k))
+
+
+def configs_of(config: Any) -> tuple[Any, Any]:
+    """The argument `config` of a public function: that of the forward, and that of the backward.
+
+    Raises:
+        ValueError: it is a tuple of another length than 2.
+    """
+    if not isinstance(config, tuple):
+        return config, config
+    if len(config) != 2:
+        raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
+    return config
 
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:

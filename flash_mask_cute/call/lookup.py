@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
-from flash_mask_cute.call.arguments import Masks, PreparedBwd, PreparedFwd, Tensors
+from flash_mask_cute.call.arguments import AttentionCall, Masks, PreparedBwd, PreparedFwd
 from flash_mask_cute.call.choose.copies import (
     misplaced,
 )
@@ -71,15 +71,11 @@ in_transform = torch._C._are_functorch_transforms_active
 
 
 def find_fwd(
-    prepared: Mapping[Any, PreparedFwd],
-    tensors: Tensors,
-    masks: Masks | None,
-    options: tuple[Any, ...],
-    key_of_masks: Any = None,
+    prepared: Mapping[Any, PreparedFwd], call: AttentionCall, key_of_masks: Any = None
 ) -> tuple[PreparedFwd | None, Any]:
-    """The prepared forward for these arguments, if there is one, and its key.
+    """The prepared forward for a call, if there is one, and its key.
 
-    options: the fields of `Options`. key_of_masks: `mask_key(masks)`, if it is known.
+    key_of_masks: `mask_key(call.masks)`, if it is known.
 
     Calls have equal keys only if one prepared call serves them. They have the same metadata of all
     tensors, the same tensors among q, k and v aligned to 16 bytes, and the same other arguments.
@@ -90,7 +86,8 @@ def find_fwd(
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         _, _, _, _, _, _, _, max_scores, page_table, q_starts,
-    ) = tensors  # fmt: skip
+    ) = call.tensors  # fmt: skip
+    masks = call.masks
     try:
         # the first question is the cheaper one
         if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)):
@@ -119,7 +116,7 @@ def find_fwd(
             q_starts if q_starts is None else metadata(q_starts),
             max_scores if max_scores is None else metadata(max_scores),
             masks if masks is None else key_of_masks or mask_key(masks),
-            options,
+            call.options,
         )  # fmt: skip
         if address & ADDRESS_MASK:
             # what copies them is another prepared call
@@ -143,13 +140,12 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
 
 
 def find_bwd(
-    prepared: Mapping[Any, PreparedBwd],
-    tensors: Tensors,
-    masks: Masks | None,
-    options: tuple[Any, ...],
+    prepared: Mapping[Any, PreparedBwd], call: AttentionCall
 ) -> tuple[PreparedBwd | None, Any]:
-    """The prepared backward for these arguments, if there is one, and its key; as `find_fwd`."""
-    given: Any = tensors
+    """The prepared backward for a call, if there is one, and its key; as `find_fwd`."""
+    given: Any = call.tensors
+    masks = call.masks
+    score_mod_bwd, deterministic, config = call.backward
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout,
         dlse, dq, dk, dv, dsink, daux, _, _, q_starts,
@@ -180,7 +176,6 @@ def find_bwd(
                 if start in starts:
                     return None, None
                 starts.append(start)
-        *others, score_mod_bwd, deterministic, config = options
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.get_device(),
@@ -197,7 +192,7 @@ def find_bwd(
             ],
             None if daux is None else _aux_key(daux, masks),
             None if masks is None else mask_key(masks),
-            *others,
+            call.options,
             None if score_mod_bwd is None else callable_key(score_mod_bwd),
             deterministic,
             config,

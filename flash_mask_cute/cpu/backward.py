@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
     SequenceWalk,
@@ -23,7 +23,6 @@ from flash_mask_cute.cpu.tiles import (
     heads_in_tile,
     sequence_walks,
 )
-from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import (
     add_aux_gradients,
     eval_score_mod,
@@ -39,42 +38,8 @@ of a tile (heads_kv, lanes, rows, keys)."""
 SINK_RTOL = 2.0**-16
 
 
-def flash_attn_bwd_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    *,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    learnable_sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    q_start: Tensor | int | None = None,
-    seqlen_q: int,
-    seqlen_k: int,
-    pack_gqa: int,
-    tile_m: int,
-    tile_n: int,
-    dlse: Tensor | None = None,
-    lse_low: Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    score_mod_bwd: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: Sequence[Tensor] | None = None,
-    aux_sums: Mapping[int, Tensor] | None = None,
-    column_mask: ColumnMask | None = None,
-    block_lists: BlockSparseTensorsTorch | None = None,
-    skip_blocks: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink) from arguments that the caller has validated; dsink is None without a
-    learnable_sink.
+def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsink); dsink is None without a learnable_sink.
 
     out, lse: the results of `flash_attn_fwd_cpu` for the same arguments, or results of higher
     precision; they are used, not recomputed. lse_low: the rounding error of lse, if known. dout,
@@ -82,8 +47,7 @@ def flash_attn_bwd_cpu(
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
     of the score that score_mod returns, and returns the gradient of the score that it gets. Without
     it the derivative of score_mod is used. aux_sums: float64 tensors by index of the aux tensor, to
-    which their gradients are added. The other arguments are those of
-    `flash_attn_fwd_cpu`.
+    which their gradients are added.
 
     Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
     float64. They are 0 in rows that see nothing, in rows and keys past seqused_*, and in rows of a
@@ -98,56 +62,36 @@ def flash_attn_bwd_cpu(
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
             the CPU, see `eval_mask_mod`; or a score_mod has no derivative.
     """
-    walks = sequence_walks(
-        q,
-        softmax_scale=softmax_scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        q_start=q_start,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_kv=k.shape[-2],
-        pack_gqa=pack_gqa,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        column_mask=column_mask,
-        block_lists=block_lists,
-        skip_blocks=skip_blocks,
-    )
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    dsink = q.new_zeros(q.shape[-2:-1], dtype=torch.float64)
-    chain = None if score_mod is None else _chain_of(score_mod, score_mod_bwd, aux_sums)
-    for walk in walks:
-        sink = walk.rows_of_sink(learnable_sink)
+    x, masks, pack_gqa = call.tensors, call.masks, call.tiles.pack_gqa
+    assert x.out is not None and x.dout is not None and x.lse is not None
+    dq, dk, dv = (y.new_zeros(y.shape) for y in (x.q, x.k, x.v))
+    dsink = x.q.new_zeros(x.q.shape[-2:-1], dtype=torch.float64)
+    chain = None
+    if masks.score_mod is not None:
+        chain = _chain_of(masks.score_mod, call.score_mod_bwd, call.aux_sums)
+    for walk in sequence_walks(call):
+        sink = walk.rows_of_sink(x.learnable_sink)
         rows = _Rows.create(
-            walk.rows_of_q(q),
-            walk.rows_of_q(out),
-            walk.rows_of_q(dout),
-            walk.rows_of_q(lse.mT),
-            None if lse_low is None else walk.rows_of_q(lse_low.mT),
-            None if dlse is None else walk.rows_of_q(dlse.mT),
+            walk.rows_of_q(x.q),
+            walk.rows_of_q(x.out),
+            walk.rows_of_q(x.dout),
+            walk.rows_of_q(x.lse.mT),
+            None if x.lse_low is None else walk.rows_of_q(x.lse_low.mT),
+            None if x.dlse is None else walk.rows_of_q(x.dlse.mT),
             sink,
         )
+        of_tile = None
+        if chain is not None:
+            of_tile = partial(_chain_tile, chain, masks.aux_tensors, walk.batch_idx)
         dq_rows, dk_rows, dv_rows = _sequence_gradients(
-            rows,
-            walk.rows_of_k(k),
-            walk.rows_of_k(v),
-            walk,
-            None if chain is None else partial(_chain_tile, chain, aux_tensors, walk.batch_idx),
+            rows, walk.rows_of_k(x.k), walk.rows_of_k(x.v), walk, of_tile
         )
         dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
         dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
         dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
         if sink is not None:
             dsink += from_rows(rows.sink_gradient(sink), pack_gqa).sum(dim=0)
-    return dq, dk, dv, None if learnable_sink is None else dsink.to(learnable_sink.dtype)
+    return dq, dk, dv, None if x.learnable_sink is None else dsink.to(x.learnable_sink.dtype)
 
 
 class _Rows(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.cpu.pieces import Cuts, RowCuts, ShareCuts
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
@@ -24,118 +24,49 @@ from flash_mask_cute.cpu.tiles import (
     heads_in_tile,
     sequence_walks,
 )
-from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_score_mod
 
 
-def flash_attn_fwd_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    learnable_sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    q_start: Tensor | int | None = None,
-    seqlen_q: int,
-    seqlen_k: int,
-    pack_gqa: int,
-    tile_m: int,
-    tile_n: int,
-    out: Tensor,
-    lse: Tensor | None,
-    lse_low: Tensor | None = None,
-    max_scores: Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: Sequence[Tensor] | None = None,
-    column_mask: ColumnMask | None = None,
-    block_lists: BlockSparseTensorsTorch | None = None,
-    skip_blocks: bool = True,
-    split: str | None = None,
-    num_pieces: int = 1,
-) -> None:
-    """Write `out` and, if given, `lse` and `lse_low`, from arguments that the caller has validated.
-
-    q, k, v: (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that side; any
-    floating dtype. window_*: tokens, None for an open side, causal already in window_right (that of
-    column_mask is added here). pack_gqa: number of query heads of a KV head that share a tile; row
-    r of such heads is query r // pack_gqa of head r % pack_gqa. seqlen_*: the length of a dense
-    side. q_start: as in `core.lengths.Lengths`.
-
-    score_mod, mask_mod: CuTe callables; aux_tensors: the tensors that they index
-    (`mods/on_cpu.py`). score_mod gets scaled and soft-capped scores. column_mask:
-    startend_row_indices (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1,
-    ..., total_k, n).
-    block_lists: with block_size; blocks count from the start of a sequence. All masks apply
-    together. skip_blocks False visits every tile of a sequence and applies every mask to it, to
-    the same result bit for bit.
+def flash_attn_fwd_cpu(call: CpuCall) -> None:
+    """Write `out` and, if they are among the tensors, `lse`, `lse_low` and `max_scores`.
 
     out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
     natural log. lse_low, shaped like lse, is its rounding error; max_scores, shaped like lse, the
     largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
     is one). Rows past seqused_q are not written.
 
-    split: "rows": each work tile is computed in num_pieces pieces, which are merged. "slots": all
-    key blocks are divided into num_pieces equal shares. None: one pass.
-
     Raises:
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
             the CPU, see `eval_mask_mod`.
     """
-    found = sequence_walks(
-        q,
-        softmax_scale=softmax_scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        q_start=q_start,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_kv=k.shape[-2],
-        pack_gqa=pack_gqa,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        column_mask=column_mask,
-        block_lists=block_lists,
-        skip_blocks=skip_blocks,
-    )
-    walks = list(found)
+    x, masks, tiles = call.tensors, call.masks, call.tiles
+    assert x.out is not None
+    walks = list(sequence_walks(call))
     cuts: Cuts | None = None
-    if split is not None:
-        heads = q.shape[-2] // pack_gqa
-        by_rows = split == "rows"
-        if by_rows:
-            cuts = RowCuts(walks, heads, num_pieces)
+    if tiles.split is not None:
+        heads = x.q.shape[-2] // tiles.pack_gqa
+        if tiles.split == "rows":
+            cuts = RowCuts(walks, heads, tiles.num_splits)
         else:
-            cuts = ShareCuts(walks, heads, num_pieces, tile_m)
-    targets = [None if x is None else x.transpose(-1, -2) for x in (lse, lse_low, max_scores)]
+            cuts = ShareCuts(walks, heads, tiles.num_splits, tiles.tile_m)
+    targets = [None if y is None else y.mT for y in (x.lse, x.lse_low, x.max_scores)]
     for number, walk in enumerate(walks):
+        modify = None
+        if masks.score_mod is not None:
+            modify = partial(_modify, masks.score_mod, masks.aux_tensors, walk.batch_idx)
         sequence_out, *row_values = _attend_sequence(
-            walk.rows_of_q(q),
-            walk.rows_of_k(k),
-            walk.rows_of_k(v),
-            walk.rows_of_sink(learnable_sink),
+            walk.rows_of_q(x.q),
+            walk.rows_of_k(x.k),
+            walk.rows_of_k(x.v),
+            walk.rows_of_sink(x.learnable_sink),
             walk,
-            None if score_mod is None else partial(_modify, score_mod, aux_tensors, walk.batch_idx),
+            modify,
             None if cuts is None else partial(cuts.of, number),
         )
-        out[walk.slot_q] = from_rows(sequence_out, pack_gqa).to(out.dtype)
+        x.out[walk.slot_q] = from_rows(sequence_out, tiles.pack_gqa).to(x.out.dtype)
         for target, values in zip(targets, row_values, strict=True):
             if target is not None:
-                target[walk.slot_q] = from_rows(values, pack_gqa).to(target.dtype)
+                target[walk.slot_q] = from_rows(values, tiles.pack_gqa).to(target.dtype)
 
 
 def _attend_sequence(

@@ -20,10 +20,10 @@ from flash_mask_cute.block_sparsity import (
     EMPTY,
     FULL,
     PARTIAL,
-    BlockSparseTensorsTorch,
     ceil_div,
     dense_states,
 )
+from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.rules.block_info import BlockInfo
@@ -174,79 +174,62 @@ class SequenceWalk:
         return heads, by_row[:, :, first : first + len(tile.rows)]
 
 
-def sequence_walks(
-    q: Tensor,
-    *,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    q_start: Tensor | int | None,
-    seqlen_q: int,
-    seqlen_k: int,
-    heads_kv: int,
-    pack_gqa: int,
-    tile_m: int,
-    tile_n: int,
-    mask_mod: Callable[..., Any] | None,
-    aux_tensors: Sequence[Tensor] | None,
-    column_mask: ColumnMask | None,
-    block_lists: BlockSparseTensorsTorch | None,
-    skip_blocks: bool,
-) -> Iterator[SequenceWalk]:
-    """The walk of each batch entry; arguments as in `flash_attn_fwd_cpu`."""
+def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
+    """The walk of each batch entry."""
+    x, masks, tiles = call.tensors, call.masks, call.tiles
+    column_mask, block_lists, mask_mod = masks.column_mask, masks.block_lists, masks.mask_mod
+    tile_n, window_right = tiles.tile_n, call.window_right
     if column_mask is not None and column_mask.causal:
         window_right = 0 if window_right is None else min(window_right, 0)
     block_info = BlockInfo(
-        tile_m,
+        tiles.tile_m,
         tile_n,
         is_local=True,
-        window_size_left=window_left,
+        window_size_left=call.window_left,
         window_size_right=window_right,
-        qhead_per_kvhead_packgqa=pack_gqa,
+        qhead_per_kvhead_packgqa=tiles.pack_gqa,
     )
-    bounds = None if column_mask is None else column_mask.bounds(tile_n, cu_seqlens_k)
+    bounds = None if column_mask is None else column_mask.bounds(tile_n, x.cu_seqlens_k)
     states = None if block_lists is None else dense_states(block_lists)
     lengths = [
-        None if x is None else x.tolist()
-        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        None if y is None else y.tolist()
+        for y in (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
     ]
-    for batch_idx in range(q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1):
-        seqlen_info = SeqlenInfoQK.create(batch_idx, seqlen_q, seqlen_k, *lengths)
-        seqlen_info = replace(seqlen_info, q_start=start_of(q_start, batch_idx, seqlen_info))
-        masks: list[_Mask] = [_BandMask(block_info, seqlen_info)]
+    batch = x.q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.numel() - 1
+    heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
+    for batch_idx in range(batch):
+        seqlen_info = SeqlenInfoQK.create(batch_idx, call.seqlen_q, call.seqlen_k, *lengths)
+        start = start_of(call.q_start, batch_idx, seqlen_info)
+        seqlen_info = replace(seqlen_info, q_start=start)
+        of_entry: list[_Mask] = [_BandMask(block_info, seqlen_info)]
         if column_mask is not None and bounds is not None:
-            masks.append(
+            of_entry.append(
                 _ColumnIntervals.create(
-                    column_mask, bounds, batch_idx, seqlen_info, tile_n, q.shape[-2]
+                    column_mask, bounds, batch_idx, seqlen_info, tile_n, heads_q
                 )
             )
         if block_lists is not None or mask_mod is not None:
-            masks.append(
+            of_entry.append(
                 _ListsAndMod(
                     None if states is None else _of_batch(states, batch_idx),
                     None if block_lists is None else block_lists.block_size,
                     mask_mod,
-                    aux_tensors,
+                    masks.aux_tensors,
                     batch_idx,
                 )
             )
         yield SequenceWalk(
-            batch_idx,
-            block_info,
-            seqlen_info,
-            masks,
-            softmax_scale,
-            softcap,
-            q.shape[-2],
-            heads_kv,
-            _slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, cu_seqlens_q),
-            _slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, cu_seqlens_k),
-            skip_blocks,
+            batch_idx=batch_idx,
+            block_info=block_info,
+            seqlen_info=seqlen_info,
+            masks=of_entry,
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            slot_q=_slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, x.cu_seqlens_q),
+            slot_k=_slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, x.cu_seqlens_k),
+            skip_blocks=tiles.skip_blocks,
         )
 
 

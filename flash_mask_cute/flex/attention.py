@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flash_mask_cute.autograd.arguments import Call
-from flash_mask_cute.autograd.attend import KnownCall, attend
+from flash_mask_cute.autograd.attend import PlannedMasks, attend
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
+from flash_mask_cute.call.arguments import AttentionCall, Options, Tensors, masks_of
 from flash_mask_cute.flex.block_mask import (
     SeenLists,
     intervals_of,
@@ -146,9 +146,9 @@ def flex_attention(
         wants_lse, wants_max = return_lse or return_aux.lse, return_aux.max_scores
     if told.expands:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    tensors = Tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     try:
-        out, lse, max_scores = told.ready.results(q, k, v, aux_tensors, scale, wants_lse, wants_max)
+        out, lse, max_scores = told.ready.results(tensors, aux_tensors, scale, wants_lse, wants_max)
     except IndexError as error:
         mods = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
         raise _named_as_captured(error, told.origins, mods) from error
@@ -167,7 +167,7 @@ class _Told:
     __slots__ = ("_lists", "expands", "origins", "ready")
 
     def __init__(
-        self, ready: KnownCall, expands: bool, origins: tuple[Path, ...], lists: SeenLists | None
+        self, ready: PlannedMasks, expands: bool, origins: tuple[Path, ...], lists: SeenLists | None
     ) -> None:
         self.ready = ready
         self.expands = expands
@@ -214,14 +214,11 @@ def _told(
     # a side of 0 by another name, under which the choice of tiles knows it
     causal = right == 0
     right = None if causal else right
-    call = Call(
-        None, None, None, None, None, None, None, causal, left, right, 0.0, mods.score_mod,
-        mods.mask_mod, None, lists, columns, None, False, None, None,
-    )  # fmt: skip
     aux_tensors = mods.aux_tensors
+    masks = masks_of(mods.score_mod, mods.mask_mod, aux_tensors, lists, columns)
     origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
     expands = key.shape[0] != query.shape[0]
-    told = _Told(KnownCall(call, aux_tensors), expands, origins, seen)
+    told = _Told(PlannedMasks(masks, causal, (left, right)), expands, origins, seen)
     if place is not None:
         known = known_of(told, lowered, aux_tensors)
         if known is not None:
@@ -249,14 +246,14 @@ def _in_graph(
     mods = mods_in_graph(score_mod, mask_mod, None, query.device.type, True)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
-    call = Call(
-        None, None, None, None, None, None, scale, False, None, None, 0.0, mods.score_mod,
-        mods.mask_mod, mods.aux_tensors, lists, None, None, False, None, None,
-    )  # fmt: skip
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
-    found = attend(q, k, v, None, call, wants_lse, wants_max)
+    call = AttentionCall(
+        Tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
+        masks_of(mods.score_mod, mods.mask_mod, mods.aux_tensors, lists, None),
+        Options(scale, return_lse=wants_lse),
+    )
+    found = attend(call, wants_max)
     out = _in_order_of(query, found.out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)

@@ -14,8 +14,8 @@ from inputs import Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.autograd.arguments import LENGTHS
 
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 OPERATORS = torch.ops.flash_mask_cute
 NEG_INF = float("-inf")
 # lse is float32, as is what a score_mod computes: 2^-24 of a score moves its exponential so much

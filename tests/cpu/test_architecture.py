@@ -53,11 +53,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
     "masks": ("mask_prep", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
-    "cpu": ("masks.column_mask", "block_sparsity", "mods.on_cpu", *INDEX_RULES),
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
     "call.arguments": ("call.settings", "call.problem", "masks.column_mask", "runtime"),
+    "cpu": (
+        *("call.arguments", "masks.column_mask", "block_sparsity", "mods.on_cpu", *INDEX_RULES),
+    ),
     "call.check": (
         *("call.arguments", "call.problem", "call.settings", "masks.column_mask"),
         *("block_sparsity", "mods", "runtime", *INDEX_RULES),
@@ -92,9 +94,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("mods.signature", "runtime", "cpu.combine"),
     ),
     "functional": ("autograd", "call", "masks.column_mask", "runtime"),
-    "serving": ("functional", "autograd", "call", "lowering.pair", "masks.column_mask", "runtime"),
+    "serving": (
+        *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
+        "runtime",
+    ),
     # torch's FlexAttention call
-    "flex": ("autograd", "lowering", "masks.column_mask", "block_sparsity", "mods", "runtime"),
+    "flex": (
+        *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
+        *("mods", "runtime"),
+    ),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),

@@ -21,6 +21,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
+    BackwardOptions,
     Direction,
     Masks,
     Options,
@@ -28,7 +29,7 @@ from flash_mask_cute.call.arguments import (
     keywords_of,
 )
 from flash_mask_cute.call.build.backward import BwdKernels
-from flash_mask_cute.call.check.validate import check_bwd_inputs
+from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.choose import plan as plan_module
 from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
@@ -67,7 +68,7 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int, packed:
     expected_dsink = torch.full((4,), NAN)
     expected = _flash_attn_bwd(*operands, **keywords, dsink=expected_dsink)
     dsink = torch.full((4,), NAN)
-    call = AttentionCall.create(Direction.BACKWARD, *operands, **keywords, dsink=dsink)
+    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords, dsink=dsink)
     planned = plan(call)
     assert planned.shapes.is_empty or (packed and batch and seqlen_k)
     found = EmptyBackward(planned)(call.tensors)
@@ -196,12 +197,19 @@ def on_cuda(**change: Any) -> dict[str, Any]:
     }
 
 
+def call_of(given: dict[str, Any]) -> AttentionCall:
+    names = "q", "k", "v", "out", "dout", "lse"
+    others = {name: x for name, x in given.items() if name not in names}
+    operands = [given[name] for name in names]
+    return AttentionCall.from_arguments(Direction.BACKWARD, *operands, **others)
+
+
 def test_a_gpu_takes_what_the_cpu_does() -> None:
-    check_bwd_inputs(**on_cuda())
+    check_inputs(call_of(on_cuda()))
     wide = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("q", "k", "v")}
     like = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("out", "dout")}
     lse = torch.zeros(2, 2, 24)
-    check_bwd_inputs(**on_cuda(**wide, **like, lse=lse))
+    check_inputs(call_of(on_cuda(**wide, **like, lse=lse)))
     _flash_attn_bwd(**wide, **like, lse=lse)
 
 
@@ -275,6 +283,7 @@ def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
     defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
+    defaults |= BackwardOptions._field_defaults
     names = set(keywords_of(Direction.BACKWARD)) - {"q", "k", "v", "out", "dout", "lse"}
     found = {name: parameter.default for name, parameter in parameters.items()}
     assert found == {name: defaults[name] for name in names}
@@ -287,7 +296,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:
-        found.update(call.arguments(), config=call.options.config)
+        found.update(call.arguments(), config=call.config)
         return lambda *args: None
 
     monkeypatch.setattr(interface, "prepare_bwd", prepare)
@@ -436,7 +445,7 @@ def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.Monk
     launches = Counting()
     monkeypatch.setattr(interface, "_prepared_bwd", launches)
     call(causal=True)
-    monkeypatch.setattr(plan_module, "check_bwd_inputs", None)
+    monkeypatch.setattr(plan_module, "check_inputs", None)
     monkeypatch.setattr(interface, "prepare_bwd", None)
     fresh = arguments()
     dq, dk, dv = _flash_attn_bwd(**fresh, causal=True)
@@ -654,7 +663,7 @@ def test_what_a_call_says_of_its_scores_decides_on_pairs() -> None:
         inputs = make_inputs(Case("wide", 1, 20, 30, 1, 1, head_dim=256, causal=True, **more))
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
         operands = inputs.q, inputs.k, inputs.v, out, out, lse
-        call = AttentionCall.create(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
+        call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
         return plan(call).bwd_choice.tiles.cta_pair
 
     assert takes_pairs() and takes_pairs(column="stepped1") and takes_pairs(sink=BF16)

@@ -11,6 +11,7 @@ import torch
 from cases import BF16, FP64, Case
 from functional_calls import (
     FEATURES,
+    LENGTHS,
     NEG_INF,
     OPERATORS,
     RTOL,
@@ -36,9 +37,15 @@ from torch.utils.checkpoint import (
 )
 
 import flash_mask_cute
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, functional
-from flash_mask_cute.autograd import passes, torch_ops
-from flash_mask_cute.autograd.arguments import LENGTHS
+from flash_mask_cute import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flashmask_attention,
+    functional,
+    interface,
+)
+from flash_mask_cute.autograd import attend, torch_ops
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.interface import BwdConfig, FwdConfig, _flash_attn_fwd
 from flash_mask_cute.masks import column_mask
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -182,19 +189,20 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     lists = flash_mask_cute.BlockSparseTensorsTorch(int32(1), int32(2), block_size=(16, 16))
     found: list[dict[str, Any]] = []
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
-        found.append(keywords)
+    def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+        found.append(call.arguments() | {"config": call.config})
         return torch.zeros_like(q), torch.zeros(1, 2, 12)
 
-    def backward(*tensors: Tensor, dsink: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
-        found.append(keywords)
-        dsink.fill_(7.0)
-        return tuple(torch.full_like(x, i) for i, x in enumerate(tensors[:3]))
+    def backward(call: AttentionCall) -> tuple[Tensor, ...]:
+        found.append(call.arguments() | {"config": call.config})
+        assert call.tensors.dsink is not None
+        call.tensors.dsink.fill_(7.0)
+        return tuple(torch.full_like(x, i) for i, x in enumerate(call.tensors[:3]))
 
     for check in ("check_gradient_settings", "check_mod"):
-        monkeypatch.setattr(functional, check, lambda *told: None)
-    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
-    monkeypatch.setattr(passes, "_flash_attn_bwd", backward)
+        monkeypatch.setattr(attend, check, lambda *told: None)
+    monkeypatch.setattr(interface, "forward", forward)
+    monkeypatch.setattr(interface, "backward", backward)
     out = flash_attn_varlen_func(
         q, k, v, learnable_sink=sink, window_size=(3, 4), block_sparse_tensors=lists, **given
     )
@@ -213,9 +221,12 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     of_backward |= {"config": config_bwd, "daux": None}
     lse_low = found[0]["lse_low"]
     assert lse_low.shape == (1, 2, 12) and lse_low.dtype == torch.float32
-    for keywords, more in ((found[0], of_forward), (found[1], of_backward | {"dlse": None})):
+    of_forward |= dict.fromkeys(("out", "lse"))
+    of_backward |= dict.fromkeys(("dlse", "dq", "dk", "dv"))
+    results = {"out", "lse", "dout", "dsink"}
+    for keywords, more in ((found[0], of_forward), (found[1], of_backward)):
         expected = shared | more | {"lse_low": lse_low}
-        assert keywords.keys() == expected.keys()
+        assert keywords.keys() - expected.keys() <= {"q", "k", "v", *results}
         for name, value in expected.items():
             if name == "aux_tensors":
                 assert all(a is b for a, b in zip(keywords[name], value, strict=True))
@@ -320,11 +331,12 @@ def test_masks_made_in_inference_mode() -> None:
 def test_lse_is_not_asked_for_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def forward(q: Tensor, *args: Any, return_lse: bool, **keywords: Any) -> Any:
+    def forward(call: AttentionCall) -> Any:
+        return_lse = call.options.return_lse
         asked.append(return_lse)
-        return torch.zeros_like(q), torch.zeros(1, 2, 12) if return_lse else None
+        return torch.zeros_like(call.tensors.q), torch.zeros(1, 2, 12) if return_lse else None
 
-    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(interface, "forward", forward)
     q, k, v = qkv()
     flash_attn_func(q.detach(), k.detach(), v.detach())
     flash_attn_func(q, k, v)

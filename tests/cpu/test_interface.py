@@ -65,7 +65,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:
-        found.update(call.arguments(), config=call.options.config)
+        found.update(call.arguments(), config=call.config)
         return lambda *args: (None, None)
 
     monkeypatch.setattr(interface, "prepare_fwd", prepare)
@@ -375,7 +375,7 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
     if packed:
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
-    call = AttentionCall.create(Direction.FORWARD, q, k, k, **keywords)
+    call = AttentionCall.from_arguments(Direction.FORWARD, q, k, k, **keywords)
     planned = plan(call)
     assert planned.shapes.is_empty
     out, lse = EmptyForward(planned)(call.tensors)

@@ -146,7 +146,7 @@ def backward_problem(inputs: Inputs) -> AttentionProblem:
     out, lse = torch.zeros_like(inputs.q), torch.zeros(*inputs.q.shape[0:3:2], inputs.q.shape[1])
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     operands = inputs.q, inputs.k, inputs.v, out, out, lse
-    planned = plan(AttentionCall.create(Direction.BACKWARD, *operands, **keywords))
+    planned = plan(AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords))
     assert planned.gradients is not None
     # the sink tells the kernel before which rows see nothing, and nothing else
     has_sink = inputs.case.sink is not None

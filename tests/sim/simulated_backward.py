@@ -12,7 +12,7 @@ from inputs import Inputs
 from torch import Tensor
 from unseen_memory import Hostile
 
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.prepare import prepare_bwd
 from flash_mask_cute.runtime.target import Target
 
@@ -46,9 +46,13 @@ def launch_on_simulator(
 def launch(
     operands: tuple[Tensor, ...], keywords: dict[str, Any], arch: str = HOPPER
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = AttentionCall.create(Direction.BACKWARD, *operands, **keywords)
-    prepared = prepare_bwd(call, Target(arch, num_sms=SMS))
-    return prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
+    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
+    return run_on_simulator(call, arch)
+
+
+def run_on_simulator(call: AttentionCall, arch: str = HOPPER) -> tuple[Tensor, Tensor, Tensor]:
+    """`interface.backward` of tensors on the CPU."""
+    return prepare_bwd(call, Target(arch, num_sms=SMS))(call.tensors, call.masks)
 
 
 def run_sim(

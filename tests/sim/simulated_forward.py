@@ -9,7 +9,7 @@ from inputs import Inputs
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.prepare import prepare_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -24,11 +24,17 @@ def launch_on_simulator(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel for tensors on the CPU. sms: what the host takes the GPU to have."""
     keywords = inputs.keywords | more
-    call = AttentionCall.create(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
-    prepared = prepare_fwd(call, Target(arch, num_sms=sms))
-    out, lse = prepared(call.tensors, None if call.masks == NO_MASKS else call.masks)
+    call = AttentionCall.from_arguments(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+    out, lse = run_on_simulator(call, arch, sms)
     assert lse is not None
     return out, lse
+
+
+def run_on_simulator(
+    call: AttentionCall, arch: str, sms: int = SMS
+) -> tuple[Tensor, Tensor | None]:
+    """`interface.forward` of tensors on the CPU."""
+    return prepare_fwd(call, Target(arch, num_sms=sms))(call.tensors, call.masks)
 
 
 def run_sim(

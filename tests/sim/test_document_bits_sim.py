@@ -73,7 +73,9 @@ def bits_plan_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: A
     operands = (q, q, q)
     if direction == "backward":
         operands += (q, q, torch.zeros(BATCH, HEADS, SEQLEN))
-    return plan(AttentionCall.create(Direction(direction), *operands, **keywords), TARGET).mask_bits
+    return plan(
+        AttentionCall.from_arguments(Direction(direction), *operands, **keywords), TARGET
+    ).mask_bits
 
 
 def store(bits_plan: DocumentBitsPlan, mod: Any, aux: Tensor) -> MaskBits:

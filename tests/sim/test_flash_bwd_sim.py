@@ -29,6 +29,7 @@ from simulated_backward import (
     launch,
     launch_on_simulator,
     run_hostile,
+    run_on_simulator,
     run_sim,
 )
 from unseen_memory import (
@@ -42,8 +43,7 @@ from unseen_memory import (
     with_unused_gradients,
 )
 
-from flash_mask_cute import functional
-from flash_mask_cute.autograd import passes
+from flash_mask_cute import functional, interface
 from flash_mask_cute.call.run.packed import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -163,7 +163,7 @@ def test_documents_of_a_mask(
     dout, _ = make_output_gradients(inputs)
     mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
     assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
-    monkeypatch.setattr(passes, "_flash_attn_bwd", lambda *args, **more: launch(args, more))
+    monkeypatch.setattr(interface, "backward", run_on_simulator)
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     options = {"causal": case.causal, "deterministic": not case.causal}
     out = functional.flash_attn_func(*leaves, startend_row_indices=mask, **options)
@@ -182,7 +182,7 @@ def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.Mon
     packed = calls_of(PackedBackward, monkeypatch)
     hostile = with_empty(padded_documents(), NAN)
     given = hostile.inputs
-    monkeypatch.setattr(passes, "_flash_attn_bwd", lambda *args, **more: launch(args, more))
+    monkeypatch.setattr(interface, "backward", run_on_simulator)
     leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
     out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)
     simulator.OPTIONS["delay"] = 1

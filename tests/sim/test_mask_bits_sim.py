@@ -68,13 +68,15 @@ def masked(**more: Any) -> dict[str, Any]:
 
 def fwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    return bits_plan_of(AttentionCall.create(Direction.FORWARD, q, q, q, **masked(**more)))
+    return bits_plan_of(AttentionCall.from_arguments(Direction.FORWARD, q, q, q, **masked(**more)))
 
 
 def bwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     operands = q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN)
-    return bits_plan_of(AttentionCall.create(Direction.BACKWARD, *operands, **masked(**more)))
+    return bits_plan_of(
+        AttentionCall.from_arguments(Direction.BACKWARD, *operands, **masked(**more))
+    )
 
 
 def bits_plan_of(call: AttentionCall) -> EntryBitsPlan | None:
@@ -198,7 +200,7 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     ids = (torch.arange(512) >= end).int()
     v[:, 256:] = float("nan")
     keywords = {"mask_mod": same_document, "aux_tensors": [ids]}
-    call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
+    call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     prepared = prepare_fwd(call, TARGET)
     out, _ = run(simulator, 2, lambda: prepared(call.tensors, call.masks))
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
@@ -216,7 +218,7 @@ def test_a_backward_does_not_visit_what_is_hidden(
     lse = torch.full((1, HEADS, 256), 6.0)
     operands = q, k, v, torch.zeros_like(q), dout, lse
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
-    call = AttentionCall.create(Direction.BACKWARD, *operands, **keywords)
+    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
     prepared = prepare_bwd(call, TARGET)
     dq, dk, dv = run(simulator, 4, lambda: prepared(call.tensors, call.masks))
     for gradient in (dq, dk, dv):

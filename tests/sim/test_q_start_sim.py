@@ -16,7 +16,7 @@ import torch
 from conftest import ACTIVE_ARCH
 from placed_attention import Draw, PlacedCall
 
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.prepare import prepare_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -39,9 +39,9 @@ def calls(drawn: tuple[tuple[int, int], ...]) -> Iterator[PlacedCall]:
 
 
 def run_forward(call: PlacedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    made = AttentionCall.create(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
+    made = AttentionCall.from_arguments(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
     prepared = prepare_fwd(made, Target(ARCH, num_sms=simulated_backward.SMS))
-    out, lse = prepared(made.tensors, None if made.masks == NO_MASKS else made.masks)
+    out, lse = prepared(made.tensors, made.masks)
     assert lse is not None
     return out, lse
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from cases import Case
 from inputs import Inputs, make_inputs
-from simulated_forward import launch_on_simulator
+from simulated_forward import launch_on_simulator, run_on_simulator
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from flash_mask_cute import functional
-from flash_mask_cute.autograd import passes
+from flash_mask_cute import functional, interface
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -25,11 +24,7 @@ ARCH = "sm_90a"
 def on_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions launch kernels for tensors on the CPU."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
-        case = Case("given", 1, q.shape[1], k.shape[1])
-        return launch_on_simulator(Inputs(case, q, k, v, {}), ARCH, **keywords)
-
-    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(interface, "forward", lambda call: run_on_simulator(call, ARCH))
 
 
 @pytest.mark.usefixtures("on_simulator")

@@ -6,19 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from flash_mask_cute.call.build.forward import (
-    NO_MODS,
-    aux_grads,
-    cached_attention,
-    columns,
-    lengths,
-    mask_bit_tensors,
-    ranks,
-)
+from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
+from flash_mask_cute.call.build.kernel_operands import BACKWARD, fakes, num_stats, stats_words
 from flash_mask_cute.call.choose.arch import DqOrder, arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
 from flash_mask_cute.call.problem import NO_PADDING, AttentionProblem, Mods, Padding
-from flash_mask_cute.mask_prep.mask_bits import BitTiles
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -37,10 +29,7 @@ class BwdKernels(NamedTuple):
 
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
-    main: q, k, v, dout, stats, dq_accum, semaphores, dk, dv, softmax_scale, cu_seqlens_q,
-    cu_seqlens_k, seqused_q, seqused_k, window_left, window_right, aux_tensors (a tuple), softcap,
-    tile_counter, column tensors (indices, bounds), block bits (visible, full, block_q, block_k),
-    sums of the gradients of aux tensors (a tuple), mask bits, q_start (as in `compile_fwd`).
+    main: the operands of the table `BACKWARD` but the stream.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_parts, if a group's heads are split (dk and dv of main are then partial sums): partial sums
     of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
@@ -108,18 +97,6 @@ def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     from flash_mask_cute.core import row_blocks
 
     return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
-
-
-def num_stats(problem: AttentionProblem) -> int:
-    """Statistics of a query row, as in `BwdPlan`."""
-    return 2 if problem.score_mod is None else 3
-
-
-def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
-    """fp32 words of a row block's statistics in scratch tensors."""
-    from flash_mask_cute.core import row_blocks
-
-    return row_blocks.stats_words(tile_m, num_stats, has_marks)
 
 
 def compile_bwd(
@@ -209,47 +186,9 @@ def build_bwd(
         may_empty_rows=problem.may_empty_rows,
         **tiles,
     )
-    arguments = _main_arguments(problem, choice)
+    arguments = fakes(BACKWARD, problem, choice)
     smem_bytes = kernel.plan.smem_bytes
     return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
-
-
-def _main_arguments(problem: AttentionProblem, choice: BwdChoice) -> list[Any]:
-    """Stand-ins for the arguments of the main kernel object's `__call__`, the stream included."""
-    import cutlass
-
-    dtype, tile_m = problem.dtype, choice.tiles.tile_m
-    rank_q, rank_k = ranks(problem)
-    return [
-        operand(dtype, rank_q, problem.head_dim),
-        operand(dtype, rank_k, problem.head_dim),
-        operand(dtype, rank_k, problem.head_dim_v),
-        operand(dtype, rank_q, problem.head_dim_v),
-        scratch(stats_words(tile_m, num_stats(problem), problem.may_empty_rows)),
-        scratch(tile_m * choice.tile_d),
-        None if choice.tiles.clears_dq else strided(2),
-        *(
-            scratch(choice.tile_n * cols)
-            if choice.tiles.splits_group
-            else operand(dtype, rank_k, dim)
-            for dim, cols in (
-                (problem.head_dim, choice.tile_d),
-                (problem.head_dim_v, choice.tile_dv),
-            )
-        ),
-        cutlass.Float32(1.0),
-        fake_tensors.stream(),
-        *lengths(problem),
-        *fake_tensors.window(problem),
-        fake_tensors.aux_tensors(problem),
-        cutlass.Float32(1.0) if problem.has_softcap else None,
-        fake_tensors.counter(),
-        columns(problem),
-        fake_tensors.block_bits(problem),
-        aux_grads(problem),
-        mask_bit_tensors(problem, BitTiles.for_backward(tile_m, choice.tile_n)),
-        fake_tensors.q_start(problem),
-    ]
 
 
 def build_preprocess(facts: RowFacts, target: Target) -> Compiled:

@@ -5,12 +5,12 @@ Dynamo cannot trace the checks. In a compiled graph the operators run them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.call.check.lengths import check_batch_vector
 from flash_mask_cute.call.check.pages import check_page_table
 from flash_mask_cute.runtime.checks import brief, check_int, check_tensor
@@ -62,19 +62,19 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
     return max(cu_seqlens_q.numel() - 1, 0)
 
 
-def refuse_given(defaults: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
+def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
     """Refuse known arguments that are supported only at their defaults.
 
-    defaults: by name, the given value and the values that mean nothing.
+    accepted: the values that mean nothing, the default first.
 
     Raises:
         NotImplementedError: naming argument and value.
     """
-    for name, (given, accepted) in defaults.items():
-        is_accepted = not isinstance(given, Tensor) and any(given is x for x in accepted)
-        if not is_accepted and not (isinstance(given, int | float) and given in accepted):
+    for name, value in given.items():
+        is_accepted = not isinstance(value, Tensor) and any(value is x for x in accepted)
+        if not is_accepted and not (isinstance(value, int | float) and value in accepted):
             raise NotImplementedError(
-                f"{name} is not supported, it must be {accepted[0]}, got {brief(given)}"
+                f"{name} is not supported, it must be {accepted[0]}, got {brief(value)}"
             )
 
 
@@ -174,12 +174,15 @@ def check_contents(cache: Cache) -> None:
                 )
 
 
-def refuse_gradients(reason: str, **tensors: Tensor | None) -> None:
-    """Raise NotImplementedError if autograd would record. reason: why gradients are unsupported."""
+def refuse_gradients(reason: str, tensors: Tensors, **more: Tensor | None) -> None:
+    """Raise NotImplementedError if autograd would record. reason: why gradients are unsupported;
+    tensors: of a call over the cache; more: other tensors by name."""
     if not torch.is_grad_enabled():
         return
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+    x = tensors
+    given = {"q": x.q, "k_cache": x.k, "v_cache": x.v, **more, "learnable_sink": x.learnable_sink}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.requires_grad:
             raise NotImplementedError(
                 f"{name} requires grad, and {reason}: use torch.no_grad(), or detach it"
             )

@@ -18,7 +18,16 @@ from typing import Any, cast
 import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
-from flash_mask_cute.call.arguments import QStart
+from flash_mask_cute.call.arguments import (
+    NO_MASKS,
+    AttentionCall,
+    BackwardOptions,
+    Direction,
+    Masks,
+    Options,
+    QStart,
+    Tensors,
+)
 from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.call.check.lengths import Side, check_lengths
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_start
@@ -58,39 +67,8 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 
 
-def check_fwd_inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    softcap: float = 0.0,
-    learnable_sink: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux_tensors: Any = None,
-    block_sparse_tensors_torch: Any = None,
-    startend_row_indices: torch.Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    lse_low: torch.Tensor | None = None,
-    max_scores: torch.Tensor | None = None,
-    return_lse: bool = True,
-) -> FwdShapes:
-    """Check the arguments of `_flash_attn_fwd` and return the extents of the problem.
+def check_inputs(call: AttentionCall) -> FwdShapes:
+    """Check the arguments of a call of either direction, and return the extents of the problem.
 
     Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
@@ -101,35 +79,29 @@ def check_fwd_inputs(
     seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
     seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
 
+    In a backward dout is like out; lse, lse_low and dlse have any strides; dq, dk, dv are like q,
+    k, v; dsink is like learnable_sink; daux has an entry for each aux tensor, None or a tensor like
+    it.
+
     Raises:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
-    check_num_splits(num_splits)
-    _check_operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
-    shape_k = tuple(k.shape)
-    if page_table is not None:
-        check_pages(k, page_table, cu_seqlens_k, seqused_k)
-        shape_k = paged_shape(k, page_table)
-    keys = Side("k", shape_k, k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
-    shapes = check_lengths(queries, keys, head_dim_v=v.shape[-1])
-    check_q_start(q_start, shapes.batch, q.device)
-    _check_softmax_scale(softmax_scale)
-    check_bool("causal", causal)
-    check_bool("return_lse", return_lse)
-    if pack_gqa is not None:
-        check_bool("pack_gqa", pack_gqa, "True, False or None (choose for me)")
-    if window_size_left is not None:
-        _check_window("window_size_left", window_size_left)
-    if window_size_right is not None:
-        _check_window("window_size_right", window_size_right)
-    _check_softcap(softcap)
-    if learnable_sink is not None:
-        _check_learnable_sink(learnable_sink, shapes.heads_q, q.device)
-    check_mod("score_mod", score_mod)
-    check_mod("mask_mod", mask_mod)
-    if aux_tensors is not None:
-        _check_aux_tensors(aux_tensors, q.device, score_mod, mask_mod)
+    x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
+    check_num_splits(options.num_splits)
+    _check_operands(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k)
+    device = x.q.device
+    queries = Side("q", tuple(x.q.shape), device, x.cu_seqlens_q, x.seqused_q, options.max_seqlen_q)
+    shape_k = tuple(x.k.shape)
+    if x.page_table is not None:
+        check_pages(x.k, x.page_table, x.cu_seqlens_k, x.seqused_k)
+        shape_k = paged_shape(x.k, x.page_table)
+    keys = Side("k", shape_k, x.k.device, x.cu_seqlens_k, x.seqused_k, options.max_seqlen_k)
+    shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
+    q_start: QStart = options.q_start if x.q_starts is None else x.q_starts
+    check_q_start(q_start, shapes.batch, device)
+    _check_options(options)
+    if x.learnable_sink is not None:
+        _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
     extents = CallExtents(
         batch=shapes.batch,
         seqlen_q=shapes.seqlen_q,
@@ -140,78 +112,84 @@ def check_fwd_inputs(
         packs_k=keys.is_packed,
         q_start=q_start,
     )
-    if block_sparse_tensors_torch is not None:
-        _check_block_lists(block_sparse_tensors_torch, mask_mod)
-        extents.check_lists(from_block_mask(block_sparse_tensors_torch).seqlens)
-    if startend_row_indices is not None:
-        _check_columns(startend_row_indices, causal, keys.rows, shapes, q.device)
-        extents.check_columns(startend_row_indices)
-    _check_outputs(q, k, v, shapes, out, lse, lse_low, max_scores, score_mod)
+    _check_masks(masks, options.causal, keys, shapes, extents, device)
+    if call.direction is Direction.FORWARD:
+        _check_outputs(x, shapes, masks.score_mod)
+    else:
+        _check_gradients(x, shapes, masks, call.backward)
     return shapes
 
 
-def check_bwd_inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    score_mod_bwd: Callable[..., Any] | None = None,
-    dlse: torch.Tensor | None = None,
-    deterministic: bool = False,
-    dq: torch.Tensor | None = None,
-    dk: torch.Tensor | None = None,
-    dv: torch.Tensor | None = None,
-    dsink: torch.Tensor | None = None,
-    lse_low: torch.Tensor | None = None,
-    daux: Any = None,
-    **forward: Any,
-) -> FwdShapes:
-    """Check the arguments of `_flash_attn_bwd` and return the extents of the problem.
+def _check_options(options: Options) -> None:
+    _check_softmax_scale(options.softmax_scale)
+    check_bool("causal", options.causal)
+    check_bool("return_lse", options.return_lse)
+    if options.pack_gqa is not None:
+        check_bool("pack_gqa", options.pack_gqa, "True, False or None (choose for me)")
+    if options.window_size_left is not None:
+        _check_window("window_size_left", options.window_size_left)
+    if options.window_size_right is not None:
+        _check_window("window_size_right", options.window_size_right)
+    _check_softcap(options.softcap)
 
-    forward: the arguments that `check_fwd_inputs` knows. Shapes: out and dout like q with
-    head_dim_v; lse,
-    lse_low and dlse fp32 (batch, heads_q, seqlen_q) or, with cu_seqlens_q, (heads_q, total_q), any
-    strides; dq, dk, dv like q, k, v; dsink like learnable_sink; daux an entry for each aux tensor,
-    None or a tensor like it.
 
-    Raises:
-        TypeError, ValueError, NotImplementedError: see the module docstring.
-    """
-    shapes = check_fwd_inputs(q, k, v, **forward)
-    device = q.device
-    check_gradient_settings(deterministic, score_mod_bwd, forward.get("score_mod"))
+def _check_masks(
+    masks: Masks,
+    causal: bool,
+    keys: Side,
+    shapes: FwdShapes,
+    extents: CallExtents,
+    device: torch.device,
+) -> None:
+    check_mod("score_mod", masks.score_mod)
+    check_mod("mask_mod", masks.mask_mod)
+    if masks.aux_tensors is not None:
+        _check_aux_tensors(masks.aux_tensors, device, masks.score_mod, masks.mask_mod)
+    lists, columns = masks.block_sparse_tensors_torch, masks.startend_row_indices
+    if lists is not None:
+        _check_block_lists(lists, masks.mask_mod)
+        extents.check_lists(from_block_mask(lists).seqlens)
+    if columns is not None:
+        _check_columns(columns, causal, keys.rows, shapes, device)
+        extents.check_columns(columns)
+
+
+def _check_gradients(
+    tensors: Tensors, shapes: FwdShapes, masks: Masks, backward: BackwardOptions
+) -> None:
+    """Check what only a backward has."""
+    x, q = tensors, tensors.q
+    out, dout, lse = cast(Any, (x.out, x.dout, x.lse))
+    score_mod_bwd, deterministic, _ = backward
+    check_gradient_settings(deterministic, score_mod_bwd, masks.score_mod)
     check_mod("score_mod_bwd", score_mod_bwd)
     out_shape = (*q.shape[:-1], shapes.head_dim_v)
     for name, tensor in (("out", out), ("dout", dout)):
         check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    check_fp32("lse", lse, lse_shape, device)
-    if dlse is not None:
-        check_fp32("dlse", dlse, lse_shape, device)
-    if lse_low is not None:
-        _check_wants_low(lse_low, forward.get("score_mod"))
-        check_fp32("lse_low", lse_low, lse_shape, device)
+    check_fp32("lse", lse, lse_shape, q.device)
+    if x.dlse is not None:
+        check_fp32("dlse", x.dlse, lse_shape, q.device)
+    if x.lse_low is not None:
+        _check_wants_low(x.lse_low, masks.score_mod)
+        check_fp32("lse_low", x.lse_low, lse_shape, q.device)
     more: dict[str, torch.Tensor] = {}
-    if dsink is not None:
-        _check_dsink(dsink, forward.get("learnable_sink"))
-        more["dsink"] = dsink
-    if daux is not None:
-        _check_daux(daux, forward.get("aux_tensors"))
-        more |= {f"daux[{i}]": x for i, x in enumerate(daux) if x is not None}
-        if forward.get("score_mod") is not None and any(x is not None for x in daux):
+    if x.dsink is not None:
+        _check_dsink(x.dsink, x.learnable_sink)
+        more["dsink"] = x.dsink
+    if x.daux is not None:
+        _check_daux(x.daux, masks.aux_tensors)
+        more |= {f"daux[{i}]": y for i, y in enumerate(x.daux) if y is not None}
+        if masks.score_mod is not None and any(y is not None for y in x.daux):
             check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
-    inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    for name, gradient, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+    inputs = {"q": q, "k": x.k, "v": x.v, "out": out, "dout": dout}
+    for name, gradient, like in (("dq", x.dq, q), ("dk", x.dk, x.k), ("dv", x.dv, x.v)):
         if gradient is not None:
             _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
             check_apart(name, gradient, inputs)
     for name, gradient in more.items():
         check_apart(name, gradient, inputs)
-    _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv, **more})
-    return shapes
+    _check_gradients_apart({"dq": x.dq, "dk": x.dk, "dv": x.dv, **more})
 
 
 def refuse_transforms(but_functionalize: bool = False) -> None:
@@ -345,37 +323,23 @@ def _check_operands(
     axis_order.warn_once(q=shape_q, k=shape_k)
 
 
-def _check_outputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    shapes: FwdShapes,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    lse_low: torch.Tensor | None,
-    max_scores: torch.Tensor | None,
-    score_mod: object,
-) -> None:
+def _check_outputs(tensors: Tensors, shapes: FwdShapes, score_mod: object) -> None:
     """Check the caller's output tensors, and that none overlaps an input."""
-    others = {"q": q, "k": k, "v": v}
-    if out is not None:
+    x, q = tensors, tensors.q
+    others = {"q": q, "k": x.k, "v": x.v}
+    if x.out is not None:
         out_shape = (*q.shape[:-1], shapes.head_dim_v)
-        _check_output("out", out, out_shape, "the shape of q with head_dim_v", q)
-        check_apart("out", out, others)
-        others["out"] = out
+        _check_output("out", x.out, out_shape, "the shape of q with head_dim_v", q)
+        check_apart("out", x.out, others)
+        others["out"] = x.out
+    if x.lse_low is not None:
+        _check_wants_low(x.lse_low, score_mod)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    if lse is not None:
-        _check_lse("lse", lse, lse_shape, q.device)
-        check_apart("lse", lse, others)
-        others["lse"] = lse
-    if lse_low is not None:
-        _check_wants_low(lse_low, score_mod)
-        _check_lse("lse_low", lse_low, lse_shape, q.device)
-        check_apart("lse_low", lse_low, others)
-        others["lse_low"] = lse_low
-    if max_scores is not None:
-        _check_lse("max_scores", max_scores, lse_shape, q.device)
-        check_apart("max_scores", max_scores, others)
+    for name, rows in (("lse", x.lse), ("lse_low", x.lse_low), ("max_scores", x.max_scores)):
+        if rows is not None:
+            _check_lse(name, rows, lse_shape, q.device)
+            check_apart(name, rows, others)
+            others[name] = rows
 
 
 def _check_softmax_scale(softmax_scale: float | None) -> None:

@@ -37,7 +37,7 @@ class ResolvedMasks(NamedTuple):
     def create(
         masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device, has_start: bool
     ) -> ResolvedMasks:
-        """Made from arguments that passed `check_fwd_inputs`. has_start: q_start is among them.
+        """Made from arguments that passed `check_inputs`. has_start: q_start is among them.
 
         Raises:
             TypeError, ValueError: block lists do not fit the problem.

@@ -97,14 +97,29 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 
 def packs_documents(call: AttentionCall) -> bool:
     """Whether the documents of a call's mask become packed sequences."""
-    x, masks, options = call.tensors, call.masks, call.options
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
+    return _may_hold_documents(call) and can_pack(call)
+
+
+def packs_declared_documents(call: AttentionCall) -> bool:
+    """The same for operators, whose caller must have declared the documents.
+
+    A limit on lengths would be a guard of the trace, so none decides about undeclared ones.
+    """
+    mask = None if call.masks is None else call.masks.startend_row_indices
+    is_declared = isinstance(mask, ColumnMask) and mask.documents is True
+    return is_declared and _may_hold_documents(call)
+
+
+def _may_hold_documents(call: AttentionCall) -> bool:
+    x, options, masks = call.tensors, call.options, call.masks
+    if masks is None:
+        return False
     others = (
-        *lengths, options.max_seqlen_q, options.max_seqlen_k, masks.score_mod, masks.mask_mod,
-        masks.block_sparse_tensors_torch, start_that_counts(options.q_start),
-    )  # fmt: skip
-    mask = masks.startend_row_indices
-    return holds_documents(x.q, x.k, x.v, mask, options.causal, others) and can_pack(call)
+        *(x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table, x.q_starts),
+        *(options.max_seqlen_q, options.max_seqlen_k, start_that_counts(options.q_start)),
+        *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
+    )
+    return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)
 
 
 def can_pack(call: AttentionCall) -> bool:

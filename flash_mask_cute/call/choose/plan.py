@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from flash_mask_cute.call.arguments import EACH, AttentionCall, Direction, Tensors
+from flash_mask_cute.call.arguments import EACH, NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_bwd_inputs, check_fwd_inputs
+from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
@@ -210,10 +210,11 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
         TypeError, ValueError, NotImplementedError: naming argument and value.
     """
     is_forward = call.direction is Direction.FORWARD
-    check = check_fwd_inputs if is_forward else check_bwd_inputs
-    shapes = check(**call.arguments())
+    shapes = check_inputs(call)
     device, start = call.tensors.q.device, call.options.q_start
-    masks = ResolvedMasks.create(call.masks, call.options.causal, shapes, device, start is not None)
+    masks = ResolvedMasks.create(
+        call.masks or NO_MASKS, call.options.causal, shapes, device, start is not None
+    )
     window = fold_window(
         call.options.causal or masks.is_causal,
         call.options.window_size_left,
@@ -295,7 +296,7 @@ def _bwd_problem(
 ) -> AttentionProblem:
     """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
     problem = _problem(call, masks, window)
-    score_mod_bwd, daux = call.options.score_mod_bwd, call.tensors.daux
+    score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.daux
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
@@ -306,7 +307,7 @@ def _bwd_problem(
         has_full_lists=False,
         has_bits=problem.has_lists,
         wants_aux=wants_aux,
-        deterministic=call.options.deterministic,
+        deterministic=call.backward.deterministic,
     )
 
 
@@ -412,7 +413,7 @@ def _with_split(
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
-    has_config = bool(given_fields(options.config))
+    has_config = bool(given_fields(call.config))
     split = choose_split(
         options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
     )
@@ -451,7 +452,7 @@ def _fwd_chooser(
         select_fwd_config,
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
-        override=call.options.config,
+        override=call.config,
         window=_visible(window),
         block_size=masks.block_size,
         unpackable=masks.unpackable(shapes),
@@ -467,7 +468,7 @@ def _bwd_chooser(
     window: tuple[int | None, int | None],
     target: Target,
 ) -> Choose:
-    kernel, override = arch_spec(target).backward, call.options.config
+    kernel, override = arch_spec(target).backward, call.config
     splits = getattr(override, "group_splits", None)
     if not (kernel.splits_groups or splits in (None, 1)):
         raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")
@@ -479,7 +480,7 @@ def _bwd_chooser(
             problem.tuning_class,
             override=override,
             seqlen_k=shapes.seqlen_k,
-            deterministic=call.options.deterministic,
+            deterministic=call.backward.deterministic,
             modifier=problem.score_modifier,
             num_sms=target.num_sms,
             kernel=kernel,
@@ -499,7 +500,7 @@ def _gradient_facts(
         has_dlse=x.dlse is not None,
         has_lse_low=x.lse_low is not None,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
-        score_mod_bwd=call.options.score_mod_bwd,
+        score_mod_bwd=call.backward.score_mod_bwd,
         padding=Padding(
             problem.varlen_q and x.dq is None,
             problem.varlen_k and x.dk is None,

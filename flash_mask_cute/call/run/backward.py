@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import EACH, Masks, Tensors
-from flash_mask_cute.call.build.backward import (
-    BwdKernels,
-    num_row_blocks,
-    num_stats,
-    stats_words,
-)
+from flash_mask_cute.call.build.backward import BwdKernels, num_row_blocks
+from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.forward import (
     count_writing,
+    cpu_call,
     current_device,
     tile_counter,
     unused_rows,
 )
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
+from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
 
 _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
@@ -236,39 +234,14 @@ class CpuBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         plan, x = self._plan, tensors
         assert plan.gradients is not None
-        assert x.out is not None and x.dout is not None and x.lse is not None
         daux = x.daux or ()
         aux_sums = _aux_sums(daux, plan.problem.wants_aux, torch.float64)
-        tiles = plan.bwd_choice.tiles
-        dq, dk, dv, dsink = flash_attn_bwd_cpu(
-            x.q,
-            x.k,
-            x.v,
-            x.out,
-            x.dout,
-            x.lse,
-            softmax_scale=plan.softmax_scale,
-            window_left=plan.window_left,
-            window_right=0 if plan.problem.is_causal else plan.window_right,
-            softcap=plan.softcap,
-            learnable_sink=x.learnable_sink,
-            cu_seqlens_q=x.cu_seqlens_q,
-            cu_seqlens_k=x.cu_seqlens_k,
-            seqused_q=x.seqused_q,
-            seqused_k=x.seqused_k,
-            q_start=plan.q_start_of(x),
-            seqlen_q=plan.shapes.seqlen_q,
-            seqlen_k=plan.shapes.seqlen_k,
-            pack_gqa=1,
-            tile_m=tiles.tile_m,
-            tile_n=plan.bwd_choice.tile_n,
-            dlse=x.dlse,
-            lse_low=x.lse_low,
-            score_mod_bwd=plan.gradients.score_mod_bwd,
-            aux_sums=aux_sums,
-            **plan.masks._asdict(),
-            skip_blocks=tiles.skip_blocks,
+        chosen = plan.bwd_choice
+        tiles = CpuTiles(chosen.tiles.tile_m, chosen.tile_n, skip_blocks=chosen.tiles.skip_blocks)
+        call = cpu_call(plan, x, tiles)._replace(
+            score_mod_bwd=plan.gradients.score_mod_bwd, aux_sums=aux_sums
         )
+        dq, dk, dv, dsink = flash_attn_bwd_cpu(call)
         if x.dsink is not None and dsink is not None:
             x.dsink.copy_(dsink)
         _write_aux_gradients(daux, aux_sums)

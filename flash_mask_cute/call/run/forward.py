@@ -19,6 +19,7 @@ from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.combine import MergedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
+from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
@@ -174,39 +175,35 @@ class CpuForward:
             x.lse_low.zero_()
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
-        tile_m, tile_n = plan.walk_tile
-        k, v = x.k, x.v
         if x.page_table is not None:
-            k, v = (gather_pages(pool, x.page_table) for pool in (k, v))
-        flash_attn_fwd_cpu(
-            x.q,
-            k,
-            v,
-            softmax_scale=plan.softmax_scale,
-            window_left=plan.window_left,
-            window_right=0 if plan.problem.is_causal else plan.window_right,
-            softcap=plan.softcap,
-            learnable_sink=x.learnable_sink,
-            cu_seqlens_q=x.cu_seqlens_q,
-            cu_seqlens_k=x.cu_seqlens_k,
-            seqused_q=x.seqused_q,
-            seqused_k=x.seqused_k,
-            q_start=plan.q_start_of(x),
-            seqlen_q=plan.shapes.seqlen_q,
-            seqlen_k=plan.shapes.seqlen_k,
-            pack_gqa=plan.problem.packed_heads,
-            tile_m=tile_m,
-            tile_n=tile_n,
-            out=out,
-            lse=lse,
-            lse_low=x.lse_low,
-            max_scores=x.max_scores,
-            **plan.masks._asdict(),
-            skip_blocks=plan.choice.tiles.skip_blocks,
-            split=plan.problem.split,
-            num_pieces=1 if plan.splits is None else plan.splits.number,
+            k, v = (gather_pages(pool, x.page_table) for pool in (x.k, x.v))
+            x = x._replace(k=k, v=v)
+        num_splits = 1 if plan.splits is None else plan.splits.number
+        tiles = CpuTiles(
+            *plan.walk_tile,
+            plan.problem.packed_heads,
+            plan.choice.tiles.skip_blocks,
+            plan.problem.split,
+            num_splits,
         )
+        flash_attn_fwd_cpu(cpu_call(plan, x._replace(out=out, lse=lse), tiles))
         return out, lse
+
+
+def cpu_call(plan: ExecutionPlan, tensors: Tensors, tiles: CpuTiles) -> CpuCall:
+    """A planned call on CPU tensors."""
+    return CpuCall(
+        tensors,
+        plan.masks,
+        tiles,
+        plan.shapes.seqlen_q,
+        plan.shapes.seqlen_k,
+        plan.softmax_scale,
+        plan.softcap,
+        plan.window_left,
+        window_right=0 if plan.problem.is_causal else plan.window_right,
+        q_start=plan.q_start_of(tensors),
+    )
 
 
 class NewOutputs:

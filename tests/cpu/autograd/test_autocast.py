@@ -8,11 +8,10 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
 from functional_calls import int32, qkv, rows_below
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention
-from flash_mask_cute.autograd import passes
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, interface
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -53,11 +52,11 @@ def test_operands_of_several_dtypes() -> None:
 def test_sink_and_aux_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
-        given.update(keywords, q=q, k=k, v=v)
-        return q, None
+    def forward(call: AttentionCall) -> Any:
+        given.update(call.arguments())
+        return call.tensors.q, None
 
-    monkeypatch.setattr(passes, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(interface, "forward", forward)
     q, k, v = (x.detach().float() for x in qkv())
     sink, aux = torch.zeros(2), torch.zeros(12)
     with torch.autocast("cpu"):

@@ -18,8 +18,9 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
     flashmask_attention,
+    interface,
 )
-from flash_mask_cute.autograd import passes
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.interface import BwdConfig, FwdConfig
 
 Found = list[dict[str, Any]]
@@ -27,19 +28,19 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Found:
-    """The keywords of the calls that reach the host path, in their order."""
-    keywords: Found = []
+    """The arguments of the calls that reach the host path, in their order."""
+    arguments: Found = []
 
-    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **given: Any) -> Any:
-            keywords.append(given)
-            return call(*args, **given)
+    def watch(run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(call: AttentionCall) -> Any:
+            arguments.append(call.arguments() | {"config": call.config})
+            return run(call)
 
         return watched
 
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        monkeypatch.setattr(passes, name, watch(getattr(passes, name)))
-    return keywords
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(interface, name, watch(getattr(interface, name)))
+    return arguments
 
 
 def leaves() -> list[Tensor]:

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_mask_cute
-from flash_mask_cute import flash_attn_func
-from flash_mask_cute.autograd import mod_names, passes
+from flash_mask_cute import flash_attn_func, interface
+from flash_mask_cute.autograd import mod_names
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 
@@ -87,14 +88,15 @@ def test_operators_hand_lists_over_under_no_known_identity(
     given = int32(1, 2).view(1, 1, 2), int32(0, 1, 0, 1).view(1, 1, 2, 2)
     lists = flash_mask_cute.BlockSparseTensorsTorch(*given, block_size=(20, 20))
     found: list[Any] = []
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        half = getattr(passes, name)
+    for name in ("forward", "backward"):
+        half = getattr(interface, name)
 
-        def watch(*args: Any, half: Any = half, **keywords: Any) -> Any:
-            found.append(keywords["block_sparse_tensors_torch"])
-            return half(*args, **keywords)
+        def watch(call: AttentionCall, half: Any = half) -> Any:
+            assert call.masks is not None
+            found.append(call.masks.block_sparse_tensors_torch)
+            return half(call)
 
-        monkeypatch.setattr(passes, name, watch)
+        monkeypatch.setattr(interface, name, watch)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_func(q, k, v, block_sparse_tensors=lists)

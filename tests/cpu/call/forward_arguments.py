@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from flash_mask_cute.call.check.validate import check_fwd_inputs
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.problem import FwdShapes
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS_Q, HEADS_KV, DIM, DIM_V = 2, 24, 40, 6, 2, 64, 32
@@ -66,4 +67,4 @@ LAYOUTS = {"dense": dense, "packed_q": packed_q, "packed_k": packed_k, "packed":
 def check(arguments: dict[str, Any]) -> FwdShapes:
     arguments = dict(arguments)
     q, k, v = (arguments.pop(name) for name in "qkv")
-    return check_fwd_inputs(q, k, v, **arguments)
+    return check_inputs(AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **arguments))

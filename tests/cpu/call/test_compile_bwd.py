@@ -190,7 +190,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
         inputs = make_inputs(case)
         out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
         operands = inputs.q, inputs.k, inputs.v, out, out, lse
-        call = AttentionCall.create(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
+        call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
         planned = plan(call, TARGET)
         facts = planned.gradients
         assert facts is not None

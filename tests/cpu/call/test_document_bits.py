@@ -37,7 +37,7 @@ def call_of(case: Case, **more: Any) -> AttentionCall:
     inputs = make_inputs(case)
     keywords = inputs.keywords | more
     q = keywords.pop("q", inputs.q)
-    return AttentionCall.create(Direction.FORWARD, q, inputs.k, inputs.v, **keywords)
+    return AttentionCall.from_arguments(Direction.FORWARD, q, inputs.k, inputs.v, **keywords)
 
 
 def apart(case: Case) -> Tensor:
@@ -224,7 +224,9 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     q, k, v = inputs.q, inputs.k, inputs.v
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
     operands = q, k, v, q.clone(), q.clone(), torch.zeros(2, 4, 700)
-    bwd = prepare_bwd(AttentionCall.create(Direction.BACKWARD, *operands, **keywords), TARGET)
+    bwd = prepare_bwd(
+        AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords), TARGET
+    )
     assert isinstance(bwd, PackedBackward) and isinstance(bwd.inner, KernelBackward)
 
     told = explain(q, k, v, **keywords)

@@ -143,7 +143,7 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def call_of(case: Case, **more: Any) -> AttentionCall:
     inputs = make_inputs(case)
     operands = inputs.q, inputs.k, inputs.v
-    return AttentionCall.create(Direction.FORWARD, *operands, **(inputs.keywords | more))
+    return AttentionCall.from_arguments(Direction.FORWARD, *operands, **(inputs.keywords | more))
 
 
 def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
@@ -176,7 +176,7 @@ def choose_bwd(case: Case) -> tuple[Any, Any, AttentionCall]:
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2)
     operands = inputs.q, inputs.k, inputs.v, out, out.clone(), lse
     keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    call = AttentionCall.create(Direction.BACKWARD, *operands, **keywords)
+    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
     planned = plan(call, TARGET)
     return planned, planned.mask_bits, call
 
@@ -446,14 +446,16 @@ def sees(distance: int) -> Any:
 def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     """At d=64, where attention that asks has other tiles than attention that reads."""
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
-    prepare_fwd(AttentionCall.create(Direction.FORWARD, q, q, q, mask_mod=sees(1001)), TARGET)
+    prepare_fwd(
+        AttentionCall.from_arguments(Direction.FORWARD, q, q, q, mask_mod=sees(1001)), TARGET
+    )
     (problem,) = stores_compiled
     assert problem.tiles == BitTiles.for_forward(192, 128)
 
 
 def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
-    by_head = AttentionCall.create(
+    by_head = AttentionCall.from_arguments(
         Direction.FORWARD, q, q, q, mask_mod=lambda b, h, q, k, aux: k <= q + h * 1002
     )
     prepare_fwd(by_head, TARGET)
@@ -463,7 +465,9 @@ def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[MaskBits
 @pytest.mark.usefixtures("documents_packed")
 def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 2 * DOCUMENT_STRIDE, 4, 64, dtype=torch.bfloat16)
-    prepare_fwd(AttentionCall.create(Direction.FORWARD, q, q, q, mask_mod=sees(1003)), TARGET)
+    prepare_fwd(
+        AttentionCall.from_arguments(Direction.FORWARD, q, q, q, mask_mod=sees(1003)), TARGET
+    )
     assert [problem.form for problem in stores_compiled] == ["documents"]
 
 

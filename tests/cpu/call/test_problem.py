@@ -20,7 +20,7 @@ def problem_of(q: torch.Tensor, v: torch.Tensor, **keywords: Any) -> AttentionPr
     """Of a forward with these arguments, whose heads are not packed."""
     k = v.new_zeros((*v.shape[:-1], q.shape[-1]))
     return plan(
-        AttentionCall.create(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)
+        AttentionCall.from_arguments(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)
     ).problem
 
 

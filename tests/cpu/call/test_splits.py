@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_mask_cute
-from flash_mask_cute.autograd import passes, torch_ops
-from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Options
 from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
@@ -29,7 +28,7 @@ def planned(shape: tuple[int, ...], target: Target = HOPPER, **keywords: Any) ->
     queries, keys, heads_q, heads_kv = shape
     q = torch.zeros(1, queries, heads_q, 128, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, keys, heads_kv, 128, dtype=torch.bfloat16) for _ in "kv")
-    return plan(AttentionCall.create(Direction.FORWARD, q, k, v, **keywords), target)
+    return plan(AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords), target)
 
 
 def below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -55,8 +54,7 @@ def test_the_library_decides_by_default(function: Callable[..., Any]) -> None:
 
 
 def test_arguments_on_their_way_have_the_same_default() -> None:
-    for fields in (Options, Call, torch_ops.OperatorCall):
-        assert fields._field_defaults["num_splits"] == 0
+    assert Options().num_splits == 0
 
 
 @pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
@@ -122,7 +120,10 @@ def test_rows_of_nothing_but_a_low_number(num_splits: int) -> None:
     """The mean of v, though the LSE of a piece in fp32 does not hold how many keys it saw."""
     q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 1500, 1500))
     keywords: dict[str, Any] = {"score_mod": far_below, "num_splits": num_splits}
-    assert plan(AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)).splits is not None
+    assert (
+        plan(AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)).splits
+        is not None
+    )
     out = flash_mask_cute.flash_attn_func(q, k, v, **keywords)
     torch.testing.assert_close(out, v.mean(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
 
@@ -134,13 +135,13 @@ def test_rows_of_nothing_but_a_low_number(num_splits: int) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The num_splits that reach the host call."""
     found: list[int] = []
-    forward = passes._flash_attn_fwd
+    forward = interface.forward
 
-    def recording(*tensors: Tensor, **keywords: Any) -> Any:
-        found.append(keywords["num_splits"])
-        return forward(*tensors, **keywords)
+    def recording(call: AttentionCall) -> Any:
+        found.append(call.options.num_splits)
+        return forward(call)
 
-    monkeypatch.setattr(passes, "_flash_attn_fwd", recording)
+    monkeypatch.setattr(interface, "forward", recording)
     return found
 
 

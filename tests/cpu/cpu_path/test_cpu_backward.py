@@ -9,6 +9,7 @@ import mask_cases
 import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
+from cpu_calls import cpu_call_of
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
 from inputs import Inputs, make_inputs
 from mask_cases import ScoreRecipe
@@ -17,9 +18,9 @@ from random_cases import random_case, random_mask_case
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu import backward
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
+from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.tiles import SequenceWalk, Tile, _ListsAndMod
 from flash_mask_cute.rules.intervals import Intervals
@@ -30,34 +31,6 @@ EXACT = 1e-10
 SCORE_MOD_RTOL = 5e-5
 
 Gradients = dict[str, Tensor | None]
-
-
-def keywords_of(inputs: Inputs, tile_m: int, tile_n: int, pack_gqa: int) -> dict[str, Any]:
-    """What the forward and the backward on the CPU both take."""
-    case, keywords = inputs.case, inputs.keywords
-    is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
-    window_left, window_right = sides[0], 0 if is_causal else sides[1]
-    return {
-        "softmax_scale": case.scale,
-        "window_left": window_left,
-        "window_right": window_right,
-        "softcap": case.softcap,
-        "learnable_sink": keywords["learnable_sink"],
-        "cu_seqlens_q": keywords.get("cu_seqlens_q"),
-        "cu_seqlens_k": keywords.get("cu_seqlens_k"),
-        "seqused_q": keywords["seqused_q"],
-        "seqused_k": keywords["seqused_k"],
-        "seqlen_q": case.seqlen_q,
-        "seqlen_k": case.seqlen_k,
-        "pack_gqa": pack_gqa,
-        "tile_m": tile_m,
-        "tile_n": tile_n,
-        "score_mod": keywords.get("score_mod"),
-        "mask_mod": keywords.get("mask_mod"),
-        "aux_tensors": keywords.get("aux_tensors"),
-        "column_mask": inputs.column_mask,
-        "block_lists": keywords.get("block_sparse_tensors_torch"),
-    }
 
 
 def run_backward(
@@ -71,9 +44,9 @@ def run_backward(
 ) -> Gradients:
     """Gradients of the CPU path, from the oracle's out and lse unless others are given."""
     out, lse = inputs.reference
-    arguments = keywords_of(inputs, *tile, pack_gqa) | {"dlse": dlse, "out": out, "lse": lse}
-    arguments |= more
-    gradients = flash_attn_bwd_cpu(inputs.q, inputs.k, inputs.v, dout=dout, **arguments)
+    tiles = CpuTiles(*tile, pack_gqa, more.pop("skip_blocks", True))
+    results = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    gradients = flash_attn_bwd_cpu(cpu_call_of(inputs, tiles, **results | more))
     return dict(zip(("dq", "dk", "dv", "dsink"), gradients, strict=True))
 
 
@@ -130,8 +103,7 @@ def test_from_the_forward_by_the_rule(case: Case, has_dlse: bool) -> None:
     dout, dlse = make_output_gradients(inputs)
     out = inputs.q.new_full(dout.shape, float("nan"))
     lse = torch.full_like(dlse, float("nan"))
-    tiles = keywords_of(inputs, 128, 128, 1)
-    flash_attn_fwd_cpu(inputs.q, inputs.k, inputs.v, out=out, lse=lse, **tiles)
+    flash_attn_fwd_cpu(cpu_call_of(inputs, CpuTiles(128, 128), out=out, lse=lse))
     given_dlse = dlse if has_dlse else None
     gradients = run_backward(inputs, dout, given_dlse, tile=(64, 128), out=out, lse=lse)
     assert_gradients_close(gradients, inputs, dout, given_dlse)

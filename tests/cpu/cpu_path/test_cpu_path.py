@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
+from cpu_calls import cpu_call_of
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs
 from oracle import reference_attention
@@ -15,8 +16,8 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu import forward
+from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.tiles import Tile, _ListsAndMod
 from flash_mask_cute.rules.intervals import Intervals
@@ -43,37 +44,9 @@ def run_cpu_path(
     pack_gqa: int = 1,
     skip_blocks: bool = True,
 ) -> GuardedOutputs:
-    case, keywords = inputs.case, inputs.keywords
-    is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
-    window_left, window_right = sides[0], 0 if is_causal else sides[1]
     outputs = GuardedOutputs(inputs)
-    flash_attn_fwd_cpu(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        softmax_scale=case.scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=case.softcap,
-        learnable_sink=keywords["learnable_sink"],
-        cu_seqlens_q=keywords.get("cu_seqlens_q"),
-        cu_seqlens_k=keywords.get("cu_seqlens_k"),
-        seqused_q=keywords["seqused_q"],
-        seqused_k=keywords["seqused_k"],
-        seqlen_q=case.seqlen_q,
-        seqlen_k=case.seqlen_k,
-        pack_gqa=pack_gqa,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        out=outputs.out,
-        lse=outputs.lse,
-        score_mod=keywords.get("score_mod"),
-        mask_mod=keywords.get("mask_mod"),
-        aux_tensors=keywords.get("aux_tensors"),
-        column_mask=inputs.column_mask,
-        block_lists=keywords.get("block_sparse_tensors_torch"),
-        skip_blocks=skip_blocks,
-    )
+    tiles = CpuTiles(tile_m, tile_n, pack_gqa, skip_blocks)
+    flash_attn_fwd_cpu(cpu_call_of(inputs, tiles, out=outputs.out, lse=outputs.lse))
     outputs.assert_guards_intact()
     return outputs
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import (
 from torch_values import dense_attention
 
 import flash_mask_cute
-from flash_mask_cute.autograd.attend import KnownCall, Results
+from flash_mask_cute.autograd.attend import PlannedMasks, Results
 from flash_mask_cute.flex import flex_attention, patch_flex_attention
 
 B, HQ, HKV, L, S, D = 2, 4, 2, 150, 150, 16
@@ -117,11 +117,11 @@ def test_tensors_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = tensors()
     seen: list[Tensor] = []
 
-    def record(known: KnownCall, *given: Any) -> Results:
-        seen.extend(given[:3])
+    def record(known: PlannedMasks, *given: Any) -> Results:
+        seen.extend(given[0][:3])
         return Results(torch.zeros(B, L, HQ, D), None, None)
 
-    monkeypatch.setattr(KnownCall, "results", record)
+    monkeypatch.setattr(PlannedMasks, "results", record)
     flex_attention(q, k, v, enable_gqa=True)
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
 

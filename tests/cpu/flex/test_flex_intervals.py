@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import (
 from torch_values import dense_attention
 
 from flash_mask_cute import explain
-from flash_mask_cute.autograd.attend import KnownCall
-from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.autograd.attend import PlannedMasks
+from flash_mask_cute.call.arguments import NO_MASKS, Masks
 from flash_mask_cute.flex import flex_attention, lower_mod
 
 Mod = Callable[..., Tensor]
@@ -72,13 +72,13 @@ LEFT: dict[str, Mod] = {
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Masks]:
     """What attention is asked with."""
     seen: list[Any] = []
-    results = KnownCall.results
+    results = PlannedMasks.results
 
-    def record(known: KnownCall, *given: Any) -> Any:
-        seen.append(known.call)
+    def record(known: PlannedMasks, *given: Any) -> Any:
+        seen.append(known._masks or NO_MASKS)
         return results(known, *given)
 
-    monkeypatch.setattr(KnownCall, "results", record)
+    monkeypatch.setattr(PlannedMasks, "results", record)
     return seen
 
 

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import (
 )
 from torch_values import dense_attention
 
-from flash_mask_cute.autograd.attend import KnownCall
+from flash_mask_cute.autograd.attend import PlannedMasks
+from flash_mask_cute.call.arguments import NO_MASKS
 from flash_mask_cute.flex import flex_attention, lower_mod
 from flash_mask_cute.lowering.simplify import Band
 
@@ -88,13 +89,13 @@ def test_a_number_that_changes_moves_the_band() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What attention is asked with."""
     seen: list[dict[str, Any]] = []
-    results = KnownCall.results
+    results = PlannedMasks.results
 
-    def record(known: KnownCall, *given: Any) -> Any:
-        seen.append(known.call._asdict())
+    def record(known: PlannedMasks, *given: Any) -> Any:
+        seen.append((known._masks or NO_MASKS)._asdict())
         return results(known, *given)
 
-    monkeypatch.setattr(KnownCall, "results", record)
+    monkeypatch.setattr(PlannedMasks, "results", record)
     return seen
 
 

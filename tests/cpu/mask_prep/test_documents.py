@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_mask_cute import explain, interface
-from flash_mask_cute.autograd import passes
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.packed import holds_documents
@@ -195,7 +194,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
 
     def watch(name: str, launch: type) -> None:
-        call, run = getattr(passes, name), launch.__call__
+        call, run = getattr(interface, name), launch.__call__
 
         def watched(*operands: Any, **keywords: Any) -> Any:
             seen.append(False)
@@ -205,11 +204,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             seen[-1] = True
             return run(self, *arguments)
 
-        monkeypatch.setattr(passes, name, watched)
+        monkeypatch.setattr(interface, name, watched)
         monkeypatch.setattr(launch, "__call__", packed)
 
-    watch("_flash_attn_fwd", PackedForward)
-    watch("_flash_attn_bwd", PackedBackward)
+    watch("forward", PackedForward)
+    watch("backward", PackedBackward)
     return seen
 
 

@@ -27,9 +27,9 @@ from trained_mods import (
 )
 
 from bench.codegen import count_sass, disassembly
-from flash_mask_cute import flash_attn_func
-from flash_mask_cute.autograd import passes, torch_ops
-from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute import flash_attn_func, interface
+from flash_mask_cute.autograd import torch_ops
+from flash_mask_cute.call.arguments import AttentionCall, Masks, Options, Tensors
 from flash_mask_cute.call.build.backward import build_bwd
 from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.problem import AttentionProblem, Mods
@@ -240,10 +240,8 @@ def test_opcheck() -> None:
     q, k, v = (x.detach() for x in qkv())
     bias, gain = torch.rand(12, 12).to(BF16), torch.rand(2).half()
     mod = TRAINED_MODS["gain_and_bias"].cute
-    call = Call(
-        *(None,) * 7, True, None, None, 0.0, mod, None, [bias, gain], None, None, None, False,
-        None, None,
-    )  # fmt: skip
+    masks = Masks(score_mod=mod, aux_tensors=[bias, gain])
+    call = AttentionCall(Tensors(q, k, v), masks, Options(causal=True))
     arguments = torch_ops.to_operator(call)
     out, lse, lse_low, _ = OPERATORS.attention_fwd(q, k, v, None, *arguments)
     for wants_aux in ([], [1], [0, 1]):
@@ -252,7 +250,7 @@ def test_opcheck() -> None:
             (q, k, v, None, out, lse, lse_low, torch.ones_like(out), None, wants_aux, *arguments),
         )
     aux_tensors = [bias.requires_grad_(), gain.requires_grad_()]
-    arguments = torch_ops.to_operator(call._replace(aux_tensors=aux_tensors))
+    arguments = torch_ops.to_operator(call._replace(masks=masks._replace(aux_tensors=aux_tensors)))
     torch.library.opcheck(OPERATORS.attention_fwd.default, (q, k, v, None, *arguments))
 
 
@@ -261,11 +259,14 @@ def test_only_what_requires_grad(compiled: bool, monkeypatch: pytest.MonkeyPatch
     """Of one of two tensors, of both, and of none."""
     asked: list[Any] = []
 
-    def backward(*arguments: Any, daux: Any, **keywords: Any) -> Any:
-        asked.append(None if daux is None else [x is not None for x in daux])
-        return _flash_attn_bwd(*arguments, daux=daux, **keywords)
+    run = interface.backward
 
-    monkeypatch.setattr(passes, "_flash_attn_bwd", backward)
+    def backward(call: AttentionCall) -> Any:
+        daux = call.tensors.daux
+        asked.append(None if daux is None else [x is not None for x in daux])
+        return run(call)
+
+    monkeypatch.setattr(interface, "backward", backward)
     q, k, v = (x.detach() for x in qkv())
     mod = TRAINED_MODS["gain_and_bias"].cute
 
@@ -382,7 +383,7 @@ def _one_coordinate(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any
         (_one_coordinate, "by other than its coordinates"),
     ],
 )
-def test_reads_without_a_derivative(mod: Call, what: str) -> None:
+def test_reads_without_a_derivative(mod: Callable[..., Any], what: str) -> None:
     q, k, v = qkv()
     table = torch.ones(2, 12, requires_grad=True)
     out = flash_attn_func(q, k, v, score_mod=mod, aux_tensors=[table])

@@ -1,0 +1,54 @@
+"""The arguments of a call that torch operators take as they are.
+
+A new optional tensor of a call is a field of `Tensors`, a row here, and a row of the operands of
+the kernels that read it (`call/build/forward.py`, `call/build/backward.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flash_mask_cute.call.arguments import AttentionCall
+
+
+class OperatorArgument(NamedTuple):
+    """An argument of a call that an operator takes as it is, by the same name.
+
+    schema: its type in the operator. bundle: the field of `AttentionCall` that holds it.
+    """
+
+    name: str
+    schema: str
+    bundle: str
+
+
+# In the order of the operators. What is not here they take in another form, or by position
+# (`autograd/torch_ops.py`).
+OF_OPERATORS = (
+    OperatorArgument("cu_seqlens_q", "Tensor?", "tensors"),
+    OperatorArgument("cu_seqlens_k", "Tensor?", "tensors"),
+    OperatorArgument("seqused_q", "Tensor?", "tensors"),
+    OperatorArgument("seqused_k", "Tensor?", "tensors"),
+    OperatorArgument("page_table", "Tensor?", "tensors"),
+    OperatorArgument("q_starts", "Tensor?", "tensors"),
+    OperatorArgument("max_seqlen_q", "SymInt?", "options"),
+    OperatorArgument("max_seqlen_k", "SymInt?", "options"),
+    OperatorArgument("softmax_scale", "float?", "options"),
+    OperatorArgument("causal", "bool", "options"),
+    OperatorArgument("window_size_left", "SymInt?", "options"),
+    OperatorArgument("window_size_right", "SymInt?", "options"),
+    OperatorArgument("softcap", "float", "options"),
+    OperatorArgument("num_splits", "int", "options"),
+    OperatorArgument("pack_gqa", "bool?", "options"),
+    OperatorArgument("deterministic", "bool", "backward"),
+)
+
+
+def plain_arguments(call: AttentionCall) -> dict[str, Any]:
+    """By name, what operators take of a call as it is."""
+    return {row.name: getattr(getattr(call, row.bundle), row.name) for row in OF_OPERATORS}
+
+
+def of_bundle(bundle: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Of the arguments of an operator, by name, those that a bundle of the call holds."""
+    return {row.name: given[row.name] for row in OF_OPERATORS if row.bundle == bundle}
