@@ -21,8 +21,8 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_mask_cute.autograd.arguments import LENGTHS
 
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 pytestmark = pytest.mark.gpu
 
 CASES = (
