@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.codegen import count_sass, disassembly
+import pytest
+
+from bench.codegen import count_sass, disassemblers, disassembly
 from flash_mask_cute.call.arch import arch_spec
 from flash_mask_cute.call.config import FwdConfig, select_fwd_config
 from flash_mask_cute.call.kernels import NO_MODS, build_fwd
@@ -15,6 +17,11 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
+# Of tests whose cases compile a kernel each, for seconds, `make test` runs a quarter a day.
+SWEEP = pytest.mark.shares(4)
+NEEDS_DISASSEMBLER = pytest.mark.skipif(
+    next(disassemblers(), None) is None, reason="nothing here can read machine code"
+)
 B200, B300 = Target.named("sm_100a"), Target.named("sm_103a")
 
 
