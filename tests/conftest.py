@@ -29,7 +29,7 @@ def pytest_report_header() -> str | None:
     if seed is None:
         return None
     return (
-        f"{drawn_share.SEED}={seed} draws one share of {drawn_share.SIMULATOR_SHARES} on the "
+        f"{drawn_share.SEED}={seed} draws one share of {drawn_share.ON_SIMULATOR.shares} on the "
         f"software GPU, and of tests with the mark `shares`; {drawn_share.SEED}=all runs all"
     )
 

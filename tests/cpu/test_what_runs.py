@@ -10,6 +10,7 @@ from pathlib import Path
 import drawn_share
 import pytest
 import simulator_needed
+from drawn_share import Deal, is_in_share
 from simulator_needed import changed_files, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ def test_other(i):
 def simulator():
     pass
 
-@pytest.mark.parametrize("i", range(20))
+@pytest.mark.parametrize("i", range(48))
 def test_kernel(simulator, i):
     print(f"kernel {i}")
 
@@ -54,30 +55,31 @@ def run(folder: Path, seed: str, *arguments: str) -> tuple[list[str], str]:
 
 def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
     ran, said = run(tmp_path, "5")
-    assert "FLASH_MASK_SIM_SEED=5 draws one share of 16" in said
+    assert "FLASH_MASK_SIM_SEED=5 draws one share of 12" in said
     counts = {kind: sum(x.startswith(kind) for x in ran) for kind in ("slow", "kernel", "quick")}
-    assert counts["slow"] in (2, 3) and counts["kernel"] in (1, 2) and counts["quick"] == 1, ran
+    assert counts["slow"] in (2, 3) and counts["kernel"] == 4 and counts["quick"] == 1, ran
     named, _ = run(tmp_path, "5", "test_sample.py::test_slow")
     assert len(named) == 7, "who names a test gets it"
     everything, _ = run(tmp_path, "all")
-    assert len(everything) == 7 + 2 + 20 + 1
+    assert len(everything) == 7 + 2 + 48 + 1
     _, said = run(tmp_path, "today")
     assert "FLASH_MASK_SIM_SEED=today is neither a number nor 'all'" in said
 
 
-@pytest.mark.parametrize("shares", [1, 3, 16])
+@pytest.mark.parametrize("deal", [Deal(1), Deal(3), Deal(12, together=4)])
 @pytest.mark.parametrize("first", [0, 20783])
-def test_consecutive_seeds_run_every_case_once(shares: int, first: int) -> None:
+def test_consecutive_seeds_run_every_case_once(deal: Deal, first: int) -> None:
+    seeds = range(first, first + deal.shares)
     for function in ("test_a.py::test_b", "test_a.py::test_c"):
-        for position in range(40):
-            seeds = range(first, first + shares)
-            drawn = [drawn_share.is_in_share(function, position, shares, seed) for seed in seeds]
-            assert sum(drawn) == 1
+        drawn = [[is_in_share(function, i, deal, seed) for i in range(60)] for seed in seeds]
+        assert all(sum(case) == 1 for case in zip(*drawn, strict=True))
+        sizes = [sum(share) for share in drawn]
+        assert max(sizes) - min(sizes) <= deal.together
 
 
 def test_functions_of_one_case_are_not_all_of_one_share() -> None:
     functions = [f"test_a.py::test_{i}" for i in range(200)]
-    sizes = [sum(drawn_share.is_in_share(f, 0, 8, seed) for f in functions) for seed in range(8)]
+    sizes = [sum(is_in_share(f, 0, Deal(8), seed) for f in functions) for seed in range(8)]
     assert sum(sizes) == 200 and min(sizes) >= 10
 
 
