@@ -53,7 +53,7 @@ def verdict(found: tuple[str, set[str]] | None) -> tuple[bool, str]:
     telling = sorted(name for name in files if not name.startswith(APART))
     if telling:
         return True, f"{len(telling)} files differ from {branch}, the first is {telling[0]}"
-    return False, f"only {', '.join(APART)} differ from {branch}"
+    return False, f"nothing but {', '.join(APART)} differs from {branch}"
 
 
 def main() -> int:

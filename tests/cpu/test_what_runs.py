@@ -176,7 +176,7 @@ def test_it_says_what_it_found(
 ) -> None:
     monkeypatch.setattr(simulator_needed, "changed_files", lambda root: ("main", {"docs/a.md"}))
     assert simulator_needed.main() == simulator_needed.NOT_NEEDED
-    assert capsys.readouterr().out.startswith("simulator: not run, only docs/")
+    assert capsys.readouterr().out.startswith("simulator: not run, nothing but docs/")
     changed = ("main", {"docs/a.md", "flash_mask_cute/limits.py"})
     monkeypatch.setattr(simulator_needed, "changed_files", lambda root: changed)
     assert simulator_needed.main() == 0
