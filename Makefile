@@ -1,6 +1,8 @@
-# make demo   run the examples (on the GPU if there is one)
-# make test   CPU tests, the kernels on the software GPU, GPU tests where there is a Hopper GPU
-# make lint   ruff check, ruff format --check, mypy
+# make demo       run the examples (on the GPU if there is one)
+# make test       GPU tests where there is a Hopper GPU, a share of the kernels on the software GPU (drawn anew each
+#                 day, FLASH_MASK_SIM_SEED=N draws another; none if nothing that they depend on changed), CPU tests
+# make test-all   the same, and every test of them
+# make lint       ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
 # GPU machine with its own torch is used as it is, and needs no network); otherwise .venv, which is made when missing.
@@ -19,7 +21,10 @@ needs_venv = $(if $(filter $(VENV)/%,$(1)),venv)
 RUN := $(or $(PYTHON),$(call python_with,$(RUNTIME)))
 DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
 
-.PHONY: demo test test-cpu test-sim test-gpu lint venv
+# Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
+PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint venv
 
 demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/01_causal.py
@@ -38,18 +43,26 @@ demo: $(call needs_venv,$(RUN))
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
 # architecture, so there are two of it.
 # The GPU tests go first, so that the last words of a machine without a GPU are about tests that ran.
-test: test-gpu test-sim test-cpu
+test: export FLASH_MASK_SIM_SEED := $(or $(FLASH_MASK_SIM_SEED),$(shell expr $$(date +%s) / 86400))
+test: test-gpu test-sim-if-needed test-cpu
+
+test-all: export FLASH_MASK_SIM_SEED := all
+test-all: test-gpu test-sim test-cpu
 
 test-cpu: $(call needs_venv,$(DEV))
-	$(DEV) -m pytest tests/cpu -n $(WORKERS)
+	$(PYTEST_ON_WORKERS) tests/cpu
 
 test-gpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/gpu
 
 test-sim: $(call needs_venv,$(DEV))
-	FLASH_MASK_SIM_ARCH=sm_90a $(DEV) -m pytest tests/sim -n $(WORKERS)
-	FLASH_MASK_SIM_ARCH=sm_100a $(DEV) -m pytest tests/sim -n $(WORKERS)
-	$(DEV) -m pytest software_gpu/tests -n $(WORKERS)
+	FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim
+	FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim
+	OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests
+
+# 3 is NOT_NEEDED of the script, which needs no packages.
+test-sim-if-needed:
+	@$(or $(PYTHON),python3) tests/simulator_needed.py; case $$? in 0) $(MAKE) test-sim;; 3) ;; *) exit 1;; esac
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .

@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from bench import masks
 from bench.everyday import Width
 from bench.masks import Draw, paper_draw, split
-
-if TYPE_CHECKING:
-    from bench.cases import BenchCase
 
 TOKENS, HIDDEN = 65536, 2048
 SIZES = {"8k": 8192, "32k": 32768}
@@ -122,8 +118,3 @@ def table_names() -> tuple[str, ...]:
                 yield from (plan_name(m, size) for size in SIZES for m in MASKS if is_planned(m))
 
     return tuple(names())
-
-
-def takes_part(peer: str, case: BenchCase) -> bool:
-    """Whoever is asked for and supports the case."""
-    return True

@@ -13,10 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from bench.cases import BenchCase
+from typing import Any, NamedTuple
 
 DATA = Path(__file__).with_name("everyday_shapes.json")
 WIDTH_MASKS = ("full", "causal")
@@ -113,6 +110,6 @@ def compared(left: Iterable[str]) -> set[str]:
     return {f"{group}-{width.label}" for group in groups for width in WIDTHS}
 
 
-def takes_part(peer: str, case: BenchCase) -> bool:
+def takes_part(peer: str, case_name: str) -> bool:
     """Whether the table wants a peer in a case that it supports: widths are of ours alone."""
-    return peer == "ours" or not is_width(case.name)
+    return peer == "ours" or not is_width(case_name)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, cudnn_cases, everyday, gradients, paper, row_of, timing
+from bench import DETERMINISTIC, Json, everyday, gradients, paper, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
 from bench.peers import PEERS, Call, Peer, column_mask, save_forward
@@ -20,8 +20,8 @@ OURS = ("ours", DETERMINISTIC)
 # Whether a table wants a peer in a case.
 TABLES: dict[str, Callable[[str, BenchCase], bool]] = {
     "paper": paper.takes_part,
-    "shapes": everyday.takes_part,
-    "cudnn": cudnn_cases.takes_part,
+    "shapes": lambda peer, case: everyday.takes_part(peer, case.name),
+    "cudnn": lambda peer, case: True,
 }
 # (peer, its call, rule) -> verdict
 Judge = Callable[[Peer, Call, float], Verdict]

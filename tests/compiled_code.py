@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from bench.codegen import count_sass, disassembly
+import pytest
+
+from bench.codegen import count_sass, disassemblers, disassembly
 from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import select_fwd_config
@@ -16,7 +19,16 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
+# Of tests whose cases compile a kernel each, for seconds, `make test` runs every other one a day.
+SWEEP = pytest.mark.shares(2)
+NEEDS_DISASSEMBLER = pytest.mark.skipif(
+    next(disassemblers(), None) is None, reason="nothing here can read machine code"
+)
 B200, B300 = Target.named("sm_100a"), Target.named("sm_103a")
+
+
+# What `build_text` returned: tests of one process share what they compile.
+_built: dict[Hashable, tuple[dict[str, Any], str]] = {}
 
 
 def shapes_of(problem: AttentionProblem) -> FwdShapes:
@@ -51,11 +63,15 @@ def build_text(
         block_size=block_size,
         spec=arch_spec(target),
     )
-    options = f"--keep-cubin --dump-dir={folder}"
-    with compile_lock(), compiler_keeps(options):
-        compiled = build_fwd(problem, choice.tiles, target, mods)
-    function: Any = compiled.function
-    return dict(compiled.meta), disassembly(function.__cubin__, folder)
+    key = problem, choice.tiles, target, mods
+    if key not in _built:
+        options = f"--keep-cubin --dump-dir={folder}"
+        with compile_lock(), compiler_keeps(options):
+            compiled = build_fwd(problem, choice.tiles, target, mods)
+        function: Any = compiled.function
+        _built[key] = dict(compiled.meta), disassembly(function.__cubin__, folder)
+    meta, text = _built[key]
+    return dict(meta), text
 
 
 PLAIN = AttentionProblem("bfloat16", 128, 128)

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There are as many workers as cores. Threads that wait for each other in small operations of
+    # torch took half of the processor time; the libraries read this when they are loaded.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import drawn_share
 import pytest
 import torch
 
@@ -14,6 +21,28 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "sim: runs on the software GPU; start it as `pytest tests/sim`"
     )
     config.addinivalue_line("markers", "slow: takes minutes or tens of gigabytes")
+    config.addinivalue_line("markers", "shares(n): `make test` runs one case of n")
+
+
+def pytest_report_header() -> str | None:
+    seed = drawn_share.seed()
+    if seed is None:
+        return None
+    return (
+        f"{drawn_share.SEED}={seed} draws one share of {drawn_share.ON_SIMULATOR.shares} on the "
+        f"software GPU, and of tests with the mark `shares`; {drawn_share.SEED}=all runs all"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not drawn, unless a test is named."""
+    seed = drawn_share.seed()
+    if seed is None or any("::" in arg for arg in config.args):
+        return
+    left_out = drawn_share.left_out(items, seed)
+    config.hook.pytest_deselected(items=left_out)
+    dropped = {item.nodeid for item in left_out}
+    items[:] = [item for item in items if item.nodeid not in dropped]
 
 
 @lru_cache

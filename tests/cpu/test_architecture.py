@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,7 +168,8 @@ KNOWN_INSIDE = {name_in_package(path) for path in MODULES}
 KNOWN = {f"{PACKAGE}.{name}".rstrip(".") for name in KNOWN_INSIDE}
 
 
-def imports_of(source: str) -> Iterator[Import]:
+def imports_of(source: str, known: Set[str] = KNOWN) -> Iterator[Import]:
+    """known: dotted names of modules, where a name that is imported from a module may be one."""
     pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
     while pending:
         node, is_lazy = pending.pop()
@@ -178,7 +179,7 @@ def imports_of(source: str) -> Iterator[Import]:
             assert node.level == 0, "imports in the package are absolute"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield Import(inner if inner in KNOWN else str(node.module), is_lazy)
+                yield Import(inner if inner in known else str(node.module), is_lazy)
         delays = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
             isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         )
@@ -287,19 +288,38 @@ def test_a_wrong_import_is_noticed(module: str, source: str) -> None:
     assert faults(module, source)
 
 
-def test_no_import_circle() -> None:
-    """Lazy imports count: two modules that need each other are one module in two files."""
-    imported: dict[str, set[str]] = {}
-    for path in MODULES:
-        module = name_in_package(path)
-        needed = (x.target.removeprefix(f"{PACKAGE}.") for x in imports_of(path.read_text()))
-        imported[module] = {name for name in needed if name in KNOWN_INSIDE} - {module}
+def circle(sources: Mapping[str, str]) -> set[str]:
+    """The modules, of source texts by dotted name, that are in a circle of imports or lead into
+    one. Lazy imports count: two modules that need each other are one module in two files."""
+    imported = {
+        module: {x.target for x in imports_of(source, sources.keys())} & sources.keys() - {module}
+        for module, source in sources.items()
+    }
     while leaves := [name for name, targets in imported.items() if not targets]:
         for leaf in leaves:
             del imported[leaf]
         for targets in imported.values():
             targets.difference_update(leaves)
-    assert not imported, f"a circle is among {sorted(imported)}"
+    return set(imported)
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, "bench"])
+def test_no_import_circle(folder: str) -> None:
+    sources = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        sources[".".join(part for part in parts if part != "__init__")] = path.read_text()
+    found = circle(sources)
+    assert not found, f"a circle is among {sorted(found)}"
+
+
+def test_a_circle_is_noticed() -> None:
+    """Also one that only type checkers close; a module below it is not named."""
+    upper = "from bench import lower, rows"
+    lower = "if TYPE_CHECKING:\n    from bench.upper import Case"
+    sources = {"bench": "", "bench.upper": upper, "bench.lower": lower, "bench.rows": ""}
+    assert circle(sources) == {"bench.upper", "bench.lower"}
+    assert not circle(sources | {"bench.lower": ""})
 
 
 def test_package_import_does_not_load_the_compiler() -> None:

@@ -7,9 +7,11 @@ which say so by `ARCH`, are skipped too.
 
 from __future__ import annotations
 
+import base64
 import os
-import random
 import sys
+import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,21 +19,12 @@ from typing import Any
 
 import pytest
 
-# Of the tests that take long, by module or function: so many run, drawn by the seed in SAMPLE_SEED
-# ("all": every one).
-SAMPLED = {
-    "test_flash_bwd_sm100_sim": 28,
-    "test_flash_fwd_sm100_sim::test_wide_heads_against_oracle": 4,
-    "test_slow_roles_sm100_sim::test_forward": 2,
-    "test_slow_roles_sm100_sim::test_backward": 1,
-    "test_split_sim": 4,
-    "test_pages_sim": 3,
-    "test_split_sm100_sim": 1,
-}
-SAMPLE_SEED = "FLASH_MASK_SIM_SEED"
+from flash_mask_cute.runtime import cache
+
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"
 ACTIVE_ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", HOPPER)
+PTX = "ptx"  # of a compiled kernel, in its `meta`
 SMS = 2  # few, so that small problems give every persistent CTA several work tiles
 
 
@@ -48,46 +41,32 @@ def _simulator_parent() -> Path:
     return parent
 
 
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _only_distributes(config: pytest.Config) -> bool:
+    """Whether all tests run in workers of this process."""
+    return config.getoption("dist", "no") != "no" and not _is_worker(config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not _has_process_to_itself(config):
+        return
+    if not _is_worker(config):
+        # What is compiled here runs nowhere else, and workers share it.
+        folder = tempfile.TemporaryDirectory(prefix="flash_mask_cute_sim_")
+        os.environ[cache.DIRECTORY_VARIABLE] = folder.name
+        config.add_cleanup(folder.cleanup)
+    if _only_distributes(config):
         return
     if "cutlass" in sys.modules:
         raise pytest.UsageError("cutlass was imported before the software GPU could be activated")
     sys.path.insert(0, str(_simulator_parent()))
-    # what is compiled here runs nowhere else
-    os.environ["FLASH_MASK_CUTE_CACHE_DIR"] = "off"
     import software_gpu
 
     software_gpu.activate(ACTIVE_ARCH, sms=SMS)
     _run_what_caches_load(software_gpu)
-
-
-def pytest_report_header() -> str:
-    drawn = ", ".join(f"{count} tests of {name}" for name, count in SAMPLED.items())
-    return f"{SAMPLE_SEED}={_sample_seed()} draws {drawn}; {SAMPLE_SEED}=all runs every one"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not drawn of modules that run as a whole."""
-    seed = _sample_seed()
-    if seed == "all" or any("::" in arg for arg in config.args):
-        return
-    left_out: set[str] = set()
-    for name, count in SAMPLED.items():
-        ids = sorted(item.nodeid for item in items if _is_of(item, name))
-        drawn = random.Random(f"{seed} {name}").sample(ids, min(count, len(ids)))
-        left_out |= set(ids) - set(drawn)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
-
-
-def _is_of(item: pytest.Item, name: str) -> bool:
-    module, _, function = name.partition("::")
-    return item.path.stem == module and item.name.startswith(function)
-
-
-def _sample_seed() -> str:
-    return os.environ.get(SAMPLE_SEED, "0")
 
 
 class _Loaded:
@@ -101,17 +80,26 @@ class _Loaded:
 
 
 def _run_what_caches_load(software_gpu: ModuleType) -> None:
-    """The software GPU knows what `cute.compile` returns; a cache exports that and loads it."""
-    from flash_mask_cute.runtime import cache
+    """The software GPU knows what `cute.compile` returns; a cache exports that and loads it. So
+    the PTX goes with it, as one of the facts about the code."""
+    count, load_unstored, load = cache._count, cache._load_unstored, cache._Entry.load
 
-    load = cache._load_unstored
-
-    def load_unstored(built: cache.Compiled) -> cache.Compiled:
+    def count_with_ptx(built: cache.Compiled) -> cache.Compiled:
         compiled: Any = built.function
-        loaded = _Loaded(load(built).function, compiled.__ptx__)
-        return built._replace(function=software_gpu.Compiled(loaded))
+        packed = base64.b85encode(zlib.compress(compiled.__ptx__.encode(), 1)).decode()
+        return count(built._replace(meta={**built.meta, PTX: packed}))
 
-    cache._load_unstored = load_unstored
+    def runnable(loaded: cache.Compiled) -> cache.Compiled:
+        ptx = zlib.decompress(base64.b85decode(loaded.meta[PTX])).decode()
+        return loaded._replace(function=software_gpu.Compiled(_Loaded(loaded.function, ptx)))
+
+    def load_runnable(entry: cache._Entry) -> cache.Compiled | None:
+        found = load(entry)
+        return None if found is None else runnable(found)
+
+    cache._count = count_with_ptx
+    cache._load_unstored = lambda built: runnable(load_unstored(built))
+    cache._Entry.load = load_runnable
 
 
 @pytest.fixture(scope="module")

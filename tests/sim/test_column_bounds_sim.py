@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
+from flash_mask_cute.runtime.cache import CompileCache, compile_count
 
 pytestmark = pytest.mark.sim
 
@@ -88,3 +90,18 @@ def test_packed(simulator: ModuleType, lengths: tuple[int, ...], tile_n: int) ->
                 block = start // tile_n + b + i
                 keys = indices[:, :, start + i * tile_n : start + min((i + 1) * tile_n, length)]
                 assert torch.equal(bounds[..., block], expected_block(keys)), (b, i)
+
+
+def test_a_kernel_that_another_worker_compiled(simulator: ModuleType, tmp_path: Path) -> None:
+    """Comes from the disk with its PTX, and runs."""
+    compile_column_bounds(1, False, "sm_90a", CompileCache(tmp_path))
+    count = compile_count()
+    loaded = compile_column_bounds(1, False, "sm_90a", CompileCache(tmp_path))
+    assert compile_count() == count
+    indices = draw_indices(1, 1, 100, 1)
+    bounds = torch.empty((1, 1, 2, 1), dtype=torch.int32)
+    simulator.OPTIONS.pop("delay", None)
+    simulator.RESULTS.clear()
+    loaded.function(indices, bounds, 128, None)
+    assert len(simulator.RESULTS) == 1
+    assert torch.equal(bounds[..., 0], expected_block(indices))

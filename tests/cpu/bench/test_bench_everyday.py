@@ -39,8 +39,8 @@ def test_the_table_takes_all_of_them_and_widths_of_ours_alone() -> None:
     args = run.parse(["--table", "shapes"])
     assert args.names == everyday.table_names() and args.peers == ("ours", "fa4", "cudnn")
     assert args.resume and args.shorts == 9
-    assert everyday.takes_part("fa4", CASES[SHAPE])
-    assert not everyday.takes_part("fa4", CASES["bwd-width-full-d72"])
+    assert everyday.takes_part("fa4", SHAPE)
+    assert not everyday.takes_part("fa4", "bwd-width-full-d72")
     again = run.references(["width-full-d72"], ["width-full-d96", "bwd-width-full-d96", SHAPE])
     assert again == ("width-full-d96",)
 

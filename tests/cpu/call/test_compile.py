@@ -14,7 +14,18 @@ import cutlass.cute as cute
 import post_mods
 import pytest
 import torch
-from compiled_code import B200, B300, PLAIN, TARGET, build, build_text, check_code, shapes_of
+from compiled_code import (
+    B200,
+    B300,
+    NEEDS_DISASSEMBLER,
+    PLAIN,
+    SWEEP,
+    TARGET,
+    build,
+    build_text,
+    check_code,
+    shapes_of,
+)
 from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
@@ -98,6 +109,7 @@ def most_spilled_at(problem: AttentionProblem) -> int:
     )
 
 
+@SWEEP
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compiles_well(name: str, tmp_path: Path) -> None:
     meta, counts = build(VARIANTS[name], tmp_path)
@@ -122,6 +134,7 @@ def mods_of(name: str) -> tuple[dict[str, Any], Mods]:
     return fields, mods
 
 
+@SWEEP
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_compile_well(name: str, tmp_path: Path) -> None:
     fields, mods = mods_of(name)
@@ -150,6 +163,7 @@ POST: dict[str, tuple[dict[str, Any], Mods]] = {
 }
 
 
+@SWEEP
 @pytest.mark.parametrize("name", POST)
 def test_callables_of_the_post_compile_as_printed(name: str, tmp_path: Path) -> None:
     fields, mods = POST[name]
@@ -167,6 +181,7 @@ def test_a_mask_mod_compiles_for_wide_heads(dim: int, tmp_path: Path) -> None:
     assert meta["registers"] == (128 if dim == 192 else 168)
 
 
+@NEEDS_DISASSEMBLER
 def test_scores_that_are_equally_far_apart_share_their_bias(tmp_path: Path) -> None:
     """A thread's 64 scores of a whole block have 34 distances, and as many are converted; the code
     has two whole blocks."""
@@ -190,6 +205,7 @@ BLACKWELL = {
 }
 
 
+@SWEEP
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_compiles_well_for_blackwell(name: str, tmp_path: Path) -> None:
     problem = BLACKWELL[name]
@@ -210,6 +226,7 @@ PAIRS = {
 }  # fmt: skip
 
 
+@SWEEP
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
     problem = replace(PLAIN, **PAIRS[name])
@@ -217,6 +234,7 @@ def test_pairs_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
     check_blackwell(name, *build(problem, tmp_path, target=B200, override=override), True)
 
 
+@SWEEP
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
     """Of sm_103a disassemblers may know nothing."""
@@ -231,6 +249,7 @@ def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
     check_blackwell(f"{row}", meta, {}, row.cta_pair)
 
 
+@SWEEP
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
     fields, mods = mods_of(name)
@@ -265,6 +284,7 @@ INSTRUCTION = re.compile(
 )
 
 
+@NEEDS_DISASSEMBLER
 def test_a_key_tile_on_blackwell_costs_no_more_than_a_peers(tmp_path: Path) -> None:
     _, text = build_text(PLAIN, tmp_path, target=B200)
     if not text:
@@ -338,6 +358,7 @@ def grown(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return cute.math.tanh(score * 2.0**70, fastmath=True) * 10.0
 
 
+@NEEDS_DISASSEMBLER
 def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> None:
     """And costs nothing, unless it is so large that the scale might not hold it; and one that
     multiplies the result joins what the softmax multiplies by."""
@@ -360,6 +381,7 @@ def grown_one_by_one(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> An
     return cute.math.tanh(score[0] * 2.0**70, fastmath=True) * 10.0
 
 
+@NEEDS_DISASSEMBLER
 def test_blackwell_multiplies_two_scores_at_once(tmp_path: Path) -> None:
     """Where a callable takes no element out of a vector."""
     products = []
@@ -376,6 +398,7 @@ def test_blackwell_multiplies_two_scores_at_once(tmp_path: Path) -> None:
     assert pairs - pairs_one_by_one > 3 * 128
 
 
+@SWEEP
 @pytest.mark.parametrize(
     "fields, mod, share",
     [

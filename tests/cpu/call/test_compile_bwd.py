@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bwd_calls import bwd_keywords
 from cases import BF16, Case
+from compiled_code import SWEEP
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 
@@ -99,6 +100,7 @@ def problem_of(fields: dict[str, Any]) -> tuple[AttentionProblem, Mods]:
     return replace(problem, may_empty_rows=problem.may_empty_rows or as_called), mods
 
 
+@SWEEP
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compiles_well(name: str) -> None:
     problem, mods = problem_of(VARIANTS[name])
@@ -145,6 +147,7 @@ SECOND = (
 )
 
 
+@SWEEP
 @pytest.mark.parametrize(
     ("name", "arch"),
     [(name, "sm_100a") for name in BLACKWELL] + [(name, "sm_103a") for name in SECOND],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compiled_code import B200, PLAIN, TARGET, build
+from compiled_code import B200, PLAIN, SWEEP, TARGET, build
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod
 from mask_cases import MASK_MODS, SCORE_MODS
 
@@ -95,6 +95,7 @@ def check_costs(name: str, lowered: tuple[int, int], by_hand: tuple[int, int]) -
     assert spilled <= spilled_by_hand + MORE_SPILLED.get(name, 0), facts
 
 
+@SWEEP
 @pytest.mark.parametrize("target", [TARGET, B200], ids=lambda target: target.arch)
 @pytest.mark.parametrize("name", PAIRS)
 def test_forward(name: str, target: Target, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_forward(name: str, target: Target, tmp_path: Path) -> None:
     check_costs(f"{name} {target.arch}", *found)
 
 
+@SWEEP
 @pytest.mark.parametrize("name", PAIRS)
 def test_backward(name: str) -> None:
     found = []

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cases import BF16, FP32, FP64, Case
-from compiled_code import check_code
+from compiled_code import SWEEP, check_code
 from functional_calls import OPERATORS, RTOL, Arguments
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from torch import Tensor
@@ -422,6 +422,7 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
 # -- the kernel ---------------------------------------------------------------------------------
 
 
+@SWEEP
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("slopes", 64), ("slopes", 96), ("slopes", 128), ("t5", 128), ("gain_and_bias", 128),

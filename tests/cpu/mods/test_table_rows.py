@@ -13,7 +13,7 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
-from compiled_code import B200, PLAIN, TARGET, shapes_of
+from compiled_code import B200, PLAIN, SWEEP, TARGET, shapes_of
 from torch import Tensor
 
 from flash_mask_cute.call.build.forward import build_fwd
@@ -78,12 +78,14 @@ def loads_of(mod: Callable[..., Tensor], folder: Path, target: Target = TARGET) 
     return loads(low.mod, list(low.aux_tensors), folder, target)
 
 
+@SWEEP
 @pytest.mark.parametrize("name", LOADED)
 def test_rows_of_keys_are_loaded_together(name: str, tmp_path: Path) -> None:
     mod, size = LOADED[name]
     assert size in loads_of(mod, tmp_path)
 
 
+@SWEEP
 @pytest.mark.parametrize("name", SINGLE)
 def test_other_reads_are_single(name: str, tmp_path: Path) -> None:
     assert not loads_of(SINGLE[name], tmp_path)

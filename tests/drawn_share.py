@@ -1,0 +1,66 @@
+"""One share of tests that are many and slow, where a run has not the time for all of them.
+
+FLASH_MASK_SIM_SEED, a number, says which share; without it, or with "all", every test runs. The
+cases of a function are dealt out to shares in turn. So each of them runs once in as many runs as
+there are shares, if their seeds follow each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import pytest
+
+SEED = "FLASH_MASK_SIM_SEED"
+
+
+class Deal(NamedTuple):
+    """How cases of a function are dealt out: to so many shares, so many neighbours together."""
+
+    shares: int
+    together: int = 1
+
+
+# Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
+# takes ten times as long as running it.
+ON_SIMULATOR = Deal(10, together=4)
+ALL = Deal(1)
+
+
+def seed() -> int | None:
+    """None: every test."""
+    value = os.environ.get(SEED, "all")
+    if value == "all":
+        return None
+    if not value.isdecimal():
+        raise pytest.UsageError(f"{SEED}={value} is neither a number nor 'all'")
+    return int(value)
+
+
+def is_in_share(function: str, position: int, deal: Deal, seed: int) -> bool:
+    """position: of the case among those of its function. Functions begin at different shares."""
+    return (position // deal.together + crc32(function.encode()) + seed) % deal.shares == 0
+
+
+def deal_of(item: pytest.Item) -> Deal:
+    """A mark `shares` says it, for tests that do not run on the software GPU."""
+    mark = item.get_closest_marker("shares")
+    if mark is not None:
+        return Deal(*mark.args)
+    return ON_SIMULATOR if "simulator" in getattr(item, "fixturenames", ()) else ALL
+
+
+def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """What is not in the share."""
+    found = []
+    seen: Counter[str] = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if not is_in_share(function, seen[function], deal_of(item), seed):
+            found.append(item)
+        seen[function] += 1
+    return found
