@@ -10,7 +10,6 @@ import hashlib
 import linecache
 import math
 import re
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +27,9 @@ from flash_mask_cute.flex.text import AUX, Source, Text, UnknownOperator, write
 from flash_mask_cute.flex.trace import Trace, name_of, trace, trace_with_numbers
 from flash_mask_cute.flex.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
+from flash_mask_cute.runtime.process_state import trace_lock
 
 KINDS = ("mask_mod", "score_mod")
-_LOCK = threading.RLock()
 # An index that is less than what the table has, if the table has as many as the text says.
 _CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
@@ -131,7 +130,7 @@ def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
         return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
-    with _LOCK:
+    with trace_lock():
         return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
@@ -141,7 +140,7 @@ def with_checks(lowered: LoweredMod) -> LoweredMod:
     if source == lowered.source:
         return lowered
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
-    with _LOCK:
+    with trace_lock():
         return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
@@ -355,7 +354,7 @@ def _program(
     mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
 ) -> tuple[Program, Captures]:
     """The program of a mod, and the captures that give its tensors."""
-    with _LOCK:
+    with trace_lock():
         if captures.key is None:
             return _untracked(mod, kind, captures, device), captures
         structure = _structure(kind, captures, device)

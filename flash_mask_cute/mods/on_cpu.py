@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor, check_record, new_record
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import compiler_streams
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 from flash_mask_cute.runtime.packages import tells_what_to_install
 
@@ -315,12 +316,13 @@ def compile_for_host(
             raise NotImplementedError
 
     try:
-        return cute.compile(
-            function,
-            *arguments,
-            options=options,
-            trace_finalize_hooks=refuse_gpu_instructions,
-        )
+        with compiler_streams():
+            return cute.compile(
+                function,
+                *arguments,
+                options=options,
+                trace_finalize_hooks=refuse_gpu_instructions,
+            )
     except Exception as error:
         if not refused:
             raise

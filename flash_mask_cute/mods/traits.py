@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.compiler import compiler_streams
 from flash_mask_cute.runtime.packages import tells_what_to_install
 
 if TYPE_CHECKING:
@@ -91,5 +92,5 @@ def _trace(ask: Callable[..., None], *arguments: Any) -> None:
     """Trace a function for the host. What it keeps shows whether the trace finished."""
     import cutlass.cute as cute
 
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), compiler_streams():
         cute.compile(cute.jit(ask), *arguments, no_jit_engine=True)
