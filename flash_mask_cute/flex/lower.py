@@ -11,6 +11,7 @@ import linecache
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from flash_mask_cute.flex.trace import Trace, name_of, trace, trace_with_numbers
 from flash_mask_cute.flex.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 from flash_mask_cute.runtime.process_state import trace_lock
+from flash_mask_cute.runtime.recent import Recent
 
 KINDS = ("mask_mod", "score_mod")
 # An index that is less than what the table has, if the table has as many as the text says.
@@ -309,18 +311,19 @@ def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path:
 class _Structure:
     """Knowledge about the mods of one structure.
 
-    first: the numbers that the first mod captured. follows_forward: as in `find_captures`.
-    calls_modules: the mod must be walked again with follows_forward. varying: numbers that have
-    changed since, and are aux tensors now; fixed: numbers that cannot be.
+    name: kind, key of the captures, whether they follow forward, type of the device. first: the
+    numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
+    mod must be walked again with follows_forward. varying: numbers that have changed since, and are
+    aux tensors now; fixed: numbers that cannot be.
     """
 
+    name: tuple[Any, ...]
     first: tuple[int | float, ...]
     follows_forward: bool
     varying: tuple[int, ...] = ()
     fixed: frozenset[int] = frozenset()
     knows_shapes: bool = False
     calls_modules: bool = False
-    programs: dict[Any, Program] = field(default_factory=dict)
 
     def key(self, captures: Captures) -> Any:
         """The key of the program for these captures, as far as its dependencies are known."""
@@ -330,7 +333,7 @@ class _Structure:
         shapes = None
         if self.knows_shapes:
             shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
-        return captures.key, self.varying, numbers, shapes
+        return self.name, self.varying, numbers, shapes
 
     def note_changes(self, captures: Captures) -> None:
         """Numbers that differ from their first value vary from now on."""
@@ -343,9 +346,11 @@ class _Structure:
         self.varying = tuple(sorted((changed | set(self.varying)) - self.fixed))
 
 
-_structures: dict[Any, _Structure] = {}
-_mods: dict[str, Callable[..., Any]] = {}
-_warned: set[Any] = set()
+# What is forgotten is traced again when it is needed. A program has its graph, of about 0.2 MB.
+_structures: dict[Any, _Structure] = Recent(4096)
+_programs: dict[Any, Program] = Recent(512)
+_mods: dict[str, Callable[..., Any]] = Recent(1024)
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 traces = 0
 """How many mods were traced in this process."""
 
@@ -363,7 +368,7 @@ def _program(
             if captures.key is None:
                 return _untracked(mod, kind, captures, device), captures
             structure = _structure(kind, captures, device)
-        program = structure.programs.get(structure.key(captures))
+        program = _programs.get(structure.key(captures))
         if program is not None:
             return program, captures
         return _new_program(structure, mod, kind, captures, device)
@@ -374,7 +379,7 @@ def _structure(kind: str, captures: Captures, device: torch.device) -> _Structur
     structure = _structures.get(name)
     if structure is None:
         numbers = tuple(x.number for x in captures.numbers)
-        structure = _structures[name] = _Structure(numbers, captures.follows_forward)
+        structure = _structures[name] = _Structure(name, numbers, captures.follows_forward)
     return structure
 
 
@@ -386,7 +391,7 @@ def _new_program(
     device: torch.device,
 ) -> tuple[Program, Captures]:
     structure.note_changes(captures)
-    found = structure.programs.get(structure.key(captures))
+    found = _programs.get(structure.key(captures))
     if found is not None:
         return found, captures
     try:
@@ -404,7 +409,7 @@ def _new_program(
         return _program(mod, kind, captures, device)
     if program.found is not None:
         return _untracked(mod, kind, captures, device, program), captures
-    structure.programs[structure.key(captures)] = program
+    _programs[structure.key(captures)] = program
     return program, captures
 
 
@@ -483,9 +488,10 @@ def _forget_captured(module: GraphModule) -> None:
 
 def _mod_of(text: str, kind: str) -> Callable[..., Any]:
     """The function of a text; equal texts share one."""
-    if text not in _mods:
-        _mods[text] = _compiled(text, kind)
-    return _mods[text]
+    mod = _mods.get(text)
+    if mod is None:
+        mod = _mods[text] = _compiled(text, kind)
+    return mod
 
 
 def _compiled(text: str, kind: str) -> Callable[..., Any]:
@@ -502,5 +508,12 @@ def _compiled(text: str, kind: str) -> Callable[..., Any]:
     scope |= {"cute": cute, "ops": device_ops, "inf": math.inf, "nan": math.nan}
     exec(compile(text, file, "exec"), scope)
     mod: Any = scope[kind]
+    weakref.finalize(mod, _forget_text, text, file).atexit = False
     mod.__flash_mask_key__ = f"torch {kind} {digest}"
     return mod
+
+
+def _forget_text(text: str, file: str) -> None:
+    """Called when a function of this text is gone, unless another one was made meanwhile."""
+    if _mods.get(text) is None:
+        linecache.cache.pop(file, None)

@@ -1,4 +1,4 @@
-"""Compile cache: one dictionary per process, one directory per user.
+"""Compile cache: the kernels used last per process, one directory per user.
 
 A compiled kernel is found by an identity, not by a file name. The identity consists of the caller's
 key (everything that changes the generated code), the architecture, the option string, this
@@ -47,10 +47,12 @@ from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.process_state import close_end, count_build, pipe
 from flash_mask_cute.runtime.process_state import compile_count as compile_count
 from flash_mask_cute.runtime.process_state import compile_lock as compile_lock
+from flash_mask_cute.runtime.recent import Recent
 from flash_mask_cute.runtime.sources import SOURCES
 
 DIRECTORY_VARIABLE = "FLASH_MASK_CUTE_CACHE_DIR"
 DEFAULT_MAX_BYTES = 2 << 30
+DEFAULT_MAX_IN_MEMORY = 512
 DEFAULT_LOCK_TIMEOUT_S = 600.0
 
 _LAYOUT = "v1"
@@ -94,11 +96,12 @@ class CacheUsage(NamedTuple):
 
 
 class CompileCache:
-    """Maps a key to a `Compiled`, building each at most once.
+    """Maps a key to a `Compiled`, building each at most once as long as it is kept.
 
     Args:
         directory: where entries live; None means the environment decides, at each miss.
         max_bytes: when storing exceeds this total, the least recently used entries are deleted.
+        max_in_memory: how many kernels the process keeps, as `Recent`; others come from the disk.
         lock_timeout_s: how long to wait for another process that compiles the same key.
     """
 
@@ -107,12 +110,13 @@ class CompileCache:
         directory: str | os.PathLike[str] | None = None,
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        max_in_memory: int = DEFAULT_MAX_IN_MEMORY,
         lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S,
     ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._max_bytes = max_bytes
         self._lock_timeout_s = lock_timeout_s
-        self._memory: dict[Hashable, Compiled] = {}
+        self._memory: dict[Hashable, Compiled] = Recent(max_in_memory)
         self._has_warned = False
 
     def get(
