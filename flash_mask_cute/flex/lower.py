@@ -146,16 +146,29 @@ def with_checks(lowered: LoweredMod) -> LoweredMod:
         return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
-def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
-    """The CuTe source text of a lowered torch mod.
+def mod_source(
+    mod: Callable[..., Any],
+    kind: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> str:
+    """The CuTe source text of a lowered torch mod. Calls on this device then need not trace it.
 
     kind: "mask_mod" or "score_mod"; by default it follows from the number of arguments, 4 or 5.
+    device: where attention runs, such as "cuda"; by default that of the first captured tensor, or
+    the CPU.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: as `lower_mod`.
+
+    Example:
+        >>> mod_source(lambda b, h, q, k: q >= k, device="cuda")
     """
     if kind is None:
         from flash_mask_cute.flex.convention import kind_of_torch_mod
 
         kind = kind_of_torch_mod(mod)
-    return lower_mod(mod, kind).source
+    return lower_mod(mod, kind, device).source
 
 
 def _device_of(captures: Captures, device: torch.device | str | None) -> torch.device:
