@@ -104,12 +104,12 @@ def compiler_streams(stderr: io.StringIO | None = None) -> Iterator[None]:
 
     own = _OwnStreams(stderr)
     for module in (compiler, dsl):
-        module.sys = own
+        vars(module)["sys"] = own
     try:
         yield
     finally:
         for module in (compiler, dsl):
-            module.sys = sys
+            vars(module)["sys"] = sys
 
 
 def _read(remarks: str) -> dict[str, Any]:
