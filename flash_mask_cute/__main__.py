@@ -146,7 +146,9 @@ def self_test(device: torch.device) -> Iterator[Check]:
     dtype = torch.float64 if device.type == "cpu" else torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     shape = (2, 200, 4, 64)
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator, device="cpu").to(dtype) for _ in range(4)
+    )
 
     def gradients_of(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
         return [out, *torch.autograd.grad(out, inputs, dout)]

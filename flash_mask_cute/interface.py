@@ -31,13 +31,14 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation, explain_fwd
-from flash_mask_cute.call.lookup import find_bwd, find_fwd
+from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
+from flash_mask_cute.runtime.recent import Recent
 from flash_mask_cute.runtime.target import Target
 
 __all__ = ["BwdConfig", "FwdConfig", "_flash_attn_bwd", "_flash_attn_fwd", "explain"]
@@ -46,8 +47,16 @@ if torch.cuda.is_available():
     preload()
 
 _MAX_KEPT = 4096
-_prepared_fwd: dict[Any, PreparedFwd] = {}
-_prepared_bwd: dict[Any, PreparedBwd] = {}
+_MAX_KEPT_WITH_CALLABLES = 512
+
+
+def _weight(key: Any) -> int:
+    """Callables have kernels of their own. So prepared calls of many of them hold many kernels."""
+    return _MAX_KEPT // _MAX_KEPT_WITH_CALLABLES if has_callables(key) else 1
+
+
+_prepared_fwd: dict[Any, PreparedFwd] = Recent(_MAX_KEPT, _weight)
+_prepared_bwd: dict[Any, PreparedBwd] = Recent(_MAX_KEPT, _weight)
 
 
 @public_call
@@ -334,8 +343,5 @@ _Prepared = TypeVar("_Prepared", PreparedFwd, PreparedBwd)
 
 
 def _keep(kept: dict[Any, _Prepared], key: Any, prepared: _Prepared) -> None:
-    if key is None or not may_be_kept(prepared):
-        return
-    if len(kept) >= _MAX_KEPT:
-        kept.clear()
-    kept[key] = prepared
+    if key is not None and may_be_kept(prepared):
+        kept[key] = prepared

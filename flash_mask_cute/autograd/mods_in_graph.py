@@ -184,7 +184,7 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
     if lowered[0] is not None and lowered[0].is_identity:
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
-    mods = put_together(lowered[0], lowered[1], [torch.empty(0)] * given)
+    mods = put_together(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
     return (
         names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
         tuple(sources), tuple(functions), tuple(numbers),

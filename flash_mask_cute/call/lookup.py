@@ -65,6 +65,12 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.shape, tensor.dtype, tensor.get_device(), tensor.layout
 
 
+def has_callables(key: tuple[Any, ...]) -> bool:
+    """Whether the call of a key of `find_fwd` or `find_bwd` has a score_mod or a mask_mod."""
+    of_masks = key[0]
+    return of_masks is not None and not (of_masks[0] is of_masks[1] is None)
+
+
 # Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
 # has some of them not.
 in_transform = torch._C._are_functorch_transforms_active
@@ -101,6 +107,7 @@ def find_fwd(
                 # to be refused, however a call with the same metadata went
                 return None, None
         key: Any = (
+            masks if masks is None else key_of_masks or mask_key(masks),
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.get_device(),
             v.shape, v.stride(), v.dtype, v.get_device(),
@@ -115,13 +122,15 @@ def find_fwd(
             page_table if page_table is None else metadata(page_table),
             q_starts if q_starts is None else metadata(q_starts),
             max_scores if max_scores is None else metadata(max_scores),
-            masks if masks is None else key_of_masks or mask_key(masks),
             call.options,
         )  # fmt: skip
         if address & ADDRESS_MASK:
             # what copies them is another prepared call
-            key = key, misplaced(q, k, v)
-        return prepared.get(key), key
+            key = *key, misplaced(q, k, v)
+        try:
+            return prepared[key], key
+        except KeyError:
+            return None, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
@@ -177,6 +186,7 @@ def find_bwd(
                     return None, None
                 starts.append(start)
         key: Any = (
+            None if masks is None else mask_key(masks),
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.get_device(),
             v.shape, v.stride(), v.dtype, v.get_device(),
@@ -191,14 +201,16 @@ def find_bwd(
                 )
             ],
             None if daux is None else _aux_key(daux, masks),
-            None if masks is None else mask_key(masks),
             call.options,
             None if score_mod_bwd is None else callable_key(score_mod_bwd),
             deterministic,
             config,
         )  # fmt: skip
         if address & ADDRESS_MASK:
-            key = key, misplaced(q, k, v, out, dout)
-        return prepared.get(key), key
+            key = *key, misplaced(q, k, v, out, dout)
+        try:
+            return prepared[key], key
+        except KeyError:
+            return None, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

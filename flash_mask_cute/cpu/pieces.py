@@ -38,7 +38,7 @@ class RowCuts(NamedTuple):
             info.get_n_block_min_max(walk.seqlen_info, m_block, i, self.num_splits)
             for i in range(self.num_splits)
         )
-        every = torch.ones(self.num_heads, dtype=torch.bool)
+        every = torch.ones(self.num_heads, dtype=torch.bool, device="cpu")
         return {begin: every for begin, end in pieces if begin < end and begin != first}
 
 
@@ -72,6 +72,6 @@ class ShareCuts:
             first = tile.first_share(self._size)
             for share in range(first + 1, first + tile.num_pieces(self._size)):
                 begin, _ = tile.piece(share, self._size)
-                none = torch.zeros(self._num_heads, dtype=torch.bool)
+                none = torch.zeros(self._num_heads, dtype=torch.bool, device="cpu")
                 cuts.setdefault(first_block + begin, none)[head_idx] = True
         return cuts

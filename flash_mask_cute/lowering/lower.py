@@ -10,8 +10,8 @@ import hashlib
 import linecache
 import math
 import re
-import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,9 +34,10 @@ from flash_mask_cute.lowering.text import AUX, Source, Text, UnknownOperator, wr
 from flash_mask_cute.lowering.trace import Trace, name_of, trace, trace_with_numbers
 from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
+from flash_mask_cute.runtime.process_state import trace_lock
+from flash_mask_cute.runtime.recent import Recent
 
 KINDS = ("mask_mod", "score_mod")
-_LOCK = threading.RLock()
 # An index that is less than what the table has, if the table has as many as the text says.
 _CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
@@ -137,7 +138,7 @@ def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
         return lowered
     source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
-    with _LOCK:
+    with trace_lock():
         return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
@@ -147,20 +148,33 @@ def with_checks(lowered: LoweredMod) -> LoweredMod:
     if source == lowered.source:
         return lowered
     kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
-    with _LOCK:
+    with trace_lock():
         return replace(lowered, mod=_mod_of(source, kind), source=source)
 
 
-def mod_source(mod: Callable[..., Any], kind: str | None = None) -> str:
-    """The CuTe source text of a lowered torch mod.
+def mod_source(
+    mod: Callable[..., Any],
+    kind: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> str:
+    """The CuTe source text of a lowered torch mod. Calls on this device then need not trace it.
 
     kind: "mask_mod" or "score_mod"; by default it follows from the number of arguments, 4 or 5.
+    device: where attention runs, such as "cuda"; by default that of the first captured tensor, or
+    the CPU.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: as `lower_mod`.
+
+    Example:
+        >>> mod_source(lambda b, h, q, k: q >= k, device="cuda")
     """
     if kind is None:
         from flash_mask_cute.lowering.convention import kind_of_torch_mod
 
         kind = kind_of_torch_mod(mod)
-    return lower_mod(mod, kind).source
+    return lower_mod(mod, kind, device).source
 
 
 def _device_of(captures: Captures, device: torch.device | str | None) -> torch.device:
@@ -316,18 +330,19 @@ def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path:
 class _Structure:
     """Knowledge about the mods of one structure.
 
-    first: the numbers that the first mod captured. follows_forward: as in `find_captures`.
-    calls_modules: the mod must be walked again with follows_forward. varying: numbers that have
-    changed since, and are aux tensors now; fixed: numbers that cannot be.
+    name: kind, key of the captures, whether they follow forward, type of the device. first: the
+    numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
+    mod must be walked again with follows_forward. varying: numbers that have changed since, and are
+    aux tensors now; fixed: numbers that cannot be.
     """
 
+    name: tuple[Any, ...]
     first: tuple[int | float, ...]
     follows_forward: bool
     varying: tuple[int, ...] = ()
     fixed: frozenset[int] = frozenset()
     knows_shapes: bool = False
     calls_modules: bool = False
-    programs: dict[Any, Program] = field(default_factory=dict)
 
     def key(self, captures: Captures) -> Any:
         """The key of the program for these captures, as far as its dependencies are known."""
@@ -337,7 +352,7 @@ class _Structure:
         shapes = None
         if self.knows_shapes:
             shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
-        return captures.key, self.varying, numbers, shapes
+        return self.name, self.varying, numbers, shapes
 
     def note_changes(self, captures: Captures) -> None:
         """Numbers that differ from their first value vary from now on."""
@@ -350,9 +365,11 @@ class _Structure:
         self.varying = tuple(sorted((changed | set(self.varying)) - self.fixed))
 
 
-_structures: dict[Any, _Structure] = {}
-_mods: dict[str, Callable[..., Any]] = {}
-_warned: set[Any] = set()
+# What is forgotten is traced again when it is needed. A program has its graph, of about 0.2 MB.
+_structures: dict[Any, _Structure] = Recent(4096)
+_programs: dict[Any, Program] = Recent(512)
+_mods: dict[str, Callable[..., Any]] = Recent(1024)
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 traces = 0
 """How many mods were traced in this process."""
 
@@ -361,7 +378,7 @@ def _program(
     mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
 ) -> tuple[Program, Captures]:
     """The program of a mod, and the captures that give its tensors."""
-    with _LOCK:
+    with trace_lock():
         if captures.key is None:
             return _untracked(mod, kind, captures, device), captures
         structure = _structure(kind, captures, device)
@@ -370,7 +387,7 @@ def _program(
             if captures.key is None:
                 return _untracked(mod, kind, captures, device), captures
             structure = _structure(kind, captures, device)
-        program = structure.programs.get(structure.key(captures))
+        program = _programs.get(structure.key(captures))
         if program is not None:
             return program, captures
         return _new_program(structure, mod, kind, captures, device)
@@ -381,7 +398,7 @@ def _structure(kind: str, captures: Captures, device: torch.device) -> _Structur
     structure = _structures.get(name)
     if structure is None:
         numbers = tuple(x.number for x in captures.numbers)
-        structure = _structures[name] = _Structure(numbers, captures.follows_forward)
+        structure = _structures[name] = _Structure(name, numbers, captures.follows_forward)
     return structure
 
 
@@ -393,7 +410,7 @@ def _new_program(
     device: torch.device,
 ) -> tuple[Program, Captures]:
     structure.note_changes(captures)
-    found = structure.programs.get(structure.key(captures))
+    found = _programs.get(structure.key(captures))
     if found is not None:
         return found, captures
     try:
@@ -411,7 +428,7 @@ def _new_program(
         return _program(mod, kind, captures, device)
     if program.found is not None:
         return _untracked(mod, kind, captures, device, program), captures
-    structure.programs[structure.key(captures)] = program
+    _programs[structure.key(captures)] = program
     return program, captures
 
 
@@ -490,9 +507,10 @@ def _forget_captured(module: GraphModule) -> None:
 
 def _mod_of(text: str, kind: str) -> Callable[..., Any]:
     """The function of a text; equal texts share one."""
-    if text not in _mods:
-        _mods[text] = _compiled(text, kind)
-    return _mods[text]
+    mod = _mods.get(text)
+    if mod is None:
+        mod = _mods[text] = _compiled(text, kind)
+    return mod
 
 
 def _compiled(text: str, kind: str) -> Callable[..., Any]:
@@ -509,5 +527,12 @@ def _compiled(text: str, kind: str) -> Callable[..., Any]:
     scope |= {"cute": cute, "ops": device_ops, "inf": math.inf, "nan": math.nan}
     exec(compile(text, file, "exec"), scope)
     mod: Any = scope[kind]
+    weakref.finalize(mod, _forget_text, text, file).atexit = False
     mod.__flash_mask_key__ = f"torch {kind} {digest}"
     return mod
+
+
+def _forget_text(text: str, file: str) -> None:
+    """Called when a function of this text is gone, unless another one was made meanwhile."""
+    if _mods.get(text) is None:
+        linecache.cache.pop(file, None)

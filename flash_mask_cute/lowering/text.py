@@ -180,7 +180,7 @@ class _Writer:
             if isinstance(number, Node):
                 self._values[node] = self._filled(node, self._value(number), out)
                 return
-            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype)
+            self._known[node] = torch.full(tuple(out.shape), number, dtype=out.dtype, device="cpu")
         else:
             self._values[node] = self._lowered(node, name, out)
 
@@ -196,7 +196,13 @@ class _Writer:
             text = str(self._refusal(node, "gives several results"))
             raise UnknownOperator(text, node.target)
 
+    def _refuse_what_no_kernel_has(self, node: Node, out: Tensor) -> None:
+        if out.dtype not in DSL_NAMES:
+            hint = ": write its real and its imaginary part" if out.dtype.is_complex else ""
+            raise self._refusal(node, f"gives {out.dtype}, which no kernel has{hint}")
+
     def _filled(self, node: Node, number: Number, out: Tensor) -> Array:
+        self._refuse_what_no_kernel_has(node, out)
         call = self._call_of(node, out, (), {})
         element = ops.cast(ops.as_array(number, out.dtype, call), out.dtype).elements[0]
         return Array(out.dtype, (), (element,)).broadcast(tuple(out.shape))
@@ -218,6 +224,7 @@ class _Writer:
         operands: Any = torch.fx.node.map_aggregate(
             (node.args, node.kwargs), lambda x: self._value(x) if isinstance(x, Node) else x
         )
+        self._refuse_what_no_kernel_has(node, out)
         args, kwargs = operands
         reads_whole = name not in ("index", "select", *_LIFTS)
         tables = [x for x in (*args, *kwargs.values()) if isinstance(x, Table)]
@@ -296,7 +303,7 @@ class _Writer:
         if isinstance(returned, Node):
             value = self._value(returned)
         elif isinstance(returned, bool | int | float):
-            value = Array.of_tensor(torch.tensor(returned))
+            value = Array.of_tensor(torch.tensor(returned, device="cpu"))
         else:
             raise TypeError(f"{name} returned {returned!r}: it must return one tensor")
         call = ops.Call(None, "result", (), {}, wanted, (), self._name_element("result"))

@@ -184,7 +184,7 @@ def _as_tensors(indices: Any) -> Any:
     """Unknown numbers can replace an index only as tensors."""
     if isinstance(indices, torch.SymInt):
         number: Any = indices
-        return torch.scalar_tensor(number, dtype=torch.int64)
+        return torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
     if isinstance(indices, tuple):
         return tuple(map(_as_tensors, indices))
     return indices

@@ -101,9 +101,13 @@ def _shortest(element: Element) -> str:
     if value is None or not math.isfinite(value):
         return element.text
     texts = (f"{value:.{digits}g}" for digits in range(6, 10))
-    exact = torch.tensor(value, dtype=torch.float32)
-    short = next(x for x in texts if torch.tensor(float(x), dtype=torch.float32) == exact)
+    exact = _as_float32(value)
+    short = next(x for x in texts if _as_float32(float(x)) == exact)
     return repr(float(short))
+
+
+def _as_float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 A `mask_mod`, a `score_mod`, its derivatives or a `score_mod_bwd` runs over a rectangle of queries
 and keys of one head. It is called exactly as a kernel calls it (`mods/calling.py`,
 `mods/derivative.py`), so code that was tried here is what a kernel compiles. One compiled function
-serves all sizes and strides. It is cached in memory by the structure of the callable and the dtypes
-and ranks of its aux tensors.
+serves all sizes and strides. Those used last are kept in memory, by the structure of the callable
+and the dtypes and ranks of its aux tensors.
 """
 
 import functools
@@ -18,8 +18,10 @@ from torch import Tensor
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor, check_record, new_record
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.compiler import compiler_streams
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 from flash_mask_cute.runtime.packages import tells_what_to_install
+from flash_mask_cute.runtime.recent import Recent
 
 HOST_OPTIONS = "--enable-tvm-ffi"
 _WITH_LINES = " --generate-line-info"
@@ -34,7 +36,7 @@ _GPU_ONLY = {
     "math.erf",
     "math.erfc",
 }
-_compiled: dict[tuple[Any, ...], "HostFunction"] = {}
+_compiled: dict[tuple[Any, ...], "HostFunction"] = Recent(128)  # of 2 MB each
 
 
 def eval_mask_mod(
@@ -315,12 +317,13 @@ def compile_for_host(
             raise NotImplementedError
 
     try:
-        return cute.compile(
-            function,
-            *arguments,
-            options=options,
-            trace_finalize_hooks=refuse_gpu_instructions,
-        )
+        with compiler_streams():
+            return cute.compile(
+                function,
+                *arguments,
+                options=options,
+                trace_finalize_hooks=refuse_gpu_instructions,
+            )
     except Exception as error:
         if not refused:
             raise

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.compiler import compiler_streams
 from flash_mask_cute.runtime.packages import tells_what_to_install
+from flash_mask_cute.runtime.recent import Recent
 
 if TYPE_CHECKING:
     from flash_mask_cute.mods.calling import Reliance
@@ -36,28 +38,30 @@ class HasMaskMod(fake_tensors.HasAux, Protocol):
 # a `callable_key`, and `AttentionProblem.aux`
 _Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
 
-_functions: dict[_Key, bool] = {}
-_reliance: dict[_Key, Reliance] = {}
+_functions: dict[_Key, bool] = Recent(4096)
+_reliance: dict[_Key, Reliance] = Recent(4096)
 
 
 def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
     """Whether the score_mod of a problem computes tanh, exp2 or the like of a score
     (`mods.calling.ScoreModTraits`). False if it cannot be traced."""
     key = problem.score_mod, problem.aux
-    if key not in _functions:
+    found = _functions.get(key)
+    if found is None:
         with compile_lock():
-            _functions[key] = _trace_score_mod(score_mod, problem)
-    return _functions[key]
+            found = _functions[key] = _trace_score_mod(score_mod, problem)
+    return found
 
 
 def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
     """Whether the mask_mod of a problem uses its batch entry and its head
     (`mods.calling.Reliance`). Both, if it cannot be traced."""
     key = problem.mask_mod, problem.aux
-    if key not in _reliance:
+    found = _reliance.get(key)
+    if found is None:
         with compile_lock():
-            _reliance[key] = _trace_mask_mod(mask_mod, problem)
-    return _reliance[key]
+            found = _reliance[key] = _trace_mask_mod(mask_mod, problem)
+    return found
 
 
 @tells_what_to_install()
@@ -91,5 +95,5 @@ def _trace(ask: Callable[..., None], *arguments: Any) -> None:
     """Trace a function for the host. What it keeps shows whether the trace finished."""
     import cutlass.cute as cute
 
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), compiler_streams():
         cute.compile(cute.jit(ask), *arguments, no_jit_engine=True)

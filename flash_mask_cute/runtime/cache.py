@@ -1,4 +1,4 @@
-"""Compile cache: one dictionary per process, one directory per user.
+"""Compile cache: the kernels used last per process, one directory per user.
 
 A compiled kernel is found by an identity, not by a file name. The identity consists of the caller's
 key (everything that changes the generated code), the architecture, the option string, this
@@ -11,8 +11,14 @@ entry is compared with the request.
     <directory>/v1/<name>-<sha256>.lock   there only while a process compiles this entry
 
 The directory is $FLASH_MASK_CUTE_CACHE_DIR, else $XDG_CACHE_HOME/flash_mask_cute, else
-~/.cache/flash_mask_cute. "0" or "off" turns the disk part off. Object files are code: the v1 folder
-must belong to the calling user and be writable by nobody else, and so must the entries.
+~/.cache/flash_mask_cute. "0" or "off" turns the disk part off.
+
+Object files are code: the v1 folder must belong to the calling user and be writable by nobody else,
+and so must the entries. The directory above it may belong to root, and others may write there if
+its sticky bit is set, as in /tmp. What is loaded are the very bytes that were checked.
+
+The disk is not used where the sources are unknown (`runtime/sources.py`): without source files, or
+after these have changed beside the process.
 
 A disk problem never fails a call: the kernel is compiled, not stored, and one warning gives the
 reason. Importing this module imports neither cutlass nor torch.
@@ -38,16 +44,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flash_mask_cute.runtime.packages import tells_what_to_install
+from flash_mask_cute.runtime.process_state import close_end, count_build, pipe
+from flash_mask_cute.runtime.process_state import compile_count as compile_count
+from flash_mask_cute.runtime.process_state import compile_lock as compile_lock
+from flash_mask_cute.runtime.recent import Recent
+from flash_mask_cute.runtime.sources import SOURCES
 
 DIRECTORY_VARIABLE = "FLASH_MASK_CUTE_CACHE_DIR"
 DEFAULT_MAX_BYTES = 2 << 30
+DEFAULT_MAX_IN_MEMORY = 512
 DEFAULT_LOCK_TIMEOUT_S = 600.0
 
 _LAYOUT = "v1"
 _POLL_S = 0.02
 _STALE_TEMPORARY_S = 3600.0
 _TEMPORARY_PREFIX = ".tmp-"
+_REMEDY = f" Set {DIRECTORY_VARIABLE} to a private writable directory, or to 'off'."
 _UNSTORED_SYMBOL = "flash_mask_cute_unstored"
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Settings of the DSL that choose what is printed, logged, dumped or cached, never the code.
 _NEUTRAL_DSL_VARIABLES = re.compile(
     r"CUTE_DSL_(CACHE_DIR|DISABLE_FILE_CACHING|DUMP_DIR|ENABLE_OPTIMIZATION_WARNINGS"
@@ -82,11 +96,12 @@ class CacheUsage(NamedTuple):
 
 
 class CompileCache:
-    """Maps a key to a `Compiled`, building each at most once.
+    """Maps a key to a `Compiled`, building each at most once as long as it is kept.
 
     Args:
         directory: where entries live; None means the environment decides, at each miss.
         max_bytes: when storing exceeds this total, the least recently used entries are deleted.
+        max_in_memory: how many kernels the process keeps, as `Recent`; others come from the disk.
         lock_timeout_s: how long to wait for another process that compiles the same key.
     """
 
@@ -95,12 +110,13 @@ class CompileCache:
         directory: str | os.PathLike[str] | None = None,
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        max_in_memory: int = DEFAULT_MAX_IN_MEMORY,
         lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S,
     ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._max_bytes = max_bytes
         self._lock_timeout_s = lock_timeout_s
-        self._memory: dict[Hashable, Compiled] = {}
+        self._memory: dict[Hashable, Compiled] = Recent(max_in_memory)
         self._has_warned = False
 
     def get(
@@ -172,10 +188,7 @@ class CompileCache:
         arch: str,
         options: str,
     ) -> Compiled:
-        folder = self._folder()
-        entry = None
-        if folder is not None:
-            entry = _Entry(folder, name, _canonical(_identity(name, key, arch, options)))
+        entry = self._entry(name, key, arch, options)
         deadline = time.monotonic() + self._lock_timeout_s
         while True:
             # Not held while another process compiles: other threads may go on meanwhile.
@@ -188,12 +201,24 @@ class CompileCache:
                     return found
             time.sleep(_POLL_S)
 
+    def _entry(self, name: str, key: Mapping[str, Any], arch: str, options: str) -> _Entry | None:
+        """Where the disk has the kernel; None if the disk is not used."""
+        folder = self._folder()
+        if folder is None:
+            return None
+        try:
+            sources = SOURCES.fingerprint()
+        except LookupError as error:
+            self._warn(str(error), remedy="")
+            return None
+        return _Entry(folder, name, _canonical(_identity(name, key, arch, options, sources)))
+
     def _attempt(
         self, entry: _Entry | None, build: Callable[[], Compiled], out_of_time: bool
     ) -> Compiled | None:
         """Load or build; None while another process compiles this entry."""
         if entry is None:
-            return _load_unstored(_count(build()))
+            return _unstored(_built(build))
         found = entry.load()
         if found is not None:
             return found
@@ -201,26 +226,30 @@ class CompileCache:
             lock = entry.try_lock()
         except OSError as error:
             self._warn(f"cannot lock {entry.lock_path}: {error}")
-            return _load_unstored(_count(build()))
+            return _unstored(_built(build))
         if lock is None:
             if not out_of_time:
                 return None
             self._warn(f"{entry.lock_path} has been held for more than {self._lock_timeout_s:g} s")
-            return _load_unstored(_count(build()))
+            return _unstored(_built(build))
         with _released(entry.lock_path, lock):
             found = entry.load()  # written between the first look and the lock
             if found is not None:
                 return found
             entry.discard()
-            return self._store(entry, _count(build()))
+            return self._store(entry, _built(build))
 
     def _store(self, entry: _Entry, compiled: Compiled) -> Compiled:
+        content = _exported(compiled, entry.symbol)
         try:
-            entry.store(compiled)
+            SOURCES.fingerprint()  # the compiler has read the kernel's sources meanwhile
+            entry.store(content, compiled.meta)
             _evict(entry.folder, self._max_bytes, keep=entry.stem)
+        except LookupError as error:
+            self._warn(str(error), remedy="")
         except Exception as error:  # mostly a full disk
             self._warn(f"cannot store {entry.object_path}: {error}")
-        return entry.load() or _load_unstored(compiled)
+        return Compiled(_load(content, entry.symbol), compiled.meta)
 
     def _root(self) -> Path | None:
         """The directory, which may not exist; None if the disk is not used.
@@ -233,7 +262,7 @@ class CompileCache:
         value = os.environ.get(DIRECTORY_VARIABLE, "")
         if value.lower() in ("0", "off"):
             return None
-        return Path(value) if value else _default_root()
+        return Path(value).expanduser() if value else _default_root()
 
     def _folder(self) -> Path | None:
         """Return the folder of the entries, made if necessary; None if the disk is not used."""
@@ -242,27 +271,37 @@ class CompileCache:
             if root is None:
                 return None
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            above = root.stat()
             folder = root / _LAYOUT
             folder.mkdir(mode=0o700, exist_ok=True)
             status = folder.lstat()
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             self._warn(f"cannot use its directory: {error}")
             return None
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        user = os.geteuid()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user:
             self._warn(f"{folder} is not a directory that belongs to the current user")
             return None
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_mode & _WRITTEN_BY_OTHERS:
             self._warn(f"{folder} can be written by other users (mode {status.st_mode & 0o777:o})")
+            return None
+        if above.st_uid not in (user, 0):
+            self._warn(f"{root} belongs to another user")
+            return None
+        if above.st_mode & _WRITTEN_BY_OTHERS and not above.st_mode & stat.S_ISVTX:
+            self._warn(
+                f"{root} can be written by other users (mode {above.st_mode & 0o777:o}); a folder "
+                "in it that does not exist yet is made private"
+            )
             return None
         return folder
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: str, remedy: str = _REMEDY) -> None:
         if self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
-            f"flash_mask_cute compiles without its disk cache: {reason}. Set "
-            f"{DIRECTORY_VARIABLE} to a private writable directory, or to 'off'.",
+            f"flash_mask_cute compiles without its disk cache: {reason}.{remedy}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -282,15 +321,16 @@ class _Entry:
         self.sidecar_path = folder / f"{self.stem}.json"
         self.lock_path = folder / f"{self.stem}.lock"
         self._identity = json.loads(identity)
-        self._symbol = f"flash_mask_cute_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{digest[:16]}"
+        self.symbol = f"flash_mask_cute_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{digest[:16]}"
 
     def load(self) -> Compiled | None:
         try:
             sidecar = json.loads(_read_own(self.sidecar_path))
-            checksum = hashlib.sha256(_read_own(self.object_path)).hexdigest()
+            content = _read_own(self.object_path)
+            checksum = hashlib.sha256(content).hexdigest()
             if sidecar["identity"] != self._identity or sidecar["object_sha256"] != checksum:
                 return None
-            found = Compiled(_load(str(self.object_path), self._symbol), dict(sidecar["meta"]))
+            found = Compiled(_load(content, self.symbol), dict(sidecar["meta"]))
         except Exception:  # absent, unreadable, corrupt, or refused by the loader: all mean rebuild
             return None
         with contextlib.suppress(OSError):
@@ -302,21 +342,18 @@ class _Entry:
             self.sidecar_path.unlink(missing_ok=True)
             self.object_path.unlink(missing_ok=True)
 
-    def store(self, compiled: Compiled) -> None:
+    def store(self, content: bytes, meta: Mapping[str, Any]) -> None:
         """Write the object first: a sidecar always describes an object that is complete."""
         temporary = self.folder / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         part_object, part_sidecar = temporary.with_suffix(".o"), temporary.with_suffix(".json")
+        sidecar = {
+            "identity": self._identity,
+            "object_sha256": hashlib.sha256(content).hexdigest(),
+            "meta": dict(meta),
+        }
         try:
-            function: Any = compiled.function
-            function.export_to_c(str(part_object), function_name=self._symbol)
-            part_object.chmod(0o600)
-            sidecar = {
-                "identity": self._identity,
-                "object_sha256": hashlib.sha256(part_object.read_bytes()).hexdigest(),
-                "meta": dict(compiled.meta),
-            }
-            part_sidecar.touch(mode=0o600)
-            part_sidecar.write_text(json.dumps(sidecar, indent=1, sort_keys=True))
+            _write_private(part_object, content)
+            _write_private(part_sidecar, json.dumps(sidecar, indent=1, sort_keys=True).encode())
             os.replace(part_object, self.object_path)
             os.replace(part_sidecar, self.sidecar_path)
         finally:
@@ -344,20 +381,65 @@ class _Entry:
             os.close(descriptor)
 
 
-def _load(path: str, symbol: str) -> Callable[..., Any]:
+def _built(build: Callable[[], Compiled]) -> Compiled:
+    compiled = build()
+    count_build()
+    return compiled
+
+
+# The DSL takes paths, and reads and writes them in one piece. A pipe has a path, and no limit on
+# the size of files (`ulimit -f`), which holds in memory, too.
+
+
+def _exported(compiled: Compiled, symbol: str) -> bytes:
+    """The object file of a builder's result, with one function of this name."""
+    function: Any = compiled.function
+    content: list[bytes] = []
+    with pipe() as (reading, writing):
+
+        def drain() -> None:
+            with open(reading, "rb", closefd=False) as file:
+                content.append(file.read())
+
+        reader = threading.Thread(target=drain, name="flash_mask_cute export")
+        reader.start()
+        try:
+            function.export_to_c(_path_of(writing), function_name=symbol)
+        finally:
+            close_end(writing)
+            reader.join()
+    return content[0]
+
+
+def _load(content: bytes, symbol: str) -> Callable[..., Any]:
+    """The function of this name in an object file."""
     from cutlass.cute.runtime import load_module
 
-    function: Callable[..., Any] = getattr(load_module(path, enable_tvm_ffi=True), symbol)
+    with pipe() as (reading, writing):
+
+        def feed() -> None:
+            with contextlib.suppress(BrokenPipeError), open(writing, "wb", closefd=False) as file:
+                file.write(content)
+            close_end(writing)
+
+        writer = threading.Thread(target=feed, name="flash_mask_cute load")
+        writer.start()
+        try:
+            module = load_module(_path_of(reading), enable_tvm_ffi=True)
+        finally:
+            close_end(reading)
+            writer.join()
+    function: Callable[..., Any] = getattr(module, symbol)
     return function
 
 
-def _load_unstored(compiled: Compiled) -> Compiled:
+def _path_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _unstored(compiled: Compiled) -> Compiled:
     """A builder's result, loaded from an object file that is only in memory."""
-    exported: Any = compiled.function
-    with os.fdopen(os.memfd_create(_UNSTORED_SYMBOL), "rb") as file:
-        path = f"/proc/self/fd/{file.fileno()}"
-        exported.export_to_c(path, function_name=_UNSTORED_SYMBOL)
-        return Compiled(_load(path, _UNSTORED_SYMBOL), compiled.meta)
+    return Compiled(_load(_exported(compiled, _UNSTORED_SYMBOL), _UNSTORED_SYMBOL), compiled.meta)
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
@@ -381,12 +463,21 @@ def _released(path: Path, descriptor: int) -> Iterator[None]:
 
 
 def _read_own(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    # opening a pipe that somebody left there does not wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise PermissionError(f"{path} is not a regular file of the current user")
+        if status.st_mode & _WRITTEN_BY_OTHERS:
+            raise PermissionError(f"{path} can be written by other users")
         return file.read()
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        file.write(content)
 
 
 def _evict(folder: Path, max_bytes: int, *, keep: str) -> None:
@@ -425,13 +516,15 @@ def _canonical(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _identity(name: str, key: Mapping[str, Any], arch: str, options: str) -> dict[str, Any]:
+def _identity(
+    name: str, key: Mapping[str, Any], arch: str, options: str, sources: str
+) -> dict[str, Any]:
     return {
         "name": name,
         "key": dict(key),
         "arch": arch,
         "options": options,
-        "sources": source_fingerprint(),
+        "sources": sources,
         "toolchain": _toolchain(),
         "environment": {
             variable: value
@@ -439,18 +532,6 @@ def _identity(name: str, key: Mapping[str, Any], arch: str, options: str) -> dic
             if variable.startswith("CUTE_DSL_") and not _NEUTRAL_DSL_VARIABLES.fullmatch(variable)
         },
     }
-
-
-@functools.cache
-def source_fingerprint() -> str:
-    """SHA-256 of all Python sources of this package, read once per process."""
-    root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
 
 
 @functools.cache
@@ -469,41 +550,4 @@ def _toolchain() -> dict[str, str]:
 
 def _default_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "flash_mask_cute"
-
-
-# -- process-wide state -------------------------------------------------------------------------
-
-_lock = threading.RLock()
-_builds = 0
-
-
-def compile_lock() -> threading.RLock:
-    """The lock under which this process compiles.
-
-    Two threads in `cute.compile` at once abort the process. So code that compiles without a
-    `CompileCache` takes this lock too.
-    """
-    return _lock
-
-
-def compile_count() -> int:
-    """Number of kernels that this process has built, without cache hits; a forked child starts at
-    0."""
-    return _builds
-
-
-def _count(compiled: Compiled) -> Compiled:
-    global _builds
-    _builds += 1
-    return compiled
-
-
-def _start_afresh() -> None:
-    """In a forked child: the thread that held the lock does not exist here."""
-    global _lock, _builds
-    _lock = threading.RLock()
-    _builds = 0
-
-
-os.register_at_fork(after_in_child=_start_afresh)
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "flash_mask_cute"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import re
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.packages import tells_what_to_install
+from flash_mask_cute.runtime.process_state import collector_paused
 from flash_mask_cute.runtime.target import Target
 
 CACHE = CompileCache()
@@ -58,7 +59,7 @@ def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any)
     import cutlass.cute as cute
 
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), _collector_paused():
+    with compiler_streams(said), collector_paused():
         function = cute.compile(
             kernel,
             *arguments,
@@ -78,18 +79,37 @@ def _let_ptxas_report(dsl: Any, _module: Any, _name: str) -> None:
     dsl.compile_options._apply_opt_string("remarks{ptx}")
 
 
+class _OwnStreams:
+    """The module `sys` with streams of its own, which may be replaced without effect on others."""
+
+    def __init__(self, stderr: Any) -> None:
+        self.stdout = sys.stdout
+        self.stderr = sys.stderr if stderr is None else stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection in the context. Allocations of tracing would trigger scans of all
-    objects of the process, most of which belong to torch."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
+def compiler_streams(stderr: io.StringIO | None = None) -> Iterator[None]:
+    """Give the compiler a `sys` of its own in the context, under `compile_lock()`.
+
+    The compiler replaces sys.stdout and sys.stderr by buffers while it runs its passes. Lines that
+    other threads print meanwhile would be late, or lost if the compilation fails, and a child
+    forked meanwhile would print into the buffers.
+
+    stderr: gets what the compiler writes to sys.stderr, such as the remarks of ptxas.
+    """
+    from cutlass.base_dsl import compiler, dsl
+
+    own = _OwnStreams(stderr)
+    for module in (compiler, dsl):
+        vars(module)["sys"] = own
     try:
         yield
     finally:
-        gc.enable()
+        for module in (compiler, dsl):
+            vars(module)["sys"] = sys
 
 
 def _read(remarks: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation
 from flash_mask_cute.call.run.forward import EmptyForward
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
+from flash_mask_cute.runtime.recent import Recent
 
 NEG_INF = float("-inf")
 
@@ -343,11 +344,12 @@ def test_a_misaligned_output_never_hits(recorder: Recorder) -> None:
 
 
 def test_launches_do_not_pile_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "_MAX_KEPT", 4)
+    kept: Recent[Any, Any] = Recent(4)
+    monkeypatch.setattr(interface, "_prepared_fwd", kept)
     tensors = qkv()
     for scale in range(1, 10):
         _flash_attn_fwd(*tensors, softmax_scale=scale)
-        assert 1 <= len(interface._prepared_fwd) <= 4
+        assert 1 <= kept.held <= 4
 
 
 def test_extents_of_one_get_strides_that_tma_takes(recorder: Recorder) -> None:

@@ -259,7 +259,8 @@ def _check_room(x: Append) -> None:
                 f"{info.seqlen_k_new} more"
             )
     if x.page_table is not None:
-        total = torch.tensor([info.seqlen_k for info in _lengths(x)], dtype=torch.int32)
+        lengths = [info.seqlen_k for info in _lengths(x)]
+        total = torch.tensor(lengths, dtype=torch.int32, device="cpu")
         check_pages(x.k_cache, x.page_table, None, total)
 
 

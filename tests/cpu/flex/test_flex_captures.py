@@ -287,6 +287,7 @@ def test_a_number_that_changes_compiles_once_more(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lower, "_structures", {})
+    monkeypatch.setattr(lower, "_programs", {})
     kind, make, values = CHANGING[name]
     texts, counts = [], []
     for value in values:

@@ -129,6 +129,7 @@ def test_what_a_head_alone_decides_is_not_computed_for_each_score(
     """Of a number that varies and of a table, which kernels read from memory."""
     slopes = torch.rand(64)
     monkeypatch.setattr(lower, "_structures", {})
+    monkeypatch.setattr(lower, "_programs", {})
     mods = {
         "constant": lower_mod(_alibi_of(32), "score_mod"),
         "varying": lower_mod(_alibi_of(64), "score_mod"),

@@ -1,0 +1,122 @@
+"""What all threads of the process share while it compiles or traces, and what a forked child makes
+of it.
+
+A child has only the thread that forked. So what another thread holds or has changed for a while,
+nobody in the child would give back: this module does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+# How long a fork waits for a thread that traces a mod.
+_FORK_WAITS_S = 10.0
+
+_compile_lock = threading.RLock()
+_trace_lock = threading.RLock()
+_fork_holds_trace_lock = threading.local()
+_pauses_collector = False
+_pipe_ends: set[int] = set()
+_builds = 0
+
+
+def compile_lock() -> threading.RLock:
+    """The lock under which this process compiles.
+
+    Two threads in `cute.compile` at once abort the process. So code that compiles without a
+    `CompileCache` takes this lock too.
+    """
+    return _compile_lock
+
+
+def trace_lock() -> threading.RLock:
+    """The lock under which this process traces mods written in torch.
+
+    A fork waits for it, because tracing changes state of torch that the child would keep.
+    """
+    return _trace_lock
+
+
+def compile_count() -> int:
+    """Number of kernels that this process has built, without cache hits; a forked child starts at
+    0."""
+    return _builds
+
+
+def count_build() -> None:
+    global _builds
+    _builds += 1
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection in the context, under `compile_lock()`. Allocations of tracing would
+    trigger scans of all objects of the process, most of which belong to torch."""
+    global _pauses_collector
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    _pauses_collector = True
+    try:
+        yield
+    finally:
+        _pauses_collector = False
+        gc.enable()
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe, as the descriptors of its reading and of its writing end, closed after the context.
+
+    A forked child closes both ends at once: who reads waits until nobody can write any more.
+    """
+    ends = os.pipe()
+    _pipe_ends.update(ends)
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            close_end(end)
+
+
+def close_end(descriptor: int) -> None:
+    """Close an end of a `pipe` unless it is closed already."""
+    if descriptor in _pipe_ends:
+        _pipe_ends.discard(descriptor)
+        os.close(descriptor)
+
+
+def _before_fork() -> None:
+    _fork_holds_trace_lock.value = _trace_lock.acquire(timeout=_FORK_WAITS_S)
+
+
+def _after_fork_in_parent() -> None:
+    if _fork_holds_trace_lock.value:
+        _trace_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _compile_lock, _trace_lock, _builds, _pauses_collector
+    _compile_lock = threading.RLock()
+    if _fork_holds_trace_lock.value:
+        _trace_lock.release()
+    else:
+        _trace_lock = threading.RLock()
+    if _pauses_collector:
+        _pauses_collector = False
+        gc.enable()
+    for end in list(_pipe_ends):
+        close_end(end)
+    _builds = 0
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
