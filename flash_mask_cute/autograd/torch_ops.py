@@ -28,7 +28,7 @@ from flash_mask_cute.autograd.passes import (
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.call.arguments import QStart
-from flash_mask_cute.call.mask_extents import check_position
+from flash_mask_cute.call.mask_extents import JOIN_MASKS, belongs_to_one, check_position
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.interface import (
     BwdConfig,
@@ -255,6 +255,13 @@ def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
         }
     indices, causal, seqlen_q = mask, call.causal, None
     if not isinstance(mask, Tensor):
+        starts = call.cu_seqlens_k
+        # operators take a mask without this fact, and a trace has no lengths to be named
+        if starts is not None and belongs_to_one(mask, starts.shape[0] - 1):
+            raise ValueError(
+                "startend_row_indices was made for one sequence, and cu_seqlens_k packs several, "
+                f"{JOIN_MASKS}"
+            )
         indices, causal = mask.startend_row_indices, mask.causal
         seqlen_q = _operator_seqlen(mask.seqlen_q)
     columns = {

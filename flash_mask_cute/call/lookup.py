@@ -43,6 +43,7 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
                 columns.causal,
                 columns.documents,
                 columns.seqlen_q,
+                columns.one_sequence,
                 *_meta(columns.startend_row_indices),
             )
             if isinstance(columns, ColumnMask)

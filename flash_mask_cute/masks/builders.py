@@ -382,7 +382,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
             "hold two"
         )
     indices = _fit(num_runs, first, last, diagonal, seqlen_q, is_causal)
-    return ColumnMask(indices, is_causal, seqlen_q=seqlen_q)
+    return ColumnMask(indices, is_causal, seqlen_q=seqlen_q, one_sequence=True)
 
 
 def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
@@ -458,7 +458,7 @@ def _fit(
 
 
 def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> ColumnMask:
-    return ColumnMask(indices, causal, documents, seqlen_q=indices.shape[2])
+    return ColumnMask(indices, causal, documents, seqlen_q=indices.shape[2], one_sequence=True)
 
 
 # -- arguments ----------------------------------------------------------------------------------

@@ -73,7 +73,11 @@ class ColumnMask:
 
     seqlen_q: the number of queries that the mask was made for, set by the builders; "any" if each
     key is hidden from all queries or from none. A call with another number of queries is refused,
-    unless `q_start` gives their position in the mask. None: not known.
+    unless `q_start` gives their position in the mask. None: not known. It counts the queries of one
+    batch entry, or of all packed sequences together if the mask belongs to a packed batch.
+
+    one_sequence: whether each batch entry counts the rows of one sequence, as masks of the builders
+    do. Such a mask is refused for keys in which cu_seqlens_k packs several.
 
     The tensor may be changed in place between calls; the host never reads its values.
 
@@ -92,6 +96,7 @@ class ColumnMask:
     causal: bool
     documents: bool | None = None
     seqlen_q: int | Literal["any"] | None = None
+    one_sequence: bool = False
     _bounds: dict[object, _Bounds] = field(default_factory=dict, init=False, repr=False)
     _documents: dict[int, _Found] = field(default_factory=dict, init=False, repr=False)
 
@@ -106,6 +111,8 @@ class ColumnMask:
             raise TypeError(f"causal={self.causal!r} is not a bool")
         if not (self.documents is None or isinstance(self.documents, bool)):
             raise TypeError(f"documents={self.documents!r} is not a bool or None")
+        if not isinstance(self.one_sequence, bool):
+            raise TypeError(f"one_sequence={self.one_sequence!r} is not a bool")
         if indices.dtype != torch.int32:
             raise TypeError(f"startend_row_indices must have dtype int32, got {indices.dtype}")
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
@@ -144,6 +151,7 @@ class ColumnMask:
             "causal": self.causal,
             "documents": self.documents,
             "seqlen_q": self.seqlen_q,
+            "one_sequence": self.one_sequence,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
