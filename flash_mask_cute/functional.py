@@ -639,7 +639,8 @@ def _attend_by_operators(
 
 def _refuse_pages(call: Call) -> None:
     """Refuse pages where autograd records a graph: they have no gradients."""
-    if call.page_table is not None:
+    # what is no tensor is refused by the host path, by name
+    if isinstance(call.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"

@@ -288,7 +288,7 @@ def explain(
     """
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
-        refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
+        refuse_keywords("explain", {name: keywords.pop(name) for name in sorted(unknown)})
     call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
     masks, device = call.masks, getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)

@@ -178,6 +178,12 @@ class AttentionCall(NamedTuple):
         return any(y is not None for y in (*lengths, options.max_seqlen_q, options.max_seqlen_k))
 
 
+BY_POSITION = (
+    "arguments by position are those of flash-attn-4, which has no dropout_p before softmax_scale "
+    "and causal: pass all that follows v, or the lengths, by keyword"
+)
+
+
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
 
@@ -189,9 +195,6 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     except (TypeError, ValueError):
         wrong = f"window_size must be (left, right), got {window_size!r}"
         if isinstance(window_size, bool):
-            wrong += (
-                "; arguments by position are those of flash-attn-4, which has no dropout_p before "
-                "softmax_scale and causal: pass them by keyword"
-            )
+            wrong += f"; {BY_POSITION}"
         raise ValueError(wrong) from None
     return None if left == -1 else left, None if right == -1 else right

@@ -19,7 +19,7 @@ import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.call import axis_order
-from flash_mask_cute.call.arguments import QStart
+from flash_mask_cute.call.arguments import BY_POSITION, QStart
 from flash_mask_cute.call.lengths import Side, check_lengths
 from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
 from flash_mask_cute.call.pages import check_pages, paged_shape
@@ -45,6 +45,7 @@ from flash_mask_cute.runtime.checks import (
     dtype_names,
 )
 from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.warn_once import warn_once
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -105,7 +106,9 @@ def check_fwd_inputs(
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     check_num_splits(num_splits)
+    _refuse_positions(seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table)
     _check_operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    axis_order.warn_if_transposed(tuple(q.shape), tuple(k.shape), page_table is not None)
     queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
     shape_k = tuple(k.shape)
     if page_table is not None:
@@ -342,7 +345,6 @@ def _check_operands(
     _check_heads(shape_q[-2], shape_v[-2], shape_k)
     _check_head_dim("head_dim", "q", shape_q[-1])
     _check_head_dim("head_dim_v", "v", shape_v[-1])
-    axis_order.warn_once(q=shape_q, k=shape_k)
 
 
 def _check_outputs(
@@ -378,10 +380,27 @@ def _check_outputs(
         check_apart("max_scores", max_scores, others)
 
 
+def _refuse_positions(**lengths: object) -> None:
+    """Refuse numbers in the positions where flash-attn 2 and 3 have other arguments."""
+    for name, value in lengths.items():
+        if isinstance(value, bool | int | float):
+            raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}; {BY_POSITION}")
+
+
 def _check_softmax_scale(softmax_scale: float | None) -> None:
     if softmax_scale is None:
         return
+    if isinstance(softmax_scale, bool):
+        raise TypeError(
+            f"softmax_scale must be a real number, got {brief(softmax_scale)}; {BY_POSITION}"
+        )
     check_real("softmax_scale", softmax_scale)
+    if softmax_scale == 0:
+        warn_once(
+            "softmax_scale=0",
+            "softmax_scale is 0, so all visible keys have the same weight. If this is the "
+            f"dropout_p=0.0 of flash-attn 2: {BY_POSITION}",
+        )
     if not abs(softmax_scale) <= _LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
