@@ -26,6 +26,7 @@ from flash_mask_cute.autograd.passes import (
     run_forward,
 )
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
+from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.arguments import Masks, QStart, Tensors, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.lookup import in_transform, mask_key
@@ -148,7 +149,7 @@ def flash_attn_func(
     of the score that score_mod returns, and returns the gradient of the score that score_mod gets.
     Without it score_mod is differentiated from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
-    returned, or a torch `BlockMask` with its mask as mask_mod.
+    returned, or a torch `BlockMask`, whose own mask_mod is used if mask_mod is None.
     num_splits: 0 takes 1 where the grid fills the GPU or a gradient is recorded. Otherwise few
     queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
@@ -524,6 +525,8 @@ def attend(
     """Differentiable attention. return_max: also return the largest score of each row."""
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
+    if call.block_sparse_tensors_torch is not None and call.mask_mod is None:
+        call = call._replace(mask_mod=mod_of_block_mask(call.block_sparse_tensors_torch))
     if not (call.score_mod is call.mask_mod is None):
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)

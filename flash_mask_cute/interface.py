@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.arguments import (
     AttentionCall,
     Direction,
@@ -291,6 +292,8 @@ def explain(
         refuse_keywords("explain", {name: keywords.pop(name) for name in sorted(unknown)})
     call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
     masks, device = call.masks, getattr(q, "device", None)
+    if masks.block_sparse_tensors_torch is not None and masks.mask_mod is None:
+        masks = masks._replace(mask_mod=mod_of_block_mask(masks.block_sparse_tensors_torch))
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks._replace(**mods._asdict()))
     explained = explain_fwd(call, None if target is None else Target.named(target))

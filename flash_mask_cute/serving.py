@@ -17,6 +17,7 @@ from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.combine_op import run_combine
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import check_forward_call
+from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.append import Append, append, check_append
 from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
@@ -202,6 +203,8 @@ def _attend_over(
     check_cache(cache, call.startend_row_indices)
     cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
     check_contents(cache)
+    if call.block_sparse_tensors_torch is not None and call.mask_mod is None:
+        call = call._replace(mask_mod=mod_of_block_mask(call.block_sparse_tensors_torch))
     if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
         mods = as_cute_mods(call.score_mod, call.mask_mod, call.aux_tensors, q.device)
         call = call._replace(**mods._asdict())

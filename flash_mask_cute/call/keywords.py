@@ -76,8 +76,8 @@ _ADVICE: dict[tuple[str, ...], str] = {
     ),
     ("qv", "head_mask", "min_seqlen_k", "gather_kv_indices"): "it is not supported, leave it out",
     ("block_mask",): (
-        f"say {_LISTS[0]}=block_mask (in _flash_attn_fwd and _flash_attn_bwd {_LISTS[1]}), and "
-        "beside it the same mask as a CuTe callable, mask_mod"
+        f"say {_LISTS[0]}=block_mask (in _flash_attn_fwd and _flash_attn_bwd {_LISTS[1]}, and "
+        "beside it the same mask as a CuTe callable, mask_mod)"
     ),
     ("enable_gqa",): "leave it out, k and v may have fewer heads than q",
     ("return_attn_probs", "return_softmax", "need_weights", "output_attentions"): (

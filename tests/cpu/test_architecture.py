@@ -70,7 +70,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "flex.together",
         *("mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "flex.together", "masks.column_mask", "runtime", "mods"),
+    "interface": (
+        *("call", "block_sparsity", "flex.together", "masks.column_mask", "runtime", "mods"),
+    ),
     "autograd": (
         *("interface", "call", "masks.column_mask", "block_sparsity", "mask_prep", "runtime"),
         "cpu.combine",
@@ -81,6 +83,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "serving": (
         *("functional", "autograd", "call", "flex.together", "masks.column_mask", "runtime"),
+        "block_sparsity",
     ),
     # public paths of device code, and of everything
     "flash_fwd": ("sm90", "sm100"),
