@@ -86,9 +86,12 @@ def as_block_mask(lists: BlockSparseTensorsTorch | ComputedLists) -> BlockMask:
 
 def _block_mask_of(lists: BlockSparseTensorsTorch) -> BlockMask:
     assert lists.block_size is not None
-    aliases = [None if x is None else x.detach() for x in lists[:4]]
-    return BlockMask.from_kv_blocks(  # type: ignore[arg-type]
-        *aliases, lists.block_size, lists.mask_mod, lists.seqlens
+    counts, indices, full_counts, full_indices = (
+        None if x is None else x.detach() for x in lists[:4]
+    )
+    assert counts is not None and indices is not None
+    return BlockMask.from_kv_blocks(
+        counts, indices, full_counts, full_indices, lists.block_size, lists.mask_mod, lists.seqlens
     )
 
 

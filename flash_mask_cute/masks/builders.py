@@ -372,7 +372,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
     if is_causal:
         hidden &= row >= diagonal
     runs = _runs(hidden)
-    num_runs = runs.count
+    num_runs = runs.num_runs
     if bool((num_runs > 2).any()):
         batch_idx, head_idx, column = (num_runs > 2).nonzero()[0].tolist()
         raise ValueError(

@@ -230,13 +230,13 @@ class ColumnMask:
         forms = [(x.expand(shape), y.causal) for x, y in zip(indices, (self, other), strict=True)]
         num_rows = rows if isinstance(rows, Integral) else MAX_INT32
         runs = hidden_runs(forms, int(num_rows))
-        is_too_much = runs.count > 2
+        is_too_much = runs.num_runs > 2
         if bool(is_too_much.any()):
             batch_idx, head_idx, column = is_too_much.nonzero()[0].tolist()
             raise ValueError(
                 f"column {column} (batch {batch_idx}, head {head_idx}) is hidden from "
-                f"{int(runs.count[batch_idx, head_idx, column])} separate ranges of queries by two "
-                "masks together; column intervals hold two: give one of the masks as a mask_mod"
+                f"{int(runs.num_runs[batch_idx, head_idx, column])} separate ranges of queries by "
+                "two masks together; column intervals hold two: give one of the masks as a mask_mod"
             )
         causal = self.causal or other.causal
         return ColumnMask(
@@ -495,7 +495,7 @@ def _common_rows(masks: Sequence[ColumnMask]) -> int | Literal["any"] | None:
     """
     keys = [mask.startend_row_indices.shape[2] for mask in masks]
     devices = [mask.device for mask in masks]
-    rows = [mask.seqlen_q for mask in masks]
+    rows: list[Any] = [mask.seqlen_q for mask in masks]
     if len(set(keys)) > 1:
         raise ValueError(f"masks have {_listed(keys)} keys")
     if len(set(devices)) > 1:

@@ -22,7 +22,7 @@ class HiddenRuns(NamedTuple):
     Without a run they go from the last row to 0.
     """
 
-    count: Tensor
+    num_runs: Tensor
     first: Runs
     last: Runs
 
@@ -52,16 +52,16 @@ def hidden_runs(masks: list[tuple[Tensor, bool]], num_rows: int) -> HiddenRuns:
     ends = ends.masked_fill(is_empty, 0).gather(-1, order).cummax(dim=-1).values
     before = torch.nn.functional.pad(ends, (1, 0), value=-1)[..., :-1]
     is_new = (starts > before) & (ends > starts)
-    count = is_new.sum(-1)
+    num_runs = is_new.sum(-1)
     # one that follows another run at once belongs to it
     is_second = is_new & (is_new.cumsum(-1) == 2)
     first_end = torch.where(is_second, before, 0).amax(-1)
     last = torch.where(is_new, starts, 0).amax(-1), ends[..., -1]
-    first = starts[..., 0], torch.where(count > 1, first_end, last[1])
-    is_none = count == 0
+    first = starts[..., 0], torch.where(num_runs > 1, first_end, last[1])
+    is_none = num_runs == 0
     last = last[0].masked_fill(is_none, num_rows), last[1].masked_fill(is_none, 0)
     first = first[0].masked_fill(is_none, num_rows), first[1].masked_fill(is_none, 0)
-    return HiddenRuns(count, first, last)
+    return HiddenRuns(num_runs, first, last)
 
 
 def fit_vectors(runs: HiddenRuns, diagonal: Tensor | int, num_rows: int, is_causal: bool) -> Tensor:
