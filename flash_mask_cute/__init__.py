@@ -1,11 +1,13 @@
 """Exact attention with masks as first-class citizens, in CuTe DSL, for NVIDIA GPUs.
 
 Importing this package imports neither torch nor the compiler; each name of `__all__` is imported
-when it is first used.
+when it is first used. If torch was imported before, `ColumnMask` is imported at once, so that
+`torch.load` knows it.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,11 @@ _HOME = {
     "patch_flex_attention": "flash_mask_cute.flex",
     "plot": "flash_mask_cute.plotting",
 }
+
+
+if "torch" in sys.modules:
+    # `torch.load` takes files with masks from here on
+    import_module(_HOME["ColumnMask"])
 
 
 def __getattr__(name: str) -> Any:

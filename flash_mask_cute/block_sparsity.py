@@ -70,6 +70,10 @@ class BlockSparseTensorsTorch(NamedTuple):
     block_size: (queries, keys) of a block; None: derived from the number of blocks. Without the
     full_* tensors all blocks are partial. seqlens: the (queries, keys) that the lists were made
     for; `create_block_mask` sets it, and a call with other lengths is refused. None: not known.
+
+    mask_mod: the mask that the lists were made of, as `create_block_mask` sets it. `flex_attention`
+    evaluates it in partial blocks; the other functions take a mask_mod of their own. A pickled or
+    deep copy has none.
     """
 
     mask_block_cnt: Tensor
@@ -78,6 +82,11 @@ class BlockSparseTensorsTorch(NamedTuple):
     full_block_idx: Tensor | None = None
     block_size: tuple[int, int] | None = None
     seqlens: tuple[int, int] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # functions that are made inside of others cannot be pickled, and lists always could
+        return BlockSparseTensorsTorch, tuple(self[:-1])
 
 
 class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
@@ -150,8 +159,7 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
 
     It takes a `BlockSparseTensorsTorch` (returned as it is), the pair that `compute_block_sparsity`
     returned, or a torch `BlockMask`. Only the lists, the block size and the lengths of a
-    `BlockMask` are taken. Its mask_mod is a torch function that no kernel can call, so pass a CuTe
-    mask_mod with it.
+    `BlockMask` are taken (`mod_of_block_mask` gives its mask_mod).
 
     Raises:
         TypeError: it is none of these.
@@ -178,6 +186,23 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
             "the pair that compute_block_sparsity returned, or a torch BlockMask, got "
             f"{_kind(lists)}"
         ) from None
+
+
+def mod_of_block_mask(lists: Any) -> Callable[..., Any] | None:
+    """The mask_mod of a torch `BlockMask`; None for other lists, beside which calls take one.
+
+    Raises:
+        ValueError: the block mask is a slice of another, which has none.
+    """
+    if isinstance(lists, (BlockSparseTensorsTorch, ComputedLists)):
+        return None
+    mask_mod: Callable[..., Any] | None = getattr(lists, "mask_mod", None)
+    if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise ValueError(
+            "block_sparse_tensors is a slice of another BlockMask, and slices have no mask_mod: "
+            "give the mask_mod of the other, shifted by what was cut off, as mask_mod"
+        )
+    return mask_mod
 
 
 def _kind(value: object) -> str:

@@ -112,11 +112,12 @@ def create_block_mask(
 
     B, H: batch and query heads; None where the mask is the same for all of them (the mod then sees
     index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
+    The lists keep mask_mod, with which `flex_attention` takes them as its block_mask.
     Errors: see `compute_blocksparse_tensors`.
     """
     if unknown:
         refuse_keywords("create_block_mask", unknown)
-    return _scan(
+    lists = _scan(
         mask_mod,
         (1 if B is None else B, 1 if H is None else H),
         (seqlen_q, seqlen_k),
@@ -125,6 +126,7 @@ def create_block_mask(
         _as_device(device),
         names=("B", "H"),
     )
+    return lists._replace(mask_mod=mask_mod)
 
 
 def _as_device(value: str | torch.device) -> torch.device:

@@ -299,9 +299,9 @@ def explain(
     """
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
-        refuse_keywords("explain", {name: keywords[name] for name in sorted(unknown)})
+        refuse_keywords("explain", {name: keywords.pop(name) for name in sorted(unknown)})
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
-    masks, device = call.masks or NO_MASKS, getattr(q, "device", None)
+    masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks_of(*masks._replace(**mods._asdict())))
     explained = explain_fwd(call, None if target is None else Target.named(target))

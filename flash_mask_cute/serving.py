@@ -207,7 +207,7 @@ def _attend_over(
     returns: tuple[bool, bool],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """returns: return_lse and return_softmax_lse. `call` does not hold the cache lengths yet."""
-    options, x, masks = call.options, call.tensors, call.masks or NO_MASKS
+    options, x, masks = call.options, call.tensors, (call.masks or NO_MASKS).with_own_mod()
     check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)

@@ -98,7 +98,10 @@ class DenseMasks:
                 from flash_mask_cute import ColumnMask
 
                 tensor, causal = keywords["startend_row_indices"], self.case.causal
-                keywords["startend_row_indices"] = ColumnMask(tensor, causal, seqlen_q="any")
+                rows: Any = self.case.seqlen_q
+                if self.case.lengths_q is not None:
+                    rows = sum(self.case.lengths_q) if packed else "any"
+                keywords["startend_row_indices"] = ColumnMask(tensor, causal, seqlen_q=rows)
         if self.case.mask_mod is not None:
             keywords["mask_mod"] = MASK_MODS[self.case.mask_mod].cute
         if self.case.score_mod is not None:

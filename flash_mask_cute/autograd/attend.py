@@ -61,10 +61,13 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     """Differentiable attention. return_max: also return the largest score of each row."""
     check_bool("return_lse", call.options.return_lse)
     check_bool("return_max_logit", return_max)
-    masks = call.masks
     score_mod = None
-    if masks is not None and not (masks.score_mod is masks.mask_mod is None):
-        call = _with_cute_mods(call, masks)
+    if call.masks is not None:
+        masks = call.masks.with_own_mod()
+        if masks is not call.masks:
+            call = call._replace(masks=masks)
+        if not (masks.score_mod is masks.mask_mod is None):
+            call = _with_cute_mods(call, masks)
         score_mod = (call.masks or NO_MASKS).score_mod
     score_mod_bwd, deterministic, _ = call.backward
     check_gradient_settings(deterministic, score_mod_bwd, score_mod)
@@ -165,7 +168,8 @@ def _needs_graph(tensors: Tensors) -> bool:
 
 def _refuse_pages(call: AttentionCall) -> None:
     """Refuse pages where autograd records a graph: they have no gradients."""
-    if call.tensors.page_table is not None:
+    # what is no tensor is refused by the host path, by name
+    if isinstance(call.tensors.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"

@@ -34,7 +34,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     masks_of,
 )
-from flash_mask_cute.call.check.mask_extents import check_position
+from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one, check_position
 from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
@@ -221,6 +221,13 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
         }
     indices, causal, seqlen_q = mask, call.options.causal, None
     if not isinstance(mask, Tensor):
+        starts = call.tensors.cu_seqlens_k
+        # operators take a mask without this fact, and a trace has no lengths to be named
+        if starts is not None and belongs_to_one(mask, starts.shape[0] - 1):
+            raise ValueError(
+                "startend_row_indices was made for one sequence, and cu_seqlens_k packs several, "
+                f"{JOIN_MASKS}"
+            )
         indices, causal = mask.startend_row_indices, mask.causal
         seqlen_q = _operator_seqlen(mask.seqlen_q)
     columns = {

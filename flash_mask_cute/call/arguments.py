@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -63,6 +64,12 @@ class Masks(NamedTuple):
     @property
     def mods(self) -> Mods:
         return Mods(self.score_mod, self.mask_mod)
+
+    def with_own_mod(self) -> Masks:
+        """The same, with the mask_mod of a torch `BlockMask` if there is no other."""
+        if self.block_sparse_tensors_torch is None or self.mask_mod is not None:
+            return self
+        return self._replace(mask_mod=mod_of_block_mask(self.block_sparse_tensors_torch))
 
 
 NO_MASKS = Masks()
@@ -222,6 +229,12 @@ def configs_of(config: Any) -> tuple[Any, Any]:
     return config
 
 
+BY_POSITION = (
+    "arguments by position are those of flash-attn-4, which has no dropout_p before softmax_scale "
+    "and causal: pass all that follows v, or the lengths, by keyword"
+)
+
+
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
 
@@ -233,9 +246,6 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     except (TypeError, ValueError):
         wrong = f"window_size must be (left, right), got {window_size!r}"
         if isinstance(window_size, bool):
-            wrong += (
-                "; arguments by position are those of flash-attn-4, which has no dropout_p before "
-                "softmax_scale and causal: pass them by keyword"
-            )
+            wrong += f"; {BY_POSITION}"
         raise ValueError(wrong) from None
     return None if left == -1 else left, None if right == -1 else right

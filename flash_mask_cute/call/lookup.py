@@ -34,7 +34,7 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
     if lists is not None:
-        *tensors, block_size, seqlens = from_block_mask(lists)
+        *tensors, block_size, seqlens, _ = from_block_mask(lists)
         tensors_key = (None if x is None else _meta(x) for x in tensors)
         lists_key = type(lists), block_size, seqlens, *tensors_key
     if columns is not None:
@@ -43,6 +43,7 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
                 columns.causal,
                 columns.documents,
                 columns.seqlen_q,
+                columns.one_sequence,
                 *_meta(columns.startend_row_indices),
             )
             if isinstance(columns, ColumnMask)

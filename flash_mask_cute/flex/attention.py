@@ -12,9 +12,11 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flash_mask_cute.autograd.attend import PlannedMasks, attend
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists
 from flash_mask_cute.call.arguments import AttentionCall, Options, Tensors, masks_of
 from flash_mask_cute.flex.block_mask import (
     SeenLists,
+    as_block_mask,
     intervals_of,
     lists_in_graph,
     lists_of,
@@ -44,7 +46,8 @@ _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
+    enable_gqa: bool = False,
     return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
     return_aux: None = None,
 ) -> Tensor: ...  # fmt: skip
@@ -53,7 +56,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
+    enable_gqa: bool = False,
     *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = None,
     return_aux: None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -62,7 +66,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
+    enable_gqa: bool = False,
     return_lse: bool = False, kernel_options: Mapping[str, Any] | None = None, *,
     return_aux: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -71,7 +76,8 @@ def flex_attention(
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
+    enable_gqa: bool = False,
     return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
     return_aux: AuxRequest,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
@@ -82,7 +88,7 @@ def flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -95,8 +101,8 @@ def flex_attention(
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32
     and fp64 on the CPU, forward and backward. They are not copied. score_mod and the mask_mod of
     block_mask are torch functions. They are traced once and compiled into the kernel. Tensors
-    captured by a score_mod have gradients. kernel_options are hints for torch's kernels, and are
-    ignored.
+    captured by a score_mod have gradients. block_mask may also be what `create_block_mask` of this
+    package returned. kernel_options are hints for torch's kernels, and are ignored.
 
     Returns:
         out (B, Hq, L, Ev), with its strides in the order of the query's strides. With return_lse,
@@ -115,6 +121,8 @@ def flex_attention(
     Example:
         >>> flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s - 0.1 * (q - k).abs())
     """
+    if isinstance(block_mask, (BlockSparseTensorsTorch, ComputedLists)):
+        block_mask = as_block_mask(block_mask)
     if torch.compiler.is_compiling():
         _check(query, key, value, block_mask, enable_gqa)
         _check_results(return_lse, return_aux)

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_mask_cute.block_sparsity import (
     EMPTY,
     FULL,
     BlockSparseTensorsTorch,
+    ComputedLists,
     dense_states,
     from_block_mask,
 )
@@ -44,6 +46,53 @@ class _Kept(NamedTuple):
     lists: BlockSparseTensorsTorch
     says_no_more: dict[tuple[Band, tuple[int, int]], bool]
     intervals: list[_Intervals]
+
+
+# By the counts of lists of this package: what else the lists hold, and the block mask. It holds
+# aliases of their tensors, so that it does not keep them alive.
+_adopted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def as_block_mask(lists: BlockSparseTensorsTorch | ComputedLists) -> BlockMask:
+    """Lists of `create_block_mask` as a torch `BlockMask` over the same memory.
+
+    The object is made once for the lists. In a traced region it is made there.
+
+    Raises:
+        ValueError: the lists carry no mask_mod, or no block size.
+    """
+    given = from_block_mask(lists)
+    if given.mask_mod is None:
+        raise ValueError(
+            f"block_mask is a {type(lists).__name__} without a mask_mod, which partial blocks "
+            "need: pass what create_block_mask returned, or a BlockSparseTensorsTorch as "
+            "block_mask=lists._replace(mask_mod=mask_mod)"
+        )
+    if given.block_size is None:
+        raise ValueError(
+            "block_mask has block_size None: lists._replace(block_size=(queries, keys))"
+        )
+    if torch.compiler.is_compiling():
+        return _block_mask_of(given)
+    state = *map(id, given[1:4]), given.block_size, given.seqlens, given.mask_mod
+    known = _adopted.get(given.mask_block_cnt)
+    if known is not None and known[0] == state:
+        found: BlockMask = known[1]
+        return found
+    made = _block_mask_of(given)
+    _adopted[given.mask_block_cnt] = state, made
+    return made
+
+
+def _block_mask_of(lists: BlockSparseTensorsTorch) -> BlockMask:
+    assert lists.block_size is not None
+    counts, indices, full_counts, full_indices = (
+        None if x is None else x.detach() for x in lists[:4]
+    )
+    assert counts is not None and indices is not None
+    return BlockMask.from_kv_blocks(
+        counts, indices, full_counts, full_indices, lists.block_size, lists.mask_mod, lists.seqlens
+    )
 
 
 class SeenLists:

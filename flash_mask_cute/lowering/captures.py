@@ -8,6 +8,7 @@ recorded separately: what was lowered for one value may serve others.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.runtime.callable_key.code_facts import code_facts
-from flash_mask_cute.runtime.callable_key.releases import release_of
+from flash_mask_cute.runtime.callable_key.releases import release_of, resolves
 from flash_mask_cute.runtime.callable_key.traversal import Traversal
 
 Path = tuple[tuple[str, Any], ...]
@@ -105,7 +106,10 @@ class _Walk(Traversal):
             elif obj is None or isinstance(obj, bool | str):
                 self.constants.append((tuple(self._trail), obj))
             before = len(self.numbers)
-            super()._value(obj)
+            if type(obj) is types.MethodType or type(obj) is functools.partial:
+                self._bound(obj)
+            else:
+                super()._value(obj)
             if len(self.numbers) > before:
                 self._ranges.setdefault(id(obj), (before, len(self.numbers)))
 
@@ -115,6 +119,15 @@ class _Walk(Traversal):
             number = self._numbered[id(tensor)] = len(self.tensors)
             self.tensors.append(CapturedTensor(tensor, tuple(self._trail)))
         self._emit(b"tensor", str(number), str(tensor.dtype), str(tensor.dim()), tensor.device.type)
+
+    def _bound(self, obj: types.MethodType | functools.partial[Any]) -> None:
+        """What is bound to a Python function is reached by the names that its code mentions."""
+        function = obj.__func__ if isinstance(obj, types.MethodType) else obj.func
+        outer, code = self._mentioned, _code_of(function)
+        if code is not None:
+            self._mentioned = code_facts(code).mentioned
+        super()._value(obj)
+        self._mentioned = outer
 
     def _other(self, obj: object) -> None:
         if isinstance(obj, torch.nn.Module):
@@ -128,7 +141,9 @@ class _Walk(Traversal):
         """State that the current function mentions of a user-defined module; all state of a library
         module."""
         cls = type(module)
-        release = release_of(cls.__module__)
+        # a library may make a class of a user's, as fully_shard does; its state is the user's
+        is_found = resolves(cls, cls.__module__, cls.__qualname__)
+        release = release_of(cls.__module__) if is_found else None
         names = None if release else self._names_of(module)
         # another function may mention other names of the same module
         visit = id(module), names

@@ -27,13 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
+from flash_mask_cute.masks.runs import MAX_INT32, HiddenRuns, fit_vectors
 
 Device: TypeAlias = torch.device | str | None
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
-Runs: TypeAlias = tuple[Tensor, Tensor]
 PartLengths: TypeAlias = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | Tensor
-
-MAX_INT32 = 2**31 - 1
 
 
 def full(seqlen: int, *, device: Device = None) -> ColumnMask:
@@ -373,7 +371,8 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
     hidden = ~mask
     if is_causal:
         hidden &= row >= diagonal
-    num_runs, first, last = _runs(hidden)
+    runs = _runs(hidden)
+    num_runs = runs.num_runs
     if bool((num_runs > 2).any()):
         batch_idx, head_idx, column = (num_runs > 2).nonzero()[0].tolist()
         raise ValueError(
@@ -381,8 +380,8 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
             f"{int(num_runs[batch_idx, head_idx, column])} ranges of queries; column intervals "
             "hold two"
         )
-    indices = _fit(num_runs, first, last, diagonal, seqlen_q, is_causal)
-    return ColumnMask(indices, is_causal, seqlen_q=seqlen_q)
+    indices = fit_vectors(runs, diagonal, seqlen_q, is_causal)
+    return ColumnMask(indices, is_causal, seqlen_q=seqlen_q, one_sequence=True)
 
 
 def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
@@ -399,12 +398,8 @@ def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
         )
 
 
-def _runs(hidden: Tensor) -> tuple[Tensor, Runs, Runs]:
-    """Runs of true in each column of (batch, heads, seqlen_q, seqlen_k).
-
-    Gives their number, and the start and end of the first and the last run; without a run they go
-    from seqlen_q to 0.
-    """
+def _runs(hidden: Tensor) -> HiddenRuns:
+    """Runs of true in each column of (batch, heads, seqlen_q, seqlen_k)."""
     seqlen_q = hidden.shape[2]
     padded = F.pad(hidden, (0, 0, 1, 1)).to(torch.int8)
     step = padded.diff(dim=2)
@@ -418,47 +413,11 @@ def _runs(hidden: Tensor) -> tuple[Tensor, Runs, Runs]:
     first, last = (
         (edge(rises, seqlen_q, is_last), edge(falls, 0, is_last)) for is_last in (False, True)
     )
-    return num_runs, first, last
-
-
-def _fit(
-    num_runs: Tensor, first: Runs, last: Runs, diagonal: Tensor, seqlen_q: int, is_causal: bool
-) -> Tensor:
-    """The vectors of the first form that can hold up to two runs in each column.
-
-    Keys of a block with the same visibility should have the same vectors, so that bounds can prove
-    the block hidden. So a run that reaches the last query or the first query is stored as such. In
-    a causal mask a run that reaches the diagonal counts as reaching the first query, because
-    nothing before the diagonal counts.
-    """
-    if is_causal:
-        is_only = num_runs == 1
-        start = torch.where((num_runs > 0) & (first[0] <= diagonal), 0, first[0])
-        first, last = (start, first[1]), (torch.where(is_only, start, last[0]), last[1])
-    at_top, at_end = (num_runs > 0) & (first[0] == 0), (num_runs > 0) & (last[1] == seqlen_q)
-    suffix = torch.where(at_end, last[0], seqlen_q)
-    prefix = torch.where(at_top, first[1], 0)
-    vectors: tuple[Tensor, ...]
-    if is_causal and bool((num_runs <= at_end).all()):
-        vectors = (suffix,)
-    elif is_causal and bool((num_runs <= 1).all()):
-        vectors = first
-    elif not is_causal and bool((num_runs <= at_top.int() + at_end).all()):
-        vectors = (suffix, prefix)
-    else:
-        is_low = (num_runs == 2) | at_end | (first[0] >= diagonal)
-        is_high = (num_runs == 2) | at_top | ~is_low
-        vectors = (
-            torch.where(is_low, last[0], seqlen_q),
-            torch.where(is_low, last[1], 0),
-            torch.where(is_high, first[0], seqlen_q),
-            torch.where(is_high, first[1], 0),
-        )
-    return torch.stack(vectors, dim=-1).int()
+    return HiddenRuns(num_runs, first, last)
 
 
 def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> ColumnMask:
-    return ColumnMask(indices, causal, documents, seqlen_q=indices.shape[2])
+    return ColumnMask(indices, causal, documents, seqlen_q=indices.shape[2], one_sequence=True)
 
 
 # -- arguments ----------------------------------------------------------------------------------

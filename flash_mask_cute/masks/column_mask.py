@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
@@ -19,11 +19,14 @@ from torch import Tensor
 
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
+from flash_mask_cute.masks.runs import MAX_INT32, fit_vectors, hidden_runs, in_form
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
 NUM_VECTORS = (1, 2, 4)
 ANY: Literal["any"] = "any"
+# what a file or another process gets of a mask
+_SAVED = "startend_row_indices", "causal", "documents", "seqlen_q", "one_sequence"
 
 Versions: TypeAlias = tuple[int, int]
 _Parameters = ParamSpec("_Parameters")
@@ -73,7 +76,11 @@ class ColumnMask:
 
     seqlen_q: the number of queries that the mask was made for, set by the builders; "any" if each
     key is hidden from all queries or from none. A call with another number of queries is refused,
-    unless `q_start` gives their position in the mask. None: not known.
+    unless `q_start` gives their position in the mask. None: not known. It counts the queries of one
+    batch entry, or of all packed sequences together if the mask belongs to a packed batch.
+
+    one_sequence: whether each batch entry counts the rows of one sequence, as masks of the builders
+    do. Such a mask is refused for keys in which cu_seqlens_k packs several.
 
     The tensor may be changed in place between calls; the host never reads its values.
 
@@ -92,6 +99,7 @@ class ColumnMask:
     causal: bool
     documents: bool | None = None
     seqlen_q: int | Literal["any"] | None = None
+    one_sequence: bool = False
     _bounds: dict[object, _Bounds] = field(default_factory=dict, init=False, repr=False)
     _documents: dict[int, _Found] = field(default_factory=dict, init=False, repr=False)
 
@@ -106,6 +114,8 @@ class ColumnMask:
             raise TypeError(f"causal={self.causal!r} is not a bool")
         if not (self.documents is None or isinstance(self.documents, bool)):
             raise TypeError(f"documents={self.documents!r} is not a bool or None")
+        if not isinstance(self.one_sequence, bool):
+            raise TypeError(f"one_sequence={self.one_sequence!r} is not a bool")
         if indices.dtype != torch.int32:
             raise TypeError(f"startend_row_indices must have dtype int32, got {indices.dtype}")
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
@@ -139,16 +149,16 @@ class ColumnMask:
 
     def __getstate__(self) -> dict[str, Any]:
         # bounds are kept by identity of tensors, which a copy in another process does not share
-        return {
-            "startend_row_indices": self.startend_row_indices,
-            "causal": self.causal,
-            "documents": self.documents,
-            "seqlen_q": self.seqlen_q,
-        }
+        return {name: getattr(self, name) for name in _SAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in (state | {"_bounds": {}, "_documents": {}}).items():
-            object.__setattr__(self, name, value)
+        # by name, and checked: `torch.load` hands on what a file holds
+        told = {"documents": None, "seqlen_q": None, "one_sequence": False} | state
+        for name in _SAVED:
+            object.__setattr__(self, name, told[name])
+        object.__setattr__(self, "_bounds", {})
+        object.__setattr__(self, "_documents", {})
+        self.__post_init__()
 
     @property
     def num_vectors(self) -> int:
@@ -165,6 +175,118 @@ class ColumnMask:
         if rows is None or rows == ANY:
             rows = f"{rows or 'an unknown'} number of"
         return f"{rows} queries x {self.startend_row_indices.shape[2]} keys"
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ColumnMask:
+        """The mask on a device: itself if it is there, else a copy without kept data.
+
+        Raises:
+            TypeError: device is no device; the dtype of a mask is always int32.
+        """
+        if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+            raise TypeError(f"device={device!r} is not a device")
+        indices = self.startend_row_indices
+        moved = indices.to(torch.device(device), non_blocking=non_blocking)
+        return self if moved is indices else self._with_indices(moved)
+
+    def pin_memory(self) -> ColumnMask:
+        """A mask in pinned memory, from which `to(device, non_blocking=True)` does not wait.
+
+        A DataLoader with `pin_memory=True` calls this.
+        """
+        indices = self.startend_row_indices
+        pinned = indices.pin_memory()
+        return self if pinned is indices else self._with_indices(pinned)
+
+    def _with_indices(self, indices: Tensor) -> ColumnMask:
+        return ColumnMask(indices, self.causal, self.documents, self.seqlen_q, self.one_sequence)
+
+    def __and__(self, other: ColumnMask) -> ColumnMask:
+        """The mask that shows what both masks show, for every call that takes both.
+
+        A side with one batch entry, or with one head, serves all of the other. The result is causal
+        if one of the masks is, holds documents if one of them does, and has the fewest vectors that
+        store it. The call waits for the device.
+
+        Raises:
+            TypeError: other is no ColumnMask.
+            ValueError: the masks were made for other queries or keys, or do not fit each other; or
+                they hide more than two separate ranges of queries of a key. The message names the
+                first such column. Causal masking counts for none of them: what it hides depends on
+                the lengths of a call.
+
+        Example:
+            >>> from flash_mask_cute import builders
+            >>> (builders.causal_document([3, 5]) & builders.sliding_window(8, 2)).num_vectors
+            1
+        """
+        if not isinstance(other, ColumnMask):
+            return NotImplemented
+        rows = _common_rows((self, other))
+        indices = _broadcast_heads([self.startend_row_indices, other.startend_row_indices])
+        batches = {x.shape[0] for x in indices} - {1}
+        if len(batches) > 1:
+            raise ValueError(f"masks have {_listed(x.shape[0] for x in indices)} batch entries")
+        shape = (*(max(batches, default=1), *indices[0].shape[1:3]), -1)
+        forms = [(x.expand(shape), y.causal) for x, y in zip(indices, (self, other), strict=True)]
+        num_rows = rows if isinstance(rows, Integral) else MAX_INT32
+        runs = hidden_runs(forms, int(num_rows))
+        is_too_much = runs.num_runs > 2
+        if bool(is_too_much.any()):
+            batch_idx, head_idx, column = is_too_much.nonzero()[0].tolist()
+            raise ValueError(
+                f"column {column} (batch {batch_idx}, head {head_idx}) is hidden from "
+                f"{int(runs.num_runs[batch_idx, head_idx, column])} separate ranges of queries by "
+                "two masks together; column intervals hold two: give one of the masks as a mask_mod"
+            )
+        causal = self.causal or other.causal
+        return ColumnMask(
+            fit_vectors(runs, 0, int(num_rows), causal),
+            causal,
+            _common_documents((self, other)),
+            rows,
+            self.one_sequence or other.one_sequence,
+        )
+
+    @staticmethod
+    def cat(masks: Sequence[ColumnMask]) -> ColumnMask:
+        """The masks of several batches as the mask of one batch, in this order.
+
+        The result holds documents if one of the masks does. Masks with fewer vectors, or with one
+        head, take the form of the others. Nothing waits for the device.
+
+        Raises:
+            TypeError: masks is no sequence of ColumnMasks.
+            ValueError: there are none; they were made for other queries or keys, do not fit each
+                other, or only some are causal: causal masking holds for a whole batch.
+
+        Example:
+            >>> from flash_mask_cute import ColumnMask, builders
+            >>> ColumnMask.cat([builders.causal_document([3, 5]), builders.causal(8)]).extents
+            '8 queries x 8 keys'
+        """
+        if isinstance(masks, ColumnMask) or not isinstance(masks, Sequence):
+            raise TypeError(f"masks={masks!r} is no sequence of ColumnMasks")
+        for mask in masks:
+            if not isinstance(mask, ColumnMask):
+                raise TypeError(f"masks has a {type(mask).__name__}, which is no ColumnMask")
+        if not masks:
+            raise ValueError("masks is empty")
+        rows, causal = _common_rows(masks), masks[0].causal
+        if any(mask.causal is not causal for mask in masks):
+            raise ValueError(
+                f"masks have causal={_listed(mask.causal for mask in masks)}: causal masking holds "
+                "for all entries of a batch, so all or none of them are causal"
+            )
+        most = max(mask.num_vectors for mask in masks)
+        num_rows = int(rows) if isinstance(rows, Integral) else MAX_INT32
+        forms = [in_form(x.startend_row_indices, causal, most, num_rows) for x in masks]
+        return ColumnMask(
+            torch.cat(_broadcast_heads(forms)),
+            causal,
+            _common_documents(masks),
+            rows,
+            any(mask.one_sequence for mask in masks),
+        )
 
     def dense(self, seqlen_q: int, seqlen_k: int | None = None) -> Tensor:
         """The visible pairs, bool (batch, heads_mask, seqlen_q, seqlen_k).
@@ -366,6 +488,53 @@ class ColumnMask:
         kept.versions = versions
 
 
+def _common_rows(masks: Sequence[ColumnMask]) -> int | Literal["any"] | None:
+    """The number of queries that masks of the same keys were made for, if they agree.
+
+    One of unknown number takes that of the others.
+    """
+    keys = [mask.startend_row_indices.shape[2] for mask in masks]
+    devices = [mask.device for mask in masks]
+    rows: list[Any] = [mask.seqlen_q for mask in masks]
+    if len(set(keys)) > 1:
+        raise ValueError(f"masks have {_listed(keys)} keys")
+    if len(set(devices)) > 1:
+        raise ValueError(f"masks are on {_listed(devices)}")
+    known = {int(x) for x in rows if isinstance(x, Integral)}
+    if len(known) > 1:
+        raise ValueError(f"masks were made for {_listed(rows)} queries")
+    return known.pop() if known else ANY if all(x == ANY for x in rows) else None
+
+
+def _common_documents(masks: Sequence[ColumnMask]) -> bool | None:
+    told = [mask.documents for mask in masks]
+    return True if True in told else None if None in told else False
+
+
+def _broadcast_heads(indices: list[Tensor]) -> list[Tensor]:
+    """Vectors of masks with as many heads as the one with the most.
+
+    In a call that takes all of them, two numbers of heads above 1 are heads_kv and heads_q.
+    """
+    heads = {x.shape[1] for x in indices} - {1}
+    most = max(heads, default=1)
+    if len(heads) > 2 or any(most % n for n in heads):
+        raise ValueError(
+            f"masks have {_listed(x.shape[1] for x in indices)} heads; those of one call have 1, "
+            "heads_kv or heads_q"
+        )
+    return [
+        x.expand(-1, most, -1, -1)
+        if x.shape[1] == 1
+        else x.repeat_interleave(most // x.shape[1], 1)
+        for x in indices
+    ]
+
+
+def _listed(values: Iterable[object]) -> str:
+    return " and ".join(map(str, dict.fromkeys(values)))
+
+
 class Documents(NamedTuple):
     """The documents of a mask as sequences of a packed batch.
 
@@ -406,6 +575,10 @@ class _Bounds:
 
     def is_orphan(self) -> bool:
         return self.cu_seqlens_k is not None and self.cu_seqlens_k() is None
+
+
+# `torch.load`, which loads weights only, then takes files that hold masks
+torch.serialization.add_safe_globals([ColumnMask])
 
 
 def _version(tensor: Tensor) -> int:

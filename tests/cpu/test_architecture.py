@@ -56,7 +56,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
-    "call.arguments": ("call.settings", "call.problem", "masks.column_mask", "runtime"),
+    "call.arguments": (
+        *("call.settings", "call.problem", "masks.column_mask", "block_sparsity", "runtime"),
+    ),
     "cpu": (
         *("call.arguments", "masks.column_mask", "block_sparsity", "mods.on_cpu", *INDEX_RULES),
     ),

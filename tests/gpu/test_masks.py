@@ -204,8 +204,9 @@ def test_any_strides_of_what_masks_read() -> None:
                 blocks=(128, 128))  # fmt: skip
     inputs = make_inputs(case, "cuda")
     more = dict(inputs.mask_keywords)
-    columns = more["startend_row_indices"]
-    more["startend_row_indices"] = columns.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    columns = inputs.column_mask
+    indices = columns.startend_row_indices.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    more["startend_row_indices"] = replace(columns, startend_row_indices=indices)
     more["aux_tensors"] = [x.mT.contiguous().mT for x in more["aux_tensors"]]
     lists = more["block_sparse_tensors_torch"]
     more["block_sparse_tensors_torch"] = lists._replace(

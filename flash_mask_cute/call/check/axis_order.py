@@ -5,23 +5,43 @@ Both orders are valid shapes of a call; only the extents show which one was mean
 
 from __future__ import annotations
 
-import sys
-import warnings
+from flash_mask_cute.runtime.warn_once import warn_once
 
 MOST_HEADS = 128
 """More heads than that, and fewer rows than heads, are taken for a length and heads."""
-
-_has_warned = False
+USUAL_HEADS = 64
+"""More heads than that, or a number that 4 does not divide, are taken for a length if q, k and v
+all have fewer rows than heads. Models have such numbers of heads rarely."""
 
 
 def hint(name: str, shape: tuple[int, ...]) -> str:
-    """Advice about q, k or v of this shape, if it looks transposed; else an empty string.
+    """Advice about q, k or v of this shape, if it alone looks transposed; else an empty string.
 
     shape: (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
     """
     rows, heads = shape[-3:-1]
-    if heads <= MOST_HEADS or rows >= heads:
-        return ""
+    return "" if heads <= MOST_HEADS or rows >= heads else _advice(name, shape)
+
+
+def warn_if_transposed(q: tuple[int, ...], k: tuple[int, ...], is_paged: bool) -> None:
+    """Emit a UserWarning if q, k and v look transposed, once per process.
+
+    k: also the shape of v, but for head_dim. is_paged: its rows are those of a page.
+    """
+    told = hint("q", q) or hint("k", k)
+    if not told and not is_paged and _is_unusual(q) and _is_unusual(k):
+        told = _advice("q", q)
+    if told:
+        warn_once("axis order", told)
+
+
+def _is_unusual(shape: tuple[int, ...]) -> bool:
+    rows, heads = shape[-3:-1]
+    return 0 < rows < heads and (heads > USUAL_HEADS or heads % 4 != 0)
+
+
+def _advice(name: str, shape: tuple[int, ...]) -> str:
+    rows, heads = shape[-3:-1]
     packed = len(shape) == 3
     ours, other = "(batch, seqlen, heads, head_dim)", "(batch, heads, seqlen, head_dim)"
     if packed:
@@ -32,23 +52,3 @@ def hint(name: str, shape: tuple[int, ...]) -> str:
         f"{other}, as scaled_dot_product_attention takes it, pass {transposed}, and so for q, k "
         "and v"
     )
-
-
-def warn_once(**shapes: tuple[int, ...]) -> None:
-    """Emit a UserWarning if q, k or v looks transposed, once per process."""
-    global _has_warned
-    if _has_warned:
-        return
-    hints = [found for name, shape in shapes.items() if (found := hint(name, shape))]
-    if hints:
-        _has_warned = True
-        warnings.warn(hints[0], UserWarning, stacklevel=_levels_to_caller())
-
-
-def _levels_to_caller() -> int:
-    """Stack levels from the calling function to the first one outside this package."""
-    package = __name__.partition(".")[0]
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, levels = frame.f_back, levels + 1
-    return levels

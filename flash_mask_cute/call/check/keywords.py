@@ -1,5 +1,8 @@
 """Unknown keywords of a public call: those of other libraries, and misspelt ones.
 
+Code that was written for another library often passes its defaults by keyword, such as
+`dropout_p=0.0`. Values that ask for nothing are accepted. They are no part of our signatures.
+
 A public call ends in `**unknown` and asks `if unknown:`, which costs some 20 ns. A wrapper that
 catches the TypeError of binding costs ten times that, and cannot tell it from one raised inside.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -67,9 +70,14 @@ _ADVICE: dict[tuple[str, ...], str] = {
     ("alibi_slopes", "alibi"): (
         f"say score_mod=alibi, aux_tensors=[slopes], with float32 slopes (heads_q,) and\n{ALIBI}"
     ),
+    ("full_block_cnt", "full_block_idx", "mask_block_cnt", "mask_block_idx"): (
+        f"say {_LISTS[0]}=BlockSparseTensorsTorch(mask_block_cnt, mask_block_idx, full_block_cnt, "
+        f"full_block_idx, block_size) (in _flash_attn_fwd and _flash_attn_bwd {_LISTS[1]})"
+    ),
+    ("qv", "head_mask", "min_seqlen_k", "gather_kv_indices"): "it is not supported, leave it out",
     ("block_mask",): (
-        f"say {_LISTS[0]}=block_mask (in _flash_attn_fwd and _flash_attn_bwd {_LISTS[1]}), and "
-        "beside it the same mask as a CuTe callable, mask_mod"
+        f"say {_LISTS[0]}=block_mask (in _flash_attn_fwd and _flash_attn_bwd {_LISTS[1]}, and "
+        "beside it the same mask as a CuTe callable, mask_mod)"
     ),
     ("enable_gqa",): "leave it out, k and v may have fewer heads than q",
     ("return_attn_probs", "return_softmax", "need_weights", "output_attentions"): (
@@ -90,7 +98,7 @@ _ADVICE: dict[tuple[str, ...], str] = {
     ),
     (
         "training", "is_training", "name", "backend", "op", "_compile", "separate_full_blocks",
-        "sm_margin", "scheduler_metadata",
+        "sm_margin", "scheduler_metadata", "zero_tensors",
     ): "leave it out, there is nothing that it would change",
     ("q_descale", "k_descale", "v_descale"): "fp8 is not supported, leave it out",
     ("k_cache", "v_cache", "cache_batch_idx", "leftpad_k", "cache_leftpad"): (
@@ -101,8 +109,25 @@ _ADVICE: dict[tuple[str, ...], str] = {
     ),
 }  # fmt: skip
 
+# Values that ask for nothing, beside None, which every name in this module may have.
+_NEUTRAL: dict[tuple[str, ...], tuple[object, ...]] = {
+    ("dropout_p", "dropout", "p", "dropout_rate", "attention_dropout"): (0, 0.0),
+    (
+        "is_causal", "use_causal_mask", "enable_gqa", "return_attn_probs", "return_softmax",
+        "need_weights", "output_attentions", "return_seed_offset", "return_lse",
+        "return_softmax_lse", "return_aux", "zero_tensors", "_compile",
+    ): (False,),
+    ("training", "is_training"): (False, True),
+    ("separate_full_blocks",): (True,),
+    ("attention_chunk", "sm_margin"): (0,),
+    ("rng_name",): ("",),
+}  # fmt: skip
+# None of these leaves it to a module of Transformers whether attention is causal.
+_NONE_DECIDES = "is_causal", "use_causal_mask"
+
 _OURS = {name: ours for ours, names in _SAME.items() for name in names}
 _WHAT_TO_DO = {name: advice for names, advice in _ADVICE.items() for name in names}
+_ASKS_NOTHING = {name: values for names, values in _NEUTRAL.items() for name in names}
 
 
 def public_call(call: _Call) -> _Call:
@@ -120,15 +145,30 @@ def know_keywords(call: str, names: Iterable[str]) -> None:
     _parameters[call] = tuple(names)
 
 
-def refuse_keywords(call: str, unknown: Mapping[str, object]) -> NoReturn:
-    """Raise a TypeError that names each keyword, its value, and what to write instead.
+def refuse_keywords(call: str, unknown: Mapping[str, object]) -> None:
+    """Refuse all keywords but those of other libraries, or of other calls, that ask for nothing.
 
     call: the name of a public call.
+
+    Raises:
+        TypeError: names each keyword, its value, and what to write instead.
     """
-    found = (
-        f"{name} (got {brief(value)}): {_instead(call, name)}" for name, value in unknown.items()
+    refused = [name for name, value in unknown.items() if not _is_neutral(name, value)]
+    if refused:
+        found = (f"{name} (got {brief(unknown[name])}): {_instead(call, name)}" for name in refused)
+        raise TypeError(f"{call}() has no argument " + "; nor ".join(found))
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    if value is None:
+        if name in _NONE_DECIDES:
+            return False
+        if name in _OURS or name in _WHAT_TO_DO:
+            return True
+        return any(name in theirs for theirs in _parameters.values())
+    return any(
+        type(value) is type(neutral) and value == neutral for neutral in _ASKS_NOTHING.get(name, ())
     )
-    raise TypeError(f"{call}() has no argument " + "; nor ".join(found))
 
 
 def _instead(call: str, name: str) -> str:

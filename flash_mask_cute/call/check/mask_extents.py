@@ -26,6 +26,10 @@ _SAYS = (
     "q_start=0 says that its first query is row 0 of the mask, and q_start='end' that its last one "
     "is at the last key"
 )
+JOIN_MASKS = (
+    "whose rows are counted from where each begins: join the intervals of a mask for each of them, "
+    "ColumnMask(torch.cat([...], dim=2), causal, seqlen_q=...), with the queries of all together"
+)
 _STARTS = 'an int >= 0, "end", an int32 tensor (batch,) or None'
 
 
@@ -98,26 +102,35 @@ class CallExtents(NamedTuple):
             return
         if rows is None:
             if self.total_q < self.total_k and self.q_start is None:
+                made = ""
+                if self.packs_k or not self.packs_q:
+                    made = (
+                        f", and ColumnMask(..., seqlen_q={self._rows_of_call}) that the mask was "
+                        "made for these queries"
+                    )
                 raise ValueError(
                     f"{_COLUMNS} counts rows of a mask, and this call has fewer queries than keys "
-                    f"({self}): {_SAYS}, and ColumnMask(..., seqlen_q=...) how many queries a mask "
-                    "was made for; got q_start None"
+                    f"({self}): {_SAYS}{made}; got q_start None"
                 )
             return
         assert isinstance(value, ColumnMask)
         made_for = f"{_COLUMNS} was made for {value.extents}"
-        if self.packs_k and self.batch > 1:
+        if self.packs_k and belongs_to_one(value, self.batch):
             raise ValueError(
                 f"{made_for}, one sequence, and cu_seqlens_k packs {self.batch} of them ({self}), "
-                "whose rows are counted from where each begins: join the intervals of a mask for "
-                "each sequence, ColumnMask(torch.cat([...], dim=2), causal)"
+                f"{JOIN_MASKS}, here {self._rows_of_call}"
             )
         # of packed queries some sequences can have fewer than that, and others more
-        all_rows = self.batch * int(rows)
+        all_rows = int(rows) if self.packs_k and self.packs_q else self.batch * int(rows)
         if self.total_q > all_rows or self._known_end(packed_end=None) > rows:
             raise ValueError(f"{made_for}, and does not cover this call ({self}{self._told_start})")
         if self.total_q < all_rows and self.q_start is None:
             self._refuse_part(made_for)
+
+    @property
+    def _rows_of_call(self) -> int:
+        """What `ColumnMask.seqlen_q` is for a mask with a row for each query of this call."""
+        return self.total_q if self.packs_q and self.packs_k else self.seqlen_q
 
     def check_lists(self, seqlens: Any) -> None:
         """Refuse block lists whose rows are not, or may not be, the call's queries.
@@ -169,6 +182,11 @@ class CallExtents(NamedTuple):
         if self.packs_k:
             keys = f"{self.total_k} keys in {self.batch} sequences"
         return f"{queries} x {keys}"
+
+
+def belongs_to_one(mask: ColumnMask, num_sequences: int) -> bool:
+    """Whether a mask counts the rows of one sequence, and is given for packed keys of several."""
+    return mask.one_sequence and mask.seqlen_q != ANY and num_sequences > 1
 
 
 def _as_lengths(seqlens: Any) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import torch
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists, from_block_mask
 from flash_mask_cute.call.arguments import (
+    BY_POSITION,
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
@@ -54,6 +55,7 @@ from flash_mask_cute.runtime.checks import (
     dtype_names,
 )
 from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.warn_once import warn_once
 
 _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
@@ -88,7 +90,9 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     """
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
     check_num_splits(options.num_splits)
+    _refuse_positions(seqused_q=x.seqused_q, seqused_k=x.seqused_k, page_table=x.page_table)
     _check_operands(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k)
+    axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), x.page_table is not None)
     device = x.q.device
     queries = Side("q", tuple(x.q.shape), device, x.cu_seqlens_q, x.seqused_q, options.max_seqlen_q)
     shape_k = tuple(x.k.shape)
@@ -320,7 +324,6 @@ def _check_operands(
     _check_heads(shape_q[-2], shape_v[-2], shape_k)
     _check_head_dim("head_dim", "q", shape_q[-1])
     _check_head_dim("head_dim_v", "v", shape_v[-1])
-    axis_order.warn_once(q=shape_q, k=shape_k)
 
 
 def _check_outputs(tensors: Tensors, shapes: FwdShapes, score_mod: object) -> None:
@@ -342,10 +345,27 @@ def _check_outputs(tensors: Tensors, shapes: FwdShapes, score_mod: object) -> No
             others[name] = rows
 
 
+def _refuse_positions(**lengths: object) -> None:
+    """Refuse numbers in the positions where flash-attn 2 and 3 have other arguments."""
+    for name, value in lengths.items():
+        if isinstance(value, bool | int | float):
+            raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}; {BY_POSITION}")
+
+
 def _check_softmax_scale(softmax_scale: float | None) -> None:
     if softmax_scale is None:
         return
+    if isinstance(softmax_scale, bool):
+        raise TypeError(
+            f"softmax_scale must be a real number, got {brief(softmax_scale)}; {BY_POSITION}"
+        )
     check_real("softmax_scale", softmax_scale)
+    if softmax_scale == 0:
+        warn_once(
+            "softmax_scale=0",
+            "softmax_scale is 0, so all visible keys have the same weight. If this is the "
+            f"dropout_p=0.0 of flash-attn 2: {BY_POSITION}",
+        )
     if not abs(softmax_scale) <= _LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "

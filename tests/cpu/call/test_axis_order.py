@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.interface import _flash_attn_fwd, explain
+from flash_mask_cute.runtime import warn_once
 
 
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axis_order, "_has_warned", False)
+    monkeypatch.setattr(warn_once, "_given", set())
 
 
 def like_torch(heads: int = 4, seqlen: int = 129) -> Tensor:
@@ -40,7 +40,7 @@ def test_where_the_call_is_with_gradients_and_in_explain() -> None:
     q = like_torch().requires_grad_()
     with pytest.warns(UserWarning, match="is read as") as told:
         flash_attn_func(q, q, q).sum().backward()
-    assert len(told) == 1
+    assert [warning.filename for warning in told] == [__file__]
 
 
 @pytest.mark.parametrize("call", [_flash_attn_fwd, explain])
@@ -59,13 +59,45 @@ def test_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 129, 129, 8), (2, 1, 128, 8), (2, 130, 129, 8), (1, 300, 4, 8)]
+    "shape",
+    [
+        *((2, 129, 129, 8), (2, 130, 129, 8), (1, 300, 4, 8)),
+        # a prompt of 8 tokens, the first token of one, more heads, and no rows
+        *((1, 8, 32, 8), (1, 1, 32, 8), (1, 8, 64, 8), (2, 0, 3, 8)),
+    ],
 )
 def test_it_is_not_told_where_it_may_be_right(shape: tuple[int, ...]) -> None:
     q = torch.zeros(shape)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _flash_attn_fwd(q, q, q)
+
+
+@pytest.mark.parametrize("seqlen", [65, 68, 128, 50, 9, 63])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_short_sequences(seqlen: int, is_packed: bool) -> None:
+    """More than 64 heads, or a number that 4 does not divide, and fewer rows in q, k and v."""
+    q = like_torch(seqlen=seqlen)
+    said = f"{seqlen} heads of 4 rows; if it is"
+    with pytest.warns(UserWarning, match=said) as told:
+        if is_packed:
+            edges = torch.tensor([0, 4], dtype=torch.int32)
+            flash_attn_varlen_func(q[0], q[0], q[0], edges, edges)
+        else:
+            flash_attn_func(q, q, q)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_short_sequences_that_may_be_right() -> None:
+    """Some of q, k and v have rows enough: a decode step, few heads of keys, and pages."""
+    one = torch.zeros(1, 1, 14, 8)
+    pages, table = torch.zeros(6, 1, 2, 8), torch.arange(6, dtype=torch.int32)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(one, *[torch.zeros(1, 20, 14, 8)] * 2)
+        flash_attn_func(torch.zeros(1, 5, 14, 8), *[torch.zeros(1, 5, 2, 8)] * 2)
+        used = torch.tensor([6], dtype=torch.int32)
+        flash_attn_varlen_func(one, pages, pages, seqused_k=used, page_table=table)
 
 
 def test_keys_alone_tell_and_errors_of_heads() -> None:

@@ -21,6 +21,7 @@ from flash_mask_cute import (
     explain,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     flashmask_attention,
 )
 from flash_mask_cute.call.check import keywords
@@ -61,7 +62,7 @@ def call(function: Call, **more: Any) -> Any:
         ("enable_gqa", True, r"enable_gqa \(got True\): leave it out"),
         # flash-attn
         ("alibi_slopes", Q, r"alibi_slopes \(got a Tensor\): say score_mod=alibi, aux_tensors="),
-        ("return_attn_probs", False, r"return_attn_probs .*return_lse=True"),
+        ("return_attn_probs", True, r"return_attn_probs .*return_lse=True"),
         ("block_table", Q, r"block_table .*page_table"),
         ("cache_seqlens", Q, r"cache_seqlens .*(seqused_k|flash_attn_with_kvcache)"),
         ("q_descale", Q, r"q_descale .*fp8"),
@@ -70,9 +71,9 @@ def call(function: Call, **more: Any) -> Any:
         ("block_mask", Q, r"block_mask .*block_sparse_tensors=block_mask.*mask_mod"),
         ("kernel_options", {}, r"kernel_options \(got a dict\): .*config"),
         # Paddle, xformers, Hugging Face
-        ("fixed_seed_offset", None, r"fixed_seed_offset \(got None\): dropout is not supported"),
-        ("rng_name", "", r"rng_name \(got ''\): dropout is not supported"),
-        ("p", 0.0, r"p \(got 0.0\): dropout is not supported"),
+        ("fixed_seed_offset", Q, r"fixed_seed_offset \(got a Tensor\): dropout is not supported"),
+        ("rng_name", "seed", r"rng_name \(got 'seed'\): dropout is not supported"),
+        ("p", 0.5, r"p \(got 0.5\): dropout is not supported"),
         ("attn_bias", Q, r"attn_bias .*score_mod"),
         ("s_aux", Q, r"s_aux .*learnable_sink"),
         ("sliding_window", 128, r"sliding_window \(got 128\): .*window"),
@@ -103,8 +104,8 @@ def test_foreign_keywords(function: Call, name: str, value: Any, said: str) -> N
         (_flash_attn_fwd, "deterministic", "deterministic is an argument of flash_attn_func, "),
         (_flash_attn_fwd, "dlse", "dlse is an argument of _flash_attn_bwd$"),
         (flashmask_attention, "score_mod", "score_mod is an argument of explain, flash_attn_func"),
-        (flash_attn_func, "dropout", "dropout is not supported, leave it out$"),
-        (_flash_attn_bwd, "dropout_p", "dropout is not supported, leave it out$"),
+        (flash_attn_func, "rng_state", "dropout is not supported, leave it out$"),
+        (_flash_attn_bwd, "fixed_seed_offset", "dropout is not supported, leave it out$"),
         (_flash_attn_bwd, "determinstic", r"did you mean deterministic\?$"),
         (create_block_mask, "Q_LEN", "say seqlen_q$"),
         (create_block_mask, "_compile", "leave it out, "),
@@ -119,7 +120,82 @@ def test_keywords_of_other_calls(function: Call, name: str, said: str) -> None:
 
 def test_several_at_once() -> None:
     with pytest.raises(TypeError, match="dropout_p .*: dropout .*; nor is_causal .*: say causal"):
-        flash_attn_func(Q, Q, Q, dropout_p=0.0, is_causal=True)
+        flash_attn_func(Q, Q, Q, dropout_p=0.1, is_causal=True, attn_mask=None)
+
+
+# What code for each library passes although it asks for nothing, and a value that does not.
+NEUTRAL: dict[str, dict[str, tuple[Any, Any]]] = {
+    "flash-attn 2": {
+        "dropout_p": (0.0, 0.1), "alibi_slopes": (None, Q), "return_attn_probs": (False, True),
+        "block_table": (None, Q), "zero_tensors": (False, True), "leftpad_k": (None, Q),
+    },
+    "flash-attn 3": {
+        "qv": (None, Q), "q_descale": (None, Q), "k_descale": (None, Q), "v_descale": (None, Q),
+        "attention_chunk": (0, 64), "sm_margin": (0, 8), "scheduler_metadata": (None, Q),
+    },
+    "flash-attn 4": {
+        "full_block_cnt": (None, Q), "full_block_idx": (None, Q), "mask_block_cnt": (None, Q),
+        "mask_block_idx": (None, Q), "block_size": (None, (128, 128)), "min_seqlen_k": (None, 9),
+    },
+    "Paddle": {
+        "dropout": (0, 0.5), "fixed_seed_offset": (None, Q), "rng_name": ("", "seed"),
+        "name": (None, "layer"), "block_mask": (None, Q), "return_seed_offset": (False, True),
+        "attn_mask_startend_row_indices": (None, Q), "return_softmax": (False, True),
+    },
+    "SDPA": {
+        "attn_mask": (None, Q), "dropout_p": (0, 1), "is_causal": (False, True),
+        "scale": (None, 0.5), "enable_gqa": (False, True),
+    },
+    "xformers": {"attn_bias": (None, Q), "p": (0.0, 0.1), "scale": (None, 2.0), "op": (None, Q)},
+    "Transformers": {
+        "attention_mask": (None, Q), "scaling": (None, 0.5), "sliding_window": (None, 3),
+        "output_attentions": (False, True), "position_ids": (None, Q), "s_aux": (None, Q),
+        "cu_seq_lens_q": (None, Q), "head_mask": (None, Q),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", NEUTRAL)
+@pytest.mark.parametrize("function", ATTENTION, ids=lambda function: function.__name__)
+def test_values_that_ask_for_nothing(function: Call, library: str) -> None:
+    q = torch.randn(1, 5, 2, 16, generator=torch.Generator().manual_seed(0)).double()
+    taken = keywords._parameters[function.__name__]
+    foreign = {name: x for name, x in NEUTRAL[library].items() if name not in taken}
+    target = {"target": "sm_90a"} if function is explain else {}
+    given = [q.bfloat16() if function is explain else q] * 3
+    plain = function(*given, **target)
+    found = function(*given, **target, **{name: neutral for name, (neutral, _) in foreign.items()})
+    if function is explain:
+        assert str(found) == str(plain)
+    else:
+        pairs = (x if isinstance(x, tuple) else (x,) for x in (found, plain))
+        assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))
+    for name, (_, other) in foreign.items():
+        with pytest.raises(TypeError, match=rf"no argument {name} \(got"):
+            function(*given, **target, **{name: other})
+
+
+def test_values_that_look_as_if_they_asked_for_nothing() -> None:
+    """Another type than the library's, None where it decides something, and names of nobody."""
+    for name, value in {
+        "dropout_p": False, "dropout": torch.tensor(0.0), "is_causal": None, "sm_margin": False,
+        "return_attn_probs": 0, "causual": None, "nonsense": False,
+    }.items():  # fmt: skip
+        with pytest.raises(TypeError, match=f"no argument {name}"):
+            flash_attn_func(Q, Q, Q, **{name: value})
+
+
+def test_values_that_ask_for_nothing_when_compiled_or_for_a_cache() -> None:
+    compiled = torch.compile(flash_attn_func, backend="eager", fullgraph=True)
+    q = torch.randn(1, 5, 2, 16)
+    expected = flash_attn_func(q, q, q, causal=True)
+    neutral = {"dropout_p": 0.0, "alibi_slopes": None, "return_attn_probs": False}
+    assert torch.equal(compiled(q, q, q, causal=True, **neutral), expected)
+    cached = flash_attn_with_kvcache(q, q, q, causal=True, block_table=None, alibi_slopes=None)
+    assert torch.allclose(cached, expected, atol=1e-6)
+    plain = create_block_mask(causal, 1, 1, 5, 5, device="cpu")
+    lists = create_block_mask(causal, 1, 1, 5, 5, device="cpu", _compile=False)
+    assert torch.equal(lists.mask_block_cnt, plain.mask_block_cnt)
 
 
 def test_what_is_raised_inside_is_not_touched() -> None:

@@ -282,6 +282,85 @@ def test_a_mask_of_one_packed_sequence() -> None:
     _flash_attn_fwd(**packed([30, 34], [30, 34]), startend_row_indices=ColumnMask(joined, True))
 
 
+LENGTHS = ([40, 0, 60], [64, 9, 100]), ([7, 1], [7, 90]), ([64, 20], [30, 70])
+# how the rows of a joined mask are told, and where the first query of a sequence then stands
+TOLD = {"seqlen_q": 0, "q_start=0": 0, "q_start tensor": 5, "both": 3}
+
+
+def call_of_joined(told: str, causal: bool, lengths: tuple[list[int], list[int]]) -> Any:
+    """Arguments of a call with intervals of packed keys, and who sees whom in each sequence."""
+    lengths_q, lengths_k = lengths
+    generator = torch.Generator().manual_seed(sum(lengths_q))
+    start, rows = TOLD[told], None if "start" in told else sum(lengths_q)
+    if told == "both":
+        rows = sum(lengths_q) + 3 * len(lengths_q)
+    indices, visible = [], []
+    for queries, keys in zip(lengths_q, lengths_k, strict=True):
+        columns = torch.randint(0, queries + 9, (1, 1, keys, 2), generator=generator).int()
+        place = torch.arange(queries)[:, None]
+        shift = keys - queries if told == "seqlen_q" else start
+        row, (first, second) = place + start, columns[0, 0].T
+        hidden = (row >= first) & (row < second)
+        if causal:
+            hidden |= torch.arange(keys) > place + shift
+        else:
+            hidden = (row >= first) | (row < second)
+        indices.append(columns)
+        visible.append(~hidden)
+    mask = ColumnMask(torch.cat(indices, dim=2), causal, seqlen_q=rows)
+    q_start: Any = 0 if told == "q_start=0" else None
+    if start:
+        q_start = torch.full((len(lengths_q),), start, dtype=torch.int32)
+    given = packed(*lengths) | {"startend_row_indices": mask, "q_start": q_start}
+    return given, visible
+
+
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_keys_with_rows_of_their_own(
+    told: str, causal: bool, lengths: tuple[list[int], list[int]]
+) -> None:
+    """Each sequence has its own rows, fewer than keys or more; forward and backward."""
+    given, visible = call_of_joined(told, causal, lengths)
+    q, k, v = (given.pop(name).requires_grad_() for name in "qkv")
+    parts = [
+        attend(q_one[None], k_one[None], v_one[None], seen)[0]
+        for q_one, k_one, v_one, seen in zip(
+            q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), visible, strict=True
+        )
+    ]
+    expected = torch.cat(parts)
+    dout = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    torch.compiler.reset()
+    compiled = torch.compile(flash_attn_varlen_func, backend="aot_eager", fullgraph=True)
+    for call in (flash_attn_varlen_func, compiled):
+        out = call(q, k, v, **given)
+        assert torch.allclose(out, expected, atol=1e-6)
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(found, gradients, strict=True))
+
+
+def test_the_way_that_a_refusal_of_packed_keys_tells() -> None:
+    """What the messages say works, and the mask of one sequence is refused on every way."""
+    given = packed([40, 60], [64, 100])
+    indices = torch.cat([rows(64), rows(100)], dim=2)
+    with pytest.raises(ValueError, match=r"ColumnMask\(\.\.\., seqlen_q=100\) that the mask was"):
+        _flash_attn_fwd(**given, startend_row_indices=indices)
+    mask = ColumnMask(indices, False, seqlen_q=100)
+    _flash_attn_fwd(**given, startend_row_indices=mask)
+    for wrong, text in ((99, "does not cover this call"), (101, "has fewer queries")):
+        told = ColumnMask(indices, False, seqlen_q=wrong)
+        with pytest.raises(ValueError, match=MADE + f"{wrong} queries x 164 keys, and .*{text}"):
+            _flash_attn_fwd(**given, startend_row_indices=told)
+    one = builders.from_dense(torch.ones(100, 164, dtype=torch.bool), seqlen_q=100)
+    compiled = torch.compile(flash_attn_varlen_func, backend="eager", fullgraph=True)
+    for call in (flash_attn_varlen_func, compiled, _flash_attn_fwd):
+        with pytest.raises(Exception, match="one sequence, and cu_seqlens_k packs (2|several)"):
+            call(**given, startend_row_indices=one)
+
+
 @pytest.mark.parametrize("make", ["ours", "torch"])
 def test_lists_of_these_lengths(make: str) -> None:
     q, k, v = qkv(200, 300)

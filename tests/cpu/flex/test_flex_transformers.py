@@ -1,11 +1,12 @@
 """transformers' `attn_implementation="flex_attention"` on our kernels, by `patch_flex_attention`.
 
-transformers takes torch's function by name when its module is imported, so the patch comes first.
+transformers takes torch's function by name when its module is imported.
 """
 
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -87,3 +88,33 @@ def test_sinks(transformers: Any) -> None:
     )
     with pytest.raises(ValueError, match="sinks cannot be run on CPU"):
         flex.eval()(torch.randint(0, 128, (1, 16)))
+
+
+AFTER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import flex_attention as integration
+from flash_mask_cute import flex_attention, patch_flex_attention
+
+of_torch = [integration.flex_attention]
+assert of_torch[0] is not flex_attention
+model = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="flex_attention")
+tokens = torch.randint(0, 128, (2, 37))
+with patch_flex_attention():
+    assert integration.flex_attention is flex_attention
+    # torch's function has no gradients on a CPU
+    model.train()(tokens, labels=tokens).loss.backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+assert integration.flex_attention is of_torch[0]
+wrapped = getattr(integration, "WrappedFlexAttention", None)
+if wrapped is not None:
+    assert wrapped(True)()._torchdynamo_orig_callable is of_torch[0]
+"""
+
+
+def test_after_the_import() -> None:
+    """In a process of its own, where transformers has torch's function already."""
+    pytest.importorskip("transformers", reason="extra `transformers`")
+    code = f"SIZES = {SIZES!r}\n{AFTER}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
