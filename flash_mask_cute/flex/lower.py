@@ -30,6 +30,8 @@ from flash_mask_cute.flex.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 
 KINDS = ("mask_mod", "score_mod")
+# Integers below it are floating-point numbers, too.
+_MOST_VARYING = 1 << 53
 _LOCK = threading.RLock()
 # An index that is less than what the table has, if the table has as many as the text says.
 _CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
@@ -325,13 +327,19 @@ class _Structure:
 
     def key(self, captures: Captures) -> Any:
         """The key of the program for these captures, as far as its dependencies are known."""
+        varying = self.varying_of(captures)
         numbers = tuple(
-            None if i in self.varying else repr(x.number) for i, x in enumerate(captures.numbers)
+            None if i in varying else repr(x.number) for i, x in enumerate(captures.numbers)
         )
         shapes = None
         if self.knows_shapes:
             shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
-        return captures.key, self.varying, numbers, shapes
+        return captures.key, varying, numbers, shapes
+
+    def varying_of(self, captures: Captures) -> tuple[int, ...]:
+        """Those of `varying` that have usual values now: others are constants of a program of their
+        own, because the arithmetic of unknown numbers knows no NaN and no infinity."""
+        return tuple(i for i in self.varying if abs(captures.numbers[i].number) < _MOST_VARYING)
 
     def note_changes(self, captures: Captures) -> None:
         """Numbers that differ from their first value vary from now on."""
@@ -391,9 +399,10 @@ def _new_program(
     if found is not None:
         return found, captures
     try:
-        program, traced, text = _lowered(mod, kind, captures, device, structure.varying)
+        varying = structure.varying_of(captures)
+        program, traced, text = _lowered(mod, kind, captures, device, varying)
     except (NotLowerable, NoCopyError):
-        if not structure.varying:
+        if not varying:
             raise
         # the mod needs to know them: one program for each value
         structure.fixed |= set(structure.varying)
