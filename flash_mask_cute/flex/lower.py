@@ -447,6 +447,13 @@ def _lowered(
     global traces
     traces += 1
     is_score = kind == "score_mod"
+    for tensor, path in captures.tensors:
+        if tensor.is_nested:
+            raise NotLowerable(
+                f"{described(path)}, which {name_of(mod)} reads, is a NestedTensor, and kernels "
+                "read tensors of one shape: capture torch.nested.to_padded_tensor(x, 0), or its "
+                "values and its offsets, x.values() and x.offsets()"
+            )
     paths = [captures.numbers[i].path for i in varying]
 
     def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
