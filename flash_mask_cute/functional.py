@@ -36,7 +36,7 @@ from flash_mask_cute.call.validate import (
     refuse_transforms,
     settle_order,
 )
-from flash_mask_cute.flex.together import as_cute_mods
+from flash_mask_cute.flex.together import as_cute_mods, named_by_mods
 from flash_mask_cute.interface import run_bundles
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
@@ -524,6 +524,7 @@ def attend(
     """Differentiable attention. return_max: also return the largest score of each row."""
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
+    given = call
     if not (call.score_mod is call.mask_mod is None):
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
@@ -543,6 +544,9 @@ def attend(
             return _attend_eagerly(q, k, v, sink, call, wants_aux, return_lse, return_max)
         except NotPlainError as error:
             refused = error
+        except IndexError as error:
+            mods = given.score_mod, given.mask_mod
+            raise named_by_mods(error, *mods, given.aux_tensors, q.device) from error
     if refused is None:
         return _attend_by_operators(q, k, v, sink, call, wants_aux, return_max)
     with refused.named_unless_from(IMPLEMENTATIONS):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -18,12 +17,11 @@ from flash_mask_cute.flex.block_mask import (
     lists_of,
     says_no_more,
 )
-from flash_mask_cute.flex.captures import Path, described
+from flash_mask_cute.flex.captures import Path
 from flash_mask_cute.flex.convention import check_torch_mod
 from flash_mask_cute.flex.in_graph import mods_in_graph
 from flash_mask_cute.flex.lower import LoweredMod, lower_mod
-from flash_mask_cute.flex.together import known_of, put_together
-from flash_mask_cute.flex.trace import name_of
+from flash_mask_cute.flex.together import known_of, named_as_captured, put_together
 from flash_mask_cute.flex.watch import Kept
 from flash_mask_cute.functional import KnownCall, attend
 from flash_mask_cute.runtime.checks import number_of
@@ -151,7 +149,7 @@ def flex_attention(
         out, lse, max_scores = told.ready.results(q, k, v, aux_tensors, scale, wants_lse, wants_max)
     except IndexError as error:
         mods = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
-        raise _named_as_captured(error, told.origins, mods) from error
+        raise named_as_captured(error, told.origins, mods) from error
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse if wants_lse else None, max_scores)
@@ -261,32 +259,6 @@ def _in_graph(
     if return_aux is not None:
         return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)
     return (out, found.lse) if wants_lse else out
-
-
-_OUTSIDE = re.compile(
-    r"(score_mod|mask_mod) .* reads aux_tensors\[(\d+)\] at index (-?\d+) of (.*), whose extent is "
-    r"(\d+)(; no index is negative in CuTe)?"
-)
-
-
-def _named_as_captured(
-    error: IndexError, origins: Sequence[Path], mods: Mapping[str, Any]
-) -> IndexError:
-    """An index outside an aux tensor as an index outside the tensor that the mod captured.
-
-    mods: the caller's mods, by kind.
-    """
-
-    def told(found: re.Match[str]) -> str:
-        kind, number, index, where, extent = found.groups()[:5]
-        # what was below 0 has been counted from the end already
-        asked = int(index) - int(extent) * (int(index) < 0)
-        return (
-            f"{kind} {name_of(mods[kind])} reads {described(origins[int(number)])} at index "
-            f"{asked} of {where}, whose extent is {extent}"
-        )
-
-    return IndexError(_OUTSIDE.sub(told, str(error)))
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:

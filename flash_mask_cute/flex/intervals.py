@@ -25,6 +25,7 @@ from flash_mask_cute.flex.simplify import (
     Negated,
     Whole,
     inequalities,
+    is_false,
     is_true,
     name_of_node,
 )
@@ -140,7 +141,8 @@ class _Finder:
             parts = tuple(map(self.part, node.args))
             return All(tuple(y for x in parts for y in (x.parts if isinstance(x, All) else (x,))))
         if node.meta["val"].dtype == torch.bool and name in _OR:
-            return self._either(tuple(map(self.part, node.args)))
+            given = (x for x in node.args if not is_false(x))
+            return self._either(tuple(map(self.part, given)))
         if name == "eq":
             return self._equal(*node.args)
         if name not in SIGNS:
@@ -152,6 +154,8 @@ class _Finder:
         return sides[0] if len(sides) == 1 else All(sides)
 
     def _either(self, parts: tuple[Any, ...]) -> Any_:
+        if not parts:
+            raise _NotIntervalsError
         flat = [y for x in parts for y in (x.parts if isinstance(x, Any_) else (x,))]
         others = [x for x in flat if not isinstance(x, Keys)]
         same = all(isinstance(x, Side) and x.is_low == others[0].is_low for x in others)

@@ -252,10 +252,18 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
 
 def is_true(node: Node) -> bool:
     """Whether a node is the constant true, with which `and_masks` begins."""
-    value = node.meta.get("val")
-    name = name_of_node(node)
-    is_one = name == "new_ones" or (name == "full" and node.args[1] in (1, True))
-    return is_one and value is not None and value.dtype == torch.bool and value.dim() == 0
+    return _is_constant(node, "new_ones", True)
+
+
+def is_false(node: Any) -> bool:
+    """Whether a node is the constant false, with which `or_masks` begins."""
+    return isinstance(node, Node) and _is_constant(node, "new_zeros", False)
+
+
+def _is_constant(node: Node, maker: str, held: bool) -> bool:
+    value, name = node.meta.get("val"), name_of_node(node)
+    is_it = name == maker or (name == "full" and node.args[1] == held)
+    return is_it and value is not None and value.dtype == torch.bool and value.dim() == 0
 
 
 def name_of_node(node: Any) -> str:
