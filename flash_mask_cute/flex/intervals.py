@@ -324,6 +324,7 @@ class _Numbers:
             places[_B]: torch.arange(batch, **ints)[:, None],
             places[_K]: self._k,
         }
+        self._reaches = dict.fromkeys(self._values, True)
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def of(self, part: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -417,7 +418,9 @@ class _Numbers:
         return result.to(node.meta["val"].dtype)
 
     def _reaches_an_index(self, node: Node) -> bool:
-        return node in self._values or any(map(self._reaches_an_index, node.all_input_nodes))
+        if node not in self._reaches:
+            self._reaches[node] = any(map(self._reaches_an_index, node.all_input_nodes))
+        return self._reaches[node]
 
     def _inside(self, table: Tensor, dimension: int, index: Tensor | None) -> Tensor:
         """An index as a kernel uses it: wrapped and clamped to the table."""
