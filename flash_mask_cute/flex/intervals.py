@@ -147,7 +147,8 @@ class _Finder:
             return self._equal(*node.args)
         if name not in SIGNS:
             raise _NotIntervalsError
-        return self._sides(*node.args[:2], *SIGNS[name])
+        sign, strict = SIGNS[name]
+        return self._sides(node.args[0], node.args[1], sign, strict)
 
     def _sides(self, x: Any, y: Any, sign: int, strict: int) -> Any:
         sides = tuple(map(self._side, inequalities(x, y, sign, strict)))

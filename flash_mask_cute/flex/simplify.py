@@ -66,7 +66,8 @@ class Whole(NamedTuple):
     is_low: bool
 
     def of_number(self, number: float) -> int:
-        """Raises _NotLinearError for NaN, infinity, and numbers by which indices are rounded."""
+        """The integer. Raises _NotLinearError for NaN, infinity, and numbers so large that indices
+        next to them are rounded."""
         compared = torch.tensor(number, dtype=self.dtype, device="cpu").item()
         if not abs(compared) < EXACT:
             raise _NotLinearError
@@ -143,7 +144,8 @@ def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:
         return
     if name not in SIGNS:
         raise _NotLinearError
-    for each in inequalities(*node.args[:2], *SIGNS[name]):
+    sign, strict = SIGNS[name]
+    for each in inequalities(node.args[0], node.args[1], sign, strict):
         sides = tuple(_linear(v, q_idx, kv_idx) for v in (each.first, each.second))
         # at least 0
         rest = _Linear(constant=each.strict).plus(sides[0].plus(sides[1], -1), each.sign)
@@ -174,8 +176,10 @@ def inequalities(x: Any, y: Any, sign: int, strict: int) -> Iterator[Inequality]
             continue
         is_low = (sign == 1) == floats[1]
         whole = Whole(second if floats[1] else first, dtype, is_low == (strict == 0), is_low)
-        pair = (first, whole) if floats[1] else (whole, second)
-        yield Inequality(*pair, sign, strict)
+        if floats[1]:
+            yield Inequality(first, whole, sign, strict)
+        else:
+            yield Inequality(whole, second, sign, strict)
 
 
 def _held(value: Any) -> Any:
@@ -262,8 +266,9 @@ def is_false(node: Any) -> bool:
 
 def _is_constant(node: Node, maker: str, held: bool) -> bool:
     value, name = node.meta.get("val"), name_of_node(node)
-    is_it = name == maker or (name == "full" and node.args[1] == held)
-    return is_it and value is not None and value.dtype == torch.bool and value.dim() == 0
+    is_it = name == maker or (name == "full" and bool(node.args[1] == held))
+    is_bool = isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 0
+    return is_it and is_bool
 
 
 def name_of_node(node: Any) -> str:
