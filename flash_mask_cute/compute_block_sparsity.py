@@ -26,7 +26,7 @@ from flash_mask_cute.block_sparsity import (
     as_block_size,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
-from flash_mask_cute.lowering.pair import as_cute_mods
+from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
 from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
 from flash_mask_cute.mods.aux_tensors import check_record, new_record
 from flash_mask_cute.mods.on_cpu import all_inside
@@ -155,7 +155,8 @@ def _scan(
     """Run the scan. names: the caller's names for batch_heads."""
     if mask_mod is None:
         raise TypeError("mask_mod must be a callable, got None")
-    mods = as_cute_mods(None, mask_mod, aux_tensors, device)
+    given = None, mask_mod, aux_tensors, device
+    mods = as_cute_mods(*given)
     mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors
     check_mod("mask_mod", mask_mod)
     extents = zip((*names, "seqlen_q", "seqlen_k"), (*batch_heads, *seqlens), strict=True)
@@ -189,7 +190,10 @@ def _scan(
         for x in cnt:
             x.zero_()
         return lists
-    run_scan(mask_mod, problem, lists, seqlens, aux)
+    try:
+        run_scan(mask_mod, problem, lists, seqlens, aux)
+    except IndexError as error:
+        raise named_by_mods(error, *given) from error
     return lists
 
 
@@ -267,6 +271,8 @@ def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
     """
     if isinstance(tensor, Tensor):
         check_plain(name, tensor)
+        if tensor.is_nested:
+            raise TypeError(f"{name} must be one tensor, got a nested one: pad it")
         return tensor.detach().resolve_neg()
     try:
         dtype = _TORCH_DTYPES[tensor.element_type.__name__]

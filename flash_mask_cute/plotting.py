@@ -26,7 +26,7 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.call.choose.tile_classes import classes_of_columns
-from flash_mask_cute.lowering.pair import as_cute_mods
+from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
@@ -278,7 +278,8 @@ def _ask(
 ) -> Tensor:
     if seqlen_q is None:
         raise ValueError("seqlen_q=None of a mask_mod, which does not tell how many queries it has")
-    mods = as_cute_mods(None, mask_mod, aux_tensors, None)
+    given = None, mask_mod, aux_tensors, None
+    mods = as_cute_mods(*given)
     mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors
     check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
@@ -292,7 +293,10 @@ def _ask(
         torch.arange(extent, dtype=torch.int32, device="cpu")
         for extent in (seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
     )
-    return eval_mask_mod(mask_mod, aux_tensors, 0, 0, queries, keys)
+    try:
+        return eval_mask_mod(mask_mod, aux_tensors, 0, 0, queries, keys)
+    except IndexError as error:
+        raise named_by_mods(error, *given) from error
 
 
 def _check_length(name: str, value: Any) -> None:

@@ -30,7 +30,7 @@ from flash_mask_cute.call.check.validate import (
 from flash_mask_cute.call.choose.packed import packs_declared_documents
 from flash_mask_cute.call.lookup import in_transform, mask_key
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
-from flash_mask_cute.lowering.pair import as_cute_mods
+from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, number_of
@@ -61,7 +61,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     """Differentiable attention. return_max: also return the largest score of each row."""
     check_bool("return_lse", call.options.return_lse)
     check_bool("return_max_logit", return_max)
-    score_mod = None
+    score_mod, given = None, call.masks
     if call.masks is not None:
         masks = call.masks.with_own_mod()
         if masks is not call.masks:
@@ -87,6 +87,11 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
             return _attend_eagerly(call, wants_aux, return_max)
         except NotPlainError as error:
             refused = error
+        except IndexError as error:
+            mods = given or NO_MASKS
+            raise named_by_mods(
+                error, mods.score_mod, mods.mask_mod, mods.aux_tensors, call.tensors.q.device
+            ) from error
     if refused is None:
         return _attend_by_operators(call, wants_aux, return_max)
     with refused.named_unless_from(IMPLEMENTATIONS):

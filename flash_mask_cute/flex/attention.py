@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -22,11 +21,10 @@ from flash_mask_cute.flex.block_mask import (
     lists_of,
     says_no_more,
 )
-from flash_mask_cute.lowering.captures import Path, described
+from flash_mask_cute.lowering.captures import Path
 from flash_mask_cute.lowering.convention import check_torch_mod
 from flash_mask_cute.lowering.lower import LoweredMod, lower_mod
-from flash_mask_cute.lowering.pair import known_of, put_together
-from flash_mask_cute.lowering.trace import name_of
+from flash_mask_cute.lowering.pair import known_of, named_as_captured, put_together
 from flash_mask_cute.lowering.watch import Kept
 from flash_mask_cute.runtime.checks import number_of
 
@@ -159,7 +157,7 @@ def flex_attention(
         out, lse, max_scores = told.ready.results(tensors, aux_tensors, scale, wants_lse, wants_max)
     except IndexError as error:
         mods = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
-        raise _named_as_captured(error, told.origins, mods) from error
+        raise named_as_captured(error, told.origins, mods) from error
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse if wants_lse else None, max_scores)
@@ -266,32 +264,6 @@ def _in_graph(
     if return_aux is not None:
         return out, AuxOutput(found.lse if wants_lse else None, found.max_scores)
     return (out, found.lse) if wants_lse else out
-
-
-_OUTSIDE = re.compile(
-    r"(score_mod|mask_mod) .* reads aux_tensors\[(\d+)\] at index (-?\d+) of (.*), whose extent is "
-    r"(\d+)(; no index is negative in CuTe)?"
-)
-
-
-def _named_as_captured(
-    error: IndexError, origins: Sequence[Path], mods: Mapping[str, Any]
-) -> IndexError:
-    """An index outside an aux tensor as an index outside the tensor that the mod captured.
-
-    mods: the caller's mods, by kind.
-    """
-
-    def told(found: re.Match[str]) -> str:
-        kind, number, index, where, extent = found.groups()[:5]
-        # what was below 0 has been counted from the end already
-        asked = int(index) - int(extent) * (int(index) < 0)
-        return (
-            f"{kind} {name_of(mods[kind])} reads {described(origins[int(number)])} at index "
-            f"{asked} of {where}, whose extent is {extent}"
-        )
-
-    return IndexError(_OUTSIDE.sub(told, str(error)))
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:

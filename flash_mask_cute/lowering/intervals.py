@@ -8,6 +8,7 @@ condition on q_idx becomes a bound. A mask that is not plainly an interval stays
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,20 +16,39 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from flash_mask_cute.lowering.simplify import AND, SAME, SIGNS, is_true, name_of_node, without_abs
+from flash_mask_cute.lowering.simplify import (
+    AND,
+    EXACT,
+    SAME,
+    SIGNS,
+    Inequality,
+    Negated,
+    Whole,
+    inequalities,
+    is_false,
+    is_true,
+    name_of_node,
+)
 
 _OR = ("bitwise_or", "logical_or", "__or__")
 # without torch's tag
 _ELEMENTWISE = ("index", "floor_divide", "__rshift__", "__lshift__", *SAME)
 _B, _H, _Q, _K = range(4)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INT32 = 1 << 31
+# Beyond any index; sums of such numbers do not overflow int64.
+_FAR = 1 << 40
+_Terms = tuple[tuple[int, Any], ...]
 
 
 class Side(NamedTuple):
-    """q_idx is at least (is_low) or at most a sum of terms, each a factor times a node or
-    number."""
+    """q_idx is at least (is_low) or at most a sum of terms, each a factor times a node, a number
+    or a `Whole`. sums: what the compared sides add to an int32 q_idx, which must not overflow by
+    it."""
 
     is_low: bool
-    terms: tuple[tuple[int, Any], ...]
+    terms: _Terms
+    sums: tuple[_Terms, ...]
 
 
 class Keys(NamedTuple):
@@ -121,17 +141,22 @@ class _Finder:
             parts = tuple(map(self.part, node.args))
             return All(tuple(y for x in parts for y in (x.parts if isinstance(x, All) else (x,))))
         if node.meta["val"].dtype == torch.bool and name in _OR:
-            return self._either(tuple(map(self.part, node.args)))
+            given = (x for x in node.args if not is_false(x))
+            return self._either(tuple(map(self.part, given)))
         if name == "eq":
             return self._equal(*node.args)
         if name not in SIGNS:
             raise _NotIntervalsError
         sign, strict = SIGNS[name]
-        x, y = node.args[0], node.args[1]
-        sides = tuple(self._side(pair, sign, strict) for pair in without_abs(x, y, sign))
+        return self._sides(node.args[0], node.args[1], sign, strict)
+
+    def _sides(self, x: Any, y: Any, sign: int, strict: int) -> Any:
+        sides = tuple(map(self._side, inequalities(x, y, sign, strict)))
         return sides[0] if len(sides) == 1 else All(sides)
 
     def _either(self, parts: tuple[Any, ...]) -> Any_:
+        if not parts:
+            raise _NotIntervalsError
         flat = [y for x in parts for y in (x.parts if isinstance(x, Any_) else (x,))]
         others = [x for x in flat if not isinstance(x, Keys)]
         same = all(isinstance(x, Side) and x.is_low == others[0].is_low for x in others)
@@ -145,7 +170,7 @@ class _Finder:
             if _K not in depends[0] and _Q not in depends[1] and self._is_same(of_query, of_key):
                 self._check_elementwise(of_key)
                 return SameDocument(of_key)
-        return All((self._side((x, y), 1, 0), self._side((x, y), -1, 0)))
+        return All((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
 
     def _is_same(self, of_query: Any, of_key: Any) -> bool:
         """Whether one node is the other with the key in place of the query."""
@@ -173,19 +198,26 @@ class _Finder:
             for a, b in zip(first, second, strict=True)
         )
 
-    def _side(self, operands: tuple[Any, Any], sign: int, strict: int) -> Side:
-        """The condition that sign * (first - second) + strict is at least 0."""
-        of_q, terms = 0, [(1, strict)]
-        for factor, operand in zip((sign, -sign), operands, strict=True):
+    def _side(self, inequality: Inequality) -> Side:
+        sign = inequality.sign
+        of_q, terms, sums = 0, [(1, inequality.strict)], []
+        pairs = (sign, inequality.first), (-sign, inequality.second)
+        for factor, operand in pairs:
             own, rest = self._linear(operand, factor)
             of_q, terms = of_q + own, terms + rest
+            if own and rest and _dtype_of(operand) == torch.int32:
+                sums.append(tuple(rest))
         if of_q not in (1, -1):
             raise _NotIntervalsError
-        return Side(of_q == 1, tuple((-of_q * factor, value) for factor, value in terms))
+        terms = [(-of_q * factor, value) for factor, value in terms]
+        return Side(of_q == 1, tuple(terms), tuple(sums))
 
     def _linear(self, value: Any, factor: int) -> tuple[int, list[tuple[int, Any]]]:
         """Split a sum into the factor of q_idx and the other terms."""
-        if isinstance(value, bool | float):
+        if isinstance(value, Whole):
+            self._check_without_query(value.value)
+            return 0, [(factor, value)]
+        if isinstance(value, float):
             raise _NotIntervalsError
         if not isinstance(value, Node):
             negated = getattr(value, "value", None)
@@ -193,15 +225,17 @@ class _Finder:
                 return self._linear(negated, -factor)
             return 0, [(factor, value)]
         held = value.meta.get("val")
-        if isinstance(held, Tensor) and held.dtype not in (torch.int32, torch.int64):
-            raise _NotIntervalsError
         if value is self._places[_Q]:
             return factor, []
         if _Q not in self._depends(value):
-            if _H in self._depends(value) or isinstance(held, torch.SymFloat):
+            if isinstance(held, torch.SymFloat) or (
+                isinstance(held, Tensor) and not _bounds_indices(held)
+            ):
                 raise _NotIntervalsError
-            self._check_elementwise(value)
+            self._check_without_query(value)
             return 0, [(factor, value)]
+        if isinstance(held, Tensor) and held.dtype not in (torch.int32, torch.int64):
+            raise _NotIntervalsError
         name, args = name_of_node(value), value.args
         if name in SAME:
             return self._linear(args[0], factor)
@@ -215,17 +249,44 @@ class _Finder:
             return first + second, rest + more
         raise _NotIntervalsError
 
+    def _check_without_query(self, value: Any) -> None:
+        if self._depends(value) & {_Q, _H}:
+            raise _NotIntervalsError
+        self._check_elementwise(value)
+
     def _check_elementwise(self, node: Any) -> None:
         """Check that a node can be computed for all keys at once: no operator mixes elements."""
         if not isinstance(node, Node) or not self._depends(node) or node in self._places:
             return
         value, target = node.meta.get("val"), node.target
         is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
-        is_plain = isinstance(value, Tensor) and value.dim() == 0
+        is_plain = isinstance(value, Tensor) and (value.dim() == 0 or _is_of_one(node))
         if not is_plain or not (is_pointwise or name_of_node(node) in _ELEMENTWISE):
             raise _NotIntervalsError
         for x in node.all_input_nodes:
             self._check_elementwise(x)
+
+
+def _dtype_of(operand: Any) -> torch.dtype:
+    node = operand.value if isinstance(operand, Negated) else operand
+    return cast(torch.dtype, node.meta["val"].dtype)
+
+
+def _bounds_indices(held: Tensor) -> bool:
+    """Whether indices are compared with a tensor in a dtype that has them all."""
+    if held.shape == (1,):
+        # of a lone index it decides the dtype
+        return held.dtype in (torch.int32, torch.int64)
+    return held.dim() == 0 and held.dtype in _INTEGERS
+
+
+def _is_of_one(node: Node) -> bool:
+    """Whether a node has shape (1,), and the dtype that it has for whole vectors of indices."""
+    inputs = [x.meta["val"] for x in node.all_input_nodes]
+    if node.meta["val"].shape != (1,) or not all(isinstance(x, Tensor) for x in inputs):
+        return False
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in inputs))
+    return len(inputs) < 3 and torch.result_type(inputs[0], inputs[-1]) == dtype
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -238,7 +299,7 @@ def rows_of(
     seqlens: queries and keys.
 
     It waits for no device. It returns None if documents are compared with unequal numbers of
-    queries and keys, or, on the CPU, if an index is out of range.
+    queries and keys, if a comparison rounds indices, or, on the CPU, if an index is out of range.
     """
     try:
         low, high, is_right = _Numbers(form, known, seqlens, batch, device).of(form.root)
@@ -264,6 +325,7 @@ class _Numbers:
             places[_B]: torch.arange(batch, **ints)[:, None],
             places[_K]: self._k,
         }
+        self._reaches = dict.fromkeys(self._values, True)
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def of(self, part: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,8 +336,13 @@ class _Numbers:
         if isinstance(part, SameDocument):
             return self._runs(self._value(part.node).expand(-1, self._keys))
         if isinstance(part, Side):
-            edge: Any = sum(factor * self._long(value) for factor, value in part.terms)
-            return (edge + low, high, self._true) if part.is_low else (low, edge + 1, self._true)
+            # a tensor, even if all terms are numbers
+            edge = torch.zeros_like(low) + self._sum(part.terms)
+            is_right = self._true
+            for terms in part.sums:
+                reach = torch.zeros_like(low) + self._sum(terms)
+                is_right = is_right & (reach.abs() < _INT32 - self._rows).all()
+            return (edge, high, is_right) if part.is_low else (low, edge + 1, is_right)
         is_right = self._true
         if isinstance(part, All):
             for each in part.parts:
@@ -305,11 +372,30 @@ class _Numbers:
         high = ends.flip(1).cummin(1).values.flip(1)
         ordered = ids.sort(1).values
         different = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + 1
-        return low, high, (begins.sum(1) == different).all()
+        is_right = (begins.sum(1) == different).all()
+        # NaN is not equal to itself, so no query sees such a key
+        return low, torch.where(ids == ids, high, low), is_right
+
+    def _sum(self, terms: _Terms) -> Any:
+        return sum(factor * self._long(value) for factor, value in terms)
 
     def _long(self, value: Any) -> Any:
+        """An integer as int64 or a number. It is clamped: what is beyond all indices may be what is
+        largest in its dtype, to which nothing could be added."""
+        if isinstance(value, Whole):
+            if max(self._rows, self._keys) >= EXACT:
+                raise _NotIntervalsError
+            found = self._value(value.value)
+            if not isinstance(found, Tensor):
+                found = torch.full((), found, dtype=torch.float64, device=self._k.device)
+            return value.of_tensor(found, _FAR)
         found = self._value(value)
-        return found.long() if isinstance(found, Tensor) else found
+        if isinstance(found, Tensor):
+            return found.long().clamp(-_FAR, _FAR)
+        if abs(found) >= _INT32:
+            # torch makes an int32 of it, which wraps
+            raise _NotIntervalsError
+        return found
 
     def _value(self, node: Any) -> Any:
         """The value of a node without q_idx: (batch | 1, seqlen_k | 1), or a number."""
@@ -333,7 +419,9 @@ class _Numbers:
         return result.to(node.meta["val"].dtype)
 
     def _reaches_an_index(self, node: Node) -> bool:
-        return node in self._values or any(map(self._reaches_an_index, node.all_input_nodes))
+        if node not in self._reaches:
+            self._reaches[node] = any(map(self._reaches_an_index, node.all_input_nodes))
+        return self._reaches[node]
 
     def _inside(self, table: Tensor, dimension: int, index: Tensor | None) -> Tensor:
         """An index as a kernel uses it: wrapped and clamped to the table."""

@@ -38,6 +38,8 @@ from flash_mask_cute.runtime.process_state import trace_lock
 from flash_mask_cute.runtime.recent import Recent
 
 KINDS = ("mask_mod", "score_mod")
+# Integers below it are floating-point numbers, too.
+_MOST_VARYING = 1 << 53
 # An index that is less than what the table has, if the table has as many as the text says.
 _CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
@@ -346,13 +348,19 @@ class _Structure:
 
     def key(self, captures: Captures) -> Any:
         """The key of the program for these captures, as far as its dependencies are known."""
+        varying = self.varying_of(captures)
         numbers = tuple(
-            None if i in self.varying else repr(x.number) for i, x in enumerate(captures.numbers)
+            None if i in varying else repr(x.number) for i, x in enumerate(captures.numbers)
         )
         shapes = None
         if self.knows_shapes:
             shapes = tuple((x.tensor.shape, x.tensor.stride()) for x in captures.tensors)
-        return self.name, self.varying, numbers, shapes
+        return self.name, varying, numbers, shapes
+
+    def varying_of(self, captures: Captures) -> tuple[int, ...]:
+        """Those of `varying` that have usual values now: others are constants of a program of their
+        own, because the arithmetic of unknown numbers knows no NaN and no infinity."""
+        return tuple(i for i in self.varying if abs(captures.numbers[i].number) < _MOST_VARYING)
 
     def note_changes(self, captures: Captures) -> None:
         """Numbers that differ from their first value vary from now on."""
@@ -414,9 +422,10 @@ def _new_program(
     if found is not None:
         return found, captures
     try:
-        program, traced, text = _lowered(mod, kind, captures, device, structure.varying)
+        varying = structure.varying_of(captures)
+        program, traced, text = _lowered(mod, kind, captures, device, varying)
     except (NotLowerable, NoCopyError):
-        if not structure.varying:
+        if not varying:
             raise
         # the mod needs to know them: one program for each value
         structure.fixed |= set(structure.varying)
@@ -461,6 +470,13 @@ def _lowered(
     global traces
     traces += 1
     is_score = kind == "score_mod"
+    for tensor, path in captures.tensors:
+        if tensor.is_nested:
+            raise NotLowerable(
+                f"{described(path)}, which {name_of(mod)} reads, is a NestedTensor, and kernels "
+                "read tensors of one shape: capture torch.nested.to_padded_tensor(x, 0), or its "
+                "values and its offsets, x.values() and x.offsets()"
+            )
     paths = [captures.numbers[i].path for i in varying]
 
     def bind(numbers: Sequence[Any]) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flash_mask_cute.lowering.values import (
     DSL_NAMES,
@@ -79,7 +78,11 @@ class Call:
         arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
-            text = write(*(x.text for x in elements))
+            texts = [x.text for x in elements]
+            if all(x.constant is not None for x in elements):
+                # a dtype for what looks for one among the operands
+                texts[0] = typed(elements[0], computed)
+            text = write(*texts)
             element = Element(text, None, False, low(*elements), high(*elements))
             element = converted(element, result or computed, self.dtype)
             made.append(self.name_element(element))
@@ -263,10 +266,13 @@ def _fmod(call: Call) -> Array:
 def _pow(call: Call) -> Array:
     x, y = call.args[:2]
     computed = computed_in(call.dtype)
+    if isinstance(y, Array) and y.shape == () and y.is_constant:
+        y = y.as_tensor().item()
     if isinstance(y, int | float) and float(y).is_integer() and 1 <= y <= 8:
         return call.elementwise((x,), computed, lambda a: f"ops.whole_power({a}, {int(y)})")
     if isinstance(y, int | float) and y == 0:
-        return call.elementwise((x,), computed, lambda a: f"ops.where({a} == {a}, 1, 1)")
+        # also of NaN
+        return Array.of_tensor(torch.ones(call.shape, dtype=call.dtype, device="cpu"))
     if not computed.is_floating_point:
         power = f"the power {y}" if isinstance(y, int | float) else "a power that is not known"
         hint = "write a known power of 1 to 8, 1 << x for 2 ** x, or make a float of the base"
@@ -681,20 +687,3 @@ def run_for_real(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     return target(*args, **kwargs)
-
-
-def as_real(value: Any) -> Any:
-    """Convert arrays of constants to tensors, inside lists too."""
-    if isinstance(value, Array):
-        return value.as_tensor()
-    if isinstance(value, list | tuple):
-        return type(value)(as_real(x) for x in value)
-    return value
-
-
-def is_known(value: Any) -> bool:
-    if isinstance(value, Array):
-        return value.is_constant
-    if isinstance(value, list | tuple):
-        return all(map(is_known, value))
-    return not isinstance(value, Table | Tensor)

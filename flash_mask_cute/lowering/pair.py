@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from flash_mask_cute.lowering.convention import is_torch_mod
 from flash_mask_cute.lowering.watch import Kept, Known, watches_of
 
 if TYPE_CHECKING:
+    from flash_mask_cute.lowering.captures import Path
     from flash_mask_cute.lowering.lower import LoweredMod
 
 T = TypeVar("T")
@@ -125,3 +127,54 @@ def known_of(
 
 def _any_trained(lowered: LoweredMod) -> bool:
     return any(x.requires_grad for x in lowered.aux_tensors)
+
+
+# -- errors that name what a mod captured --------------------------------------------------------
+
+_OUTSIDE = re.compile(
+    r"(score_mod|mask_mod) .* reads aux_tensors\[(\d+)\] at index (-?\d+) of (.*), whose extent is "
+    r"(\d+)(; no index is negative in CuTe)?"
+)
+
+
+def named_as_captured(
+    error: IndexError, origins: Sequence[Path | None], mods: Mapping[str, Any]
+) -> IndexError:
+    """An index outside an aux tensor as an index outside the tensor that the mod captured.
+
+    origins: of the aux tensors, None for those of the caller. mods: the caller's mods, by kind.
+    """
+    from flash_mask_cute.lowering.captures import described
+    from flash_mask_cute.lowering.trace import name_of
+
+    def told(found: re.Match[str]) -> str:
+        kind, number, index, where, extent = found.groups()[:5]
+        path = origins[int(number)] if int(number) < len(origins) else None
+        if path is None:
+            return found[0]
+        # what was below 0 has been counted from the end already
+        asked = int(index) - int(extent) * (int(index) < 0)
+        return (
+            f"{kind} {name_of(mods[kind])} reads {described(path)} at index {asked} of {where}, "
+            f"whose extent is {extent}"
+        )
+
+    return IndexError(_OUTSIDE.sub(told, str(error)))
+
+
+def named_by_mods(
+    error: IndexError,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    aux_tensors: Sequence[Tensor] | None,
+    device: torch.device | str | None,
+) -> IndexError:
+    """`named_as_captured` for what `as_cute_mods` was given."""
+    mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+    origins: list[Path | None] = [None] * len(aux_tensors or ())
+    for kind, mod in mods.items():
+        if mod is not None and is_torch_mod(mod, kind):
+            from flash_mask_cute.lowering.lower import lower_mod
+
+            origins.extend(lower_mod(mod, kind, device).origins)
+    return named_as_captured(error, origins, mods)

@@ -7,13 +7,17 @@ mask by two numbers, and call no callable. Any other mask stays a mask_mod.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 _LIMIT = 1 << 30
+# float32 has all integers below it; beyond it, a comparison may round an index
+EXACT = 1 << 24
 AND = ("bitwise_and", "logical_and", "__and__")
 SIGNS = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
 SAME = ("alias", "clone", "detach", "_to_copy", "to")
@@ -41,19 +45,49 @@ class Band(NamedTuple):
 
 class Bound(NamedTuple):
     """One side: kv_idx - q_idx, or its negative, is at most `distance`. It may depend on numbers
-    that are known only at a call."""
+    that are known only at a call. sums: what the compared sides add to indices; an int32 index
+    must not overflow by it."""
 
     is_right: bool
     distance: _Linear
+    sums: tuple[_Linear, ...]
+
+
+class Whole(NamedTuple):
+    """A floating-point bound of an integer, as the integer that bounds it alike.
+
+    value: a number or a node. dtype: of the comparison. is_up: rounded up, else down. is_low: it
+    bounds from below. NaN, which compares as false, becomes a bound that no integer meets.
+    """
+
+    value: Any
+    dtype: torch.dtype
+    is_up: bool
+    is_low: bool
+
+    def of_number(self, number: float) -> int:
+        """The integer. Raises _NotLinearError for NaN, infinity, and numbers so large that indices
+        next to them are rounded."""
+        compared = torch.tensor(number, dtype=self.dtype, device="cpu").item()
+        if not abs(compared) < EXACT:
+            raise _NotLinearError
+        return math.ceil(compared) if self.is_up else math.floor(compared)
+
+    def of_tensor(self, tensor: Tensor, limit: int) -> Tensor:
+        """int64, from -limit to limit; the integers that it bounds are between these."""
+        compared = tensor.to(self.dtype).double()
+        rounded = compared.ceil() if self.is_up else compared.floor()
+        rounded = rounded.nan_to_num(limit if self.is_low else -limit, limit, -limit)
+        return rounded.clamp(-limit, limit).long()
 
 
 class _Linear(NamedTuple):
-    """q * q_idx + k * kv_idx + constant + the sum of factors and nodes of Python integers."""
+    """q * q_idx + k * kv_idx + constant + the sum of factors and nodes of Python numbers."""
 
     q: int = 0
     k: int = 0
     constant: int = 0
-    terms: tuple[tuple[int, Node], ...] = ()
+    terms: tuple[tuple[int, Node | Whole], ...] = ()
 
     def plus(self, other: _Linear, factor: int = 1) -> _Linear:
         return _Linear(
@@ -78,12 +112,25 @@ def find_bounds(module: GraphModule) -> tuple[Bound, ...] | None:
         return None
 
 
-def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int]) -> Band:
-    """The band at a call. number: the value of a node at this call."""
+def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int | float]) -> Band | None:
+    """The band at a call; None if the numbers are too large. number: the value of a node at this
+    call."""
+
+    def value(linear: _Linear) -> int:
+        terms = (
+            factor * int(x.of_number(number(x.value)) if isinstance(x, Whole) else number(x))
+            for factor, x in linear.terms
+        )
+        return linear.constant + sum(terms)
+
     sides: dict[bool, list[int]] = {False: [], True: []}
-    for is_right, distance in bounds:
-        terms = sum(factor * number(node) for factor, node in distance.terms)
-        sides[is_right].append(distance.constant + terms)
+    try:
+        for is_right, distance, sums in bounds:
+            if any(abs(value(x)) >= _LIMIT for x in sums):
+                return None
+            sides[is_right].append(value(distance))
+    except _NotLinearError:
+        return None
     return Band(min(sides[False], default=None), min(sides[True], default=None))
 
 
@@ -98,19 +145,71 @@ def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:
     if name not in SIGNS:
         raise _NotLinearError
     sign, strict = SIGNS[name]
-    for x, y in without_abs(node.args[0], node.args[1], sign):
-        left, right = (_linear(v, q_idx, kv_idx) for v in (x, y))
+    for each in inequalities(node.args[0], node.args[1], sign, strict):
+        sides = tuple(_linear(v, q_idx, kv_idx) for v in (each.first, each.second))
         # at least 0
-        rest = _Linear(constant=strict).plus(left.plus(right, -1), sign)
+        rest = _Linear(constant=each.strict).plus(sides[0].plus(sides[1], -1), each.sign)
         if (rest.q, rest.k) not in ((1, -1), (-1, 1)):
             raise _NotLinearError
-        yield Bound(rest.q == 1, rest._replace(q=0, k=0))
+        sums = tuple(x for x in sides if (x.q or x.k) and (x.constant or x.terms))
+        yield Bound(rest.q == 1, rest._replace(q=0, k=0), sums)
 
 
-def without_abs(x: Any, y: Any, sign: int) -> Iterator[tuple[Any, Any]]:
+class Inequality(NamedTuple):
+    """sign * (first - second) + strict is at least 0: integers, numbers, nodes, `Negated` and
+    `Whole`."""
+
+    first: Any
+    second: Any
+    sign: int
+    strict: int
+
+
+def inequalities(x: Any, y: Any, sign: int, strict: int) -> Iterator[Inequality]:
+    """sign * (x - y) + strict >= 0 without absolute values, and with integers for floating-point
+    bounds of integers."""
+    for first, second in _without_abs(x, y, sign):
+        floats = tuple(map(_is_float, (first, second)))
+        dtype = _dtype_of_comparison(first, second)
+        if floats not in ((True, False), (False, True)) or dtype is None:
+            yield Inequality(first, second, sign, strict)
+            continue
+        is_low = (sign == 1) == floats[1]
+        whole = Whole(second if floats[1] else first, dtype, is_low == (strict == 0), is_low)
+        if floats[1]:
+            yield Inequality(first, whole, sign, strict)
+        else:
+            yield Inequality(whole, second, sign, strict)
+
+
+def _held(value: Any) -> Any:
+    """What a node holds, or the value itself."""
+    if isinstance(value, Negated):
+        value = value.value
+    return value.meta.get("val") if isinstance(value, Node) else value
+
+
+def _is_float(value: Any) -> bool:
+    held = _held(value)
+    if isinstance(held, Tensor):
+        return held.dtype.is_floating_point
+    return isinstance(held, float | torch.SymFloat)
+
+
+def _dtype_of_comparison(x: Any, y: Any) -> torch.dtype | None:
+    """None: it has not all indices exactly, or there is none."""
+    numbers = {torch.SymInt: 1, torch.SymFloat: 1.0}
+    held = [numbers.get(type(v), v) for v in map(_held, (x, y))]
+    if not any(isinstance(v, Tensor) for v in held):
+        return None
+    dtype = torch.result_type(*held)
+    return dtype if dtype in (torch.float32, torch.float64) else None
+
+
+def _without_abs(x: Any, y: Any, sign: int) -> Iterator[tuple[Any, Any]]:
     """Replace abs(d) <= c by d <= c and -d <= c."""
     small, large = (x, y) if sign < 0 else (y, x)
-    if name_of_node(small) != "abs":
+    if name_of_node(small) != "abs" or small.meta["val"].dtype not in (torch.int32, torch.int64):
         yield x, y
         return
     inner = small.args[0]
@@ -123,10 +222,16 @@ class Negated(NamedTuple):
 
 
 def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
-    if isinstance(value, bool | float):
+    if isinstance(value, Whole):
+        if isinstance(value.value, float):
+            return _Linear(constant=value.of_number(value.value))
+        if isinstance(_held(value.value), torch.SymFloat):
+            return _Linear(terms=((1, value),))
         raise _NotLinearError
-    if isinstance(value, int):
-        return _Linear(constant=value)
+    if isinstance(value, int) and abs(value) < _LIMIT:
+        return _Linear(constant=int(value))
+    if not isinstance(value, Node | Negated):
+        raise _NotLinearError
     if isinstance(value, Negated):
         return _Linear().plus(_linear(value.value, q_idx, kv_idx), -1)
     if value is q_idx:
@@ -136,7 +241,7 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
     held = value.meta.get("val")
     if isinstance(held, torch.SymInt):
         return _Linear(terms=((1, value),))
-    if not isinstance(held, torch.Tensor) or held.dtype not in (torch.int32, torch.int64):
+    if not isinstance(held, Tensor) or held.dtype not in (torch.int32, torch.int64):
         raise _NotLinearError
     name, args = name_of_node(value), value.args
     if name in SAME:
@@ -151,10 +256,19 @@ def _linear(value: Any, q_idx: Node, kv_idx: Node) -> _Linear:
 
 def is_true(node: Node) -> bool:
     """Whether a node is the constant true, with which `and_masks` begins."""
-    value = node.meta.get("val")
-    name = name_of_node(node)
-    is_one = name == "new_ones" or (name == "full" and node.args[1] in (1, True))
-    return is_one and value is not None and value.dtype == torch.bool and value.dim() == 0
+    return _is_constant(node, "new_ones", True)
+
+
+def is_false(node: Any) -> bool:
+    """Whether a node is the constant false, with which `or_masks` begins."""
+    return isinstance(node, Node) and _is_constant(node, "new_zeros", False)
+
+
+def _is_constant(node: Node, maker: str, held: bool) -> bool:
+    value, name = node.meta.get("val"), name_of_node(node)
+    is_it = name == maker or (name == "full" and bool(node.args[1] == held))
+    is_bool = isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 0
+    return is_it and is_bool
 
 
 def name_of_node(node: Any) -> str:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from flash_mask_cute.lowering import ops
 from flash_mask_cute.lowering.captures import CapturedTensor, described
+from flash_mask_cute.lowering.searches import SEARCHES
 from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of, name_of
 from flash_mask_cute.lowering.values import DSL_NAMES, Array, Element, NotLowerable, Number, Table
 
@@ -218,7 +219,7 @@ class _Writer:
         return ops.run_for_real(node.target, args, kwargs)
 
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
-        rule = ops.RULES.get(name)
+        rule = ops.RULES.get(name) or SEARCHES.get(name)
         if rule is None:
             raise UnknownOperator(str(self._refusal(node, "has no CuTe text")), node.target)
         operands: Any = torch.fx.node.map_aggregate(

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_mask_cute.lowering.values import NotLowerable
 
@@ -40,6 +41,10 @@ _ASKS_SHAPE = {
     torch.numel,
 }
 _INSTEAD = "write torch.where(condition, x, y), torch.minimum, and & for `and`"
+_AS_FLOAT = (
+    "makes a Python float of a tensor, as functions of math do: write the function of torch, "
+    "torch.exp(x) for math.exp(x)"
+)
 # Signs of an error's text, and what was done.
 _HINTS = (
     ("data-dependent", f"decides by a value, which a kernel has for each score: {_INSTEAD}"),
@@ -84,7 +89,7 @@ def trace(
         return mod(*arguments)
 
     with _explains(mod):
-        return _trace(call, given, "fake", decompositions)
+        return _trace(mod, call, given, "fake", decompositions)
 
 
 def trace_with_numbers(
@@ -115,7 +120,7 @@ def trace_with_numbers(
         return bind(arguments[len(given) :])(*arguments[: len(given)])
 
     with _explains(mod):
-        return _trace(call, [*given, *symbols], "symbolic", decompositions)
+        return _trace(mod, call, [*given, *symbols], "symbolic", decompositions)
 
 
 def _arguments(is_score: bool, device: torch.device) -> list[Tensor]:
@@ -124,6 +129,7 @@ def _arguments(is_score: bool, device: torch.device) -> list[Tensor]:
 
 
 def _trace(
+    mod: Callable[..., Any],
     call: Callable[..., Any],
     given: Sequence[Any],
     mode: Any,
@@ -131,10 +137,10 @@ def _trace(
 ) -> Trace:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    notes = _Notes()
+    notes = _Notes(mod)
 
     def noting(*arguments: Any) -> Any:
-        with notes:
+        with notes, _RefusedWrites(mod):
             return call(*arguments)
 
     make = make_fx(noting, decompositions, mode, _allow_non_fake_inputs=True)
@@ -161,8 +167,9 @@ def _explains(mod: Callable[..., Any]) -> Iterator[None]:
 class _Notes(TorchFunctionMode):
     """Records every torch function that a mod calls, and the line of the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, mod: Callable[..., Any]) -> None:
         super().__init__()
+        self._mod = mod
         self.asked_shape = False
         self.called_module = False
 
@@ -176,7 +183,33 @@ class _Notes(TorchFunctionMode):
             self.asked_shape = True
         if func is Tensor.__getitem__:
             args = (args[0], _as_tensors(args[1]))
-        fx_traceback.set_stack_trace([_line_of_caller(sys._getframe(1))])
+        line = _line_of_caller(sys._getframe(1))
+        fx_traceback.set_stack_trace([line])
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if func is not Tensor.__float__:
+                raise
+            raise NotLowerable(f"{name_of(self._mod)} at {line} {_AS_FLOAT}") from error
+
+
+class _RefusedWrites(TorchDispatchMode):
+    """Refuses operators that write, before they do: a captured tensor is the caller's own."""
+
+    def __init__(self, mod: Callable[..., Any]) -> None:
+        super().__init__()
+        self._mod = mod
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            line = _line_of_caller(sys._getframe(1))
+            name = str(func.__name__).partition(".")[0]
+            raise NotLowerable(
+                f"{name_of(self._mod)}: aten.{name}{f' at {line}' if line else ''} writes into a "
+                "tensor: compute a new value instead"
+            )
         return func(*args, **(kwargs or {}))
 
 

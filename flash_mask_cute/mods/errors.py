@@ -1,6 +1,7 @@
 """Errors of user callables: which callable, in which line, and what to write instead."""
 
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 import cutlass
 import cutlass.cute as cute
 from cutlass._mlir import ir
-from cutlass.base_dsl.common import DSLRuntimeError
+from cutlass.base_dsl.common import DSLRuntimeError, DSLUserCodeError
 
 _BETWEEN = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
@@ -40,6 +41,11 @@ NO_CODE = (
     "does something with a vector that the compiler has no code for; if it shifts one by << or >>: "
     "write a product or //, or shift the number, q_idx[0] >> 2; if it calls isnan: write x != x"
 )
+
+
+# What functions of other libraries say of a vector.
+_FOREIGN = re.compile("must be real number|must be Tensor, not|loop of ufunc")
+_FUNCTION = "as in cute.math.exp(x) for math.exp(x), torch.exp(x) or np.exp(x)"
 
 
 class ModMistake(Exception):
@@ -113,7 +119,21 @@ def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]
             yield
     except ModMistake as error:
         raise error.kind(f"{describe(kind, mod, error)} {error}") from error
+    except DSLUserCodeError as error:
+        # what the compiler says of __index__, __float__ and __int__
+        if "PHASE_DYNAMIC_INDEX" not in str(error):
+            raise
+        raise TypeError(
+            f"{describe(kind, mod, error)} makes a Python number of a value of the kernel: "
+            f"call a function of cute.math, {_FUNCTION}; convert by cutlass.Float32(x) or "
+            "cutlass.Int32(x); read a table by aux_tensors[0][i], not a list"
+        ) from error
     except TypeError as error:
+        if _FOREIGN.search(str(error)):
+            raise TypeError(
+                f"{describe(kind, mod, error)} gives a value of the kernel to another library's "
+                f"function ({error}): call one of cute.math, {_FUNCTION}"
+            ) from error
         if not has_aux and "'NoneType'" in str(error):
             raise ValueError(
                 f"{describe(kind, mod, error)} reads aux_tensors, and the call passes none"

@@ -117,10 +117,12 @@ def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
     """The word with one more bit set if the condition holds.
 
     Written as PTX to get one predicated instruction. The compiler turns a select into one select
-    for each term of the condition, and an addition (docs/facts/compiler.md).
+    for each term of the condition, and an addition (docs/facts/compiler.md). A condition that the
+    compiler finds constant becomes an immediate operand: `mov.pred` takes one, a guard does not.
     """
     return cute.arch.inline_ptx(
-        f"mov.b32 {{$w0}}, {{$r0}};\n@{{$r1}} or.b32 {{$w0}}, {{$w0}}, {1 << bit};",
+        "{ .reg .pred is_set;\nmov.pred is_set, {$r1};\nmov.b32 {$w0}, {$r0};\n"
+        f"@is_set or.b32 {{$w0}}, {{$w0}}, {1 << bit}; }}",
         write_only_types=[Int32],
         read_only_args=[word, condition],
     )

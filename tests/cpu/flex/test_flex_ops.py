@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,8 @@ SMALL = torch.randint(-100, 100, (N,), dtype=torch.int8, generator=GENERATOR)
 FLAGS = torch.rand(N, generator=GENERATOR) > 0.5
 ROWS = torch.randn(N, 8, generator=GENERATOR)
 SEVEN = torch.tensor(7)
+ORDER = ROWS[0].argsort()
+NESTED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 
 # exact on the CPU: integers, comparisons and single operations of IEEE arithmetic
 EXACT: dict[str, Callable[..., Tensor]] = {
@@ -121,6 +124,69 @@ def test_an_operator_has_torchs_value(name: str) -> None:
     torch.testing.assert_close(got, wanted, rtol=limit, atol=limit, equal_nan=True)
 
 
+EDGES = {
+    "one": torch.tensor([0.5]),
+    "seven": torch.tensor([-5, -2, 0, 1, 3, 8, 13]),
+    "equal ones": torch.tensor([-1.0, 0.0, 0.0, 0.0, 2.0, 2.0]),
+    "63": torch.linspace(-9, 9, 63),
+    "64": torch.linspace(-9, 9, 64),
+    "float64": torch.linspace(-9, 9, 10, dtype=torch.float64),
+}
+LIBRARY: dict[str, Callable[..., Tensor]] = {
+    "left": torch.bucketize,
+    "right": lambda x, edges: torch.bucketize(x, edges, right=True, out_int32=True),
+    "sorted": lambda x, edges: torch.searchsorted(edges, x),
+    "sorted, right": lambda x, edges: torch.searchsorted(edges, x, side="right", out_int32=True),
+}
+
+
+@pytest.mark.parametrize("how", LIBRARY)
+@pytest.mark.parametrize("edges", EDGES)
+def test_bins_are_those_of_torch(edges: str, how: str) -> None:
+    """Of scores, NaN among them, and of distances; of a captured tensor."""
+    find, bounds = LIBRARY[how], EDGES[edges]
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return 0.0 * h + find(s, bounds) + 100 * find(q - k, bounds)
+
+    wanted = by_torch(mod, SHAPE, SCORE).float()
+    assert torch.equal(by_cute(lower_mod(mod, "score_mod"), SHAPE, SCORE), wanted)
+
+
+def test_bins_of_constant_edges_and_of_rows() -> None:
+    rows = torch.stack((EDGES["64"][:9], EDGES["64"][9:18]))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        constant = torch.bucketize(s, torch.tensor([0.0, 1.0, 2.0, 3.5]))
+        return BIAS[h, constant] + torch.searchsorted(rows[b], s)
+
+    wanted = by_torch(mod, SHAPE, SCORE).float()
+    torch.testing.assert_close(by_cute(lower_mod(mod, "score_mod"), SHAPE, SCORE), wanted)
+
+
+def test_a_mask_by_bins() -> None:
+    bounds = EDGES["seven"]
+    mod = lambda b, h, q, k: torch.bucketize(q - k, bounds) % 2 == b  # noqa: E731
+    assert torch.equal(by_cute(lower_mod(mod, "mask_mod"), SHAPE, None), by_torch(mod, SHAPE, None))
+
+
+def test_powers_of_0_and_of_tensors() -> None:
+    """1 of every number, and of NaN."""
+    mods: list[Callable[..., Tensor]] = [
+        lambda s, b, h, q, k: s**0 + q**0 + k**0.0 + (q > k) ** 0 + (s * 2) ** -0.0,
+        lambda s, b, h, q, k: torch.maximum(q**0, torch.tensor(1)) + (q**0).clamp(2, 5) + s,
+        lambda s, b, h, q, k: s ** torch.tensor(0) + q ** torch.tensor(2) + torch.exp(s**0),
+        lambda s, b, h, q, k: s + (torch.stack((q**0, q)) // 2).sum() + abs(-(k**0)),
+        lambda s, b, h, q, k: s + torch.stack((q**0, q)).maximum(torch.tensor(2)).sum(),
+    ]
+    for mod in mods:
+        wanted = by_torch(mod, SHAPE, SCORE).float()
+        got = by_cute(lower_mod(mod, "score_mod"), SHAPE, SCORE)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+    mod = lambda b, h, q, k: q**0 == 1  # noqa: E731
+    assert by_cute(lower_mod(mod, "mask_mod"), SHAPE, None).all()
+
+
 def test_erf_is_within_its_bound() -> None:
     """By float64, over all of its range and both sides of 1, where its halves meet."""
     x = torch.cat([torch.linspace(-5, 5, 4001), torch.tensor([1.0, -1.0, 0.0, 1e-20, 1e20])])
@@ -190,6 +256,30 @@ def _long_row(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s + torch.zeros(4, 1000)[0].mul(q).sum()
 
 
+def _many_edges(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.bucketize(q, torch.arange(65))
+
+
+def _rows_of_edges(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.searchsorted(ROWS[:2], s.expand(2, 1)).sum()
+
+
+def _own_edges(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.bucketize(s, ROWS[0] * s)
+
+
+def _sorter(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + torch.searchsorted(ROWS[0], s, sorter=ORDER)
+
+
+def _math(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    return s * math.exp(s)
+
+
+def _nested(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + NESTED[0][q]
+
+
 def _numpy(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s + torch.from_numpy(q.numpy())
 
@@ -206,6 +296,11 @@ def _numpy(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (_sort, "aten.sort.*gives several results"),
         (_long_row, "1000 elements.*at most 256"),
         (_numpy, "leaves torch for numpy"),
+        (_many_edges, "aten.bucketize.*searches 65 edges, and at most 64.*a table of the bins"),
+        (_rows_of_edges, "aten.searchsorted.*edges of 2 dimensions: index all but the last"),
+        (_own_edges, "aten.bucketize.*edges that it computes for each score: capture them"),
+        (_sorter, r"aten.searchsorted.*a sorter: pass edges\[sorter\]"),
+        (_math, "makes a Python float of a tensor.*torch.exp"),
     ],
 )
 def test_what_has_no_text_is_refused_by_name_and_line(mod: Callable[..., Any], says: str) -> None:
@@ -215,6 +310,39 @@ def test_what_has_no_text_is_refused_by_name_and_line(mod: Callable[..., Any], s
         lower_mod(mod, kind)
     assert mod.__name__ in str(caught.value)
     assert f"test_flex_ops.py:{first + 1}" in str(caught.value)
+
+
+def test_a_nested_tensor_is_refused_by_name() -> None:
+    line = inspect.getsourcelines(_nested)[1]
+    says = f"global 'NESTED' of _nested.*test_flex_ops.py:{line}.*NestedTensor.*to_padded_tensor"
+    with pytest.raises(NotImplementedError, match=says):
+        lower_mod(_nested, "score_mod")
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda t: t.add_(1),
+    "an item": lambda t: t.__setitem__(0, 5),
+    "out": lambda t: torch.add(t, 1, out=t),
+    "data": lambda t: t.data.fill_(2),
+    "a view": lambda t: t.view(-1)[1:].mul_(3),
+    "detached": lambda t: t.detach().zero_(),
+    "copy_": lambda t: t.copy_(torch.ones(3)),
+    "init": torch.nn.init.ones_,
+    "in place": lambda t: torch.nn.functional.hardtanh(t, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_refused_mod_has_written_nothing(name: str) -> None:
+    captured, write = torch.full((3,), 7.0), WRITES[name]
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        write(captured)
+        return s + captured[0]
+
+    with pytest.raises(NotImplementedError, match="aten.*writes into a tensor"):
+        lower_mod(mod, "score_mod")
+    assert captured.tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize(

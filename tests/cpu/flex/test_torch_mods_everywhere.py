@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute import (
+    create_block_mask,
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    plot,
+)
 
 B, H, S, D = 2, 4, 90, 16
 IDS = torch.stack([torch.arange(S) // 40, torch.arange(S) // 23])
@@ -94,3 +100,33 @@ def test_the_wrong_number_of_arguments_is_named() -> None:
         flash_attn_func(q, k, v, mask_mod=lambda q, k: q >= k)
     with pytest.raises(TypeError, match="score_mod"):
         flash_attn_func(q, k, v, score_mod=lambda s, q, k: s)
+
+
+def test_an_index_outside_is_told_by_the_name_of_what_is_captured() -> None:
+    """Also beside aux tensors of a CuTe mod, which keep their names."""
+    short, line = torch.arange(10), __file__
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return short[q] == short[k]
+
+    def bias(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + short[q - 20]
+
+    def cute_bias(s: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return s + aux[0][k[0]]
+
+    q, k, v = tensors()
+    long, of_10 = torch.zeros(S), torch.zeros(10)
+    named = f"mask_mod .*mask .{line}.* reads closure variable 'short' of .*mask at index 10 of"
+    with pytest.raises(IndexError, match=named):
+        flash_attn_func(q, k, v, mask_mod=mask)
+    with pytest.raises(IndexError, match=named):
+        create_block_mask(mask, 1, 1, 16, 16, device="cpu", BLOCK_SIZE=4)
+    with pytest.raises(IndexError, match=named):
+        plot(mask, seqlen_q=16, seqlen_k=16)
+    with pytest.raises(IndexError, match=named):
+        flash_attn_func(q, k, v, mask_mod=mask, score_mod=cute_bias, aux_tensors=[long])
+    with pytest.raises(IndexError, match="bias .*reads closure variable 'short' .* index -20 of"):
+        flash_attn_func(q, k, v, score_mod=bias)
+    with pytest.raises(IndexError, match=r"cute_bias .*reads aux_tensors\[0\] at index 10 of"):
+        flash_attn_func(q, k, v, mask_mod=documents, score_mod=cute_bias, aux_tensors=[of_10])

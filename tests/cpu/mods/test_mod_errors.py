@@ -6,12 +6,14 @@ The same callables are given to the CPU path and compiled for both architectures
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 import pytest
 import torch
 
@@ -353,3 +355,56 @@ def test_the_others_have_it() -> None:
     expected = sum(getattr(torch, of_torch.get(name, name))(x.double()) for name in names)
     found = eval_score_mod(applied, x, None, 0, 0, *INDICES)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+# -- functions that know no values of a kernel ----------------------------------------------------
+
+
+def by_math(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * math.exp(score)  # here
+
+
+@cute.jit
+def by_math_of_a_number(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * math.exp(score[0])  # here
+
+
+def by_float(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * float(q[0])  # here
+
+
+def by_list(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * [1.0, 2.0][h[0]]  # here
+
+
+def by_torch(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return torch.exp(score)  # here
+
+
+def by_numpy(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return np.exp(score)  # here
+
+
+@pytest.mark.parametrize(
+    ("mod", "says"),
+    [
+        (by_math, "another library's function (must be real number"),
+        (by_math_of_a_number, "makes a Python number of a value of the kernel"),
+        (by_float, "makes a Python number of a value of the kernel"),
+        (by_list, "makes a Python number of a value of the kernel"),
+        (by_torch, "another library's function (exp()"),
+        (by_numpy, "another library's function (loop of ufunc"),
+    ],
+)
+def test_functions_of_other_libraries(mod: Callable[..., Any], says: str) -> None:
+    expected = f"score_mod {mod.__name__} ({line_of(mod)}) "
+    with pytest.raises(TypeError) as caught:
+        eval_score_mod(mod, torch.zeros(4, 4), None, 0, 0, *INDICES)
+    assert str(caught.value).startswith(expected) and says in str(caught.value)
+    assert "cute.math.exp(x)" in str(caught.value)
+
+
+def test_a_nested_aux_tensor_of_block_lists() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(TypeError, match=r"aux_tensors\[0\] must be one tensor, got a nested one"):
+        create_block_mask(lambda b, h, q, k, aux: q >= k, 1, 1, 16, 16, "cpu", aux_tensors=[nested])
