@@ -27,6 +27,7 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.config import BwdConfig, FwdConfig
 from flash_mask_cute.call.explain import Explanation, explain_fwd
+from flash_mask_cute.call.given_outputs import WithGivenOutputs
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
 from flash_mask_cute.call.plan import plan
@@ -154,8 +155,9 @@ def run_bundles(
     """A forward of arguments in bundles; options and key_of_masks as in `find_fwd`."""
     prepared, key = find_fwd(_prepared_fwd, tensors, masks, options, key_of_masks)
     if prepared is None:
-        prepared = prepare_fwd(AttentionCall.made(Direction.FORWARD, tensors, masks, options))
-        _keep(_prepared_fwd, key, prepared)
+        call = AttentionCall.made(Direction.FORWARD, tensors, masks, options)
+        prepared = prepare_fwd(call)
+        _keep(_prepared_fwd, key, prepared, call)
     return prepared(tensors, masks)
 
 
@@ -263,8 +265,9 @@ def _flash_attn_bwd(
         masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
     prepared, key = find_bwd(_prepared_bwd, tensors, masks, options)
     if prepared is None:
-        prepared = prepare_bwd(AttentionCall.made(Direction.BACKWARD, tensors, masks, options))
-        _keep(_prepared_bwd, key, prepared)
+        call = AttentionCall.made(Direction.BACKWARD, tensors, masks, options)
+        prepared = prepare_bwd(call)
+        _keep(_prepared_bwd, key, prepared, call)
     return prepared(tensors, masks)
 
 
@@ -331,9 +334,11 @@ def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
 _Prepared = TypeVar("_Prepared", PreparedFwd, PreparedBwd)
 
 
-def _keep(kept: dict[Any, _Prepared], key: Any, prepared: _Prepared) -> None:
+def _keep(kept: dict[Any, _Prepared], key: Any, prepared: _Prepared, call: AttentionCall) -> None:
     if key is None or not may_be_kept(prepared):
         return
+    if WithGivenOutputs.needed(call.tensors, call.direction):
+        prepared = WithGivenOutputs(prepared, call.tensors, call.direction)
     if len(kept) >= _MAX_KEPT:
         kept.clear()
     kept[key] = prepared

@@ -98,11 +98,9 @@ def find_fwd(
         if in_transform():
             return None, None
         address = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if out is not None:
-            start = out.data_ptr()
-            if start & ADDRESS_MASK or start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
-                # to be refused, however a call with the same metadata went
-                return None, None
+        if out is not None and out.data_ptr() & ADDRESS_MASK:
+            # to be refused, however a call with the same metadata went
+            return None, None
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.get_device(),
@@ -165,21 +163,11 @@ def find_bwd(
         if dlse is not None:
             # the vmap of autograd is no transform of functorch; its batches have no address
             dlse.data_ptr()
-        starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
-        address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
+        address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
         for gradient in (dq, dk, dv):
-            if gradient is not None:
-                start = gradient.data_ptr()
-                if start & ADDRESS_MASK or start in starts:
-                    # to be refused, however a call with the same metadata went
-                    return None, None
-                starts.append(start)
-        for gradient in (dsink, *(daux or ())):
-            if gradient is not None:
-                start = gradient.data_ptr()
-                if start in starts:
-                    return None, None
-                starts.append(start)
+            if gradient is not None and gradient.data_ptr() & ADDRESS_MASK:
+                # to be refused, however a call with the same metadata went
+                return None, None
         *others, score_mod_bwd, deterministic, config = options
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,

@@ -11,8 +11,7 @@ the argument and quotes the value.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,6 @@ from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
 from flash_mask_cute.runtime.checks import (
     brief,
-    check_apart,
     check_bool,
     check_device,
     check_finite,
@@ -38,6 +36,7 @@ from flash_mask_cute.runtime.checks import (
     check_int,
     check_like,
     check_memory_layout,
+    check_outputs_apart,
     check_own_memory,
     check_real,
     check_shaped,
@@ -194,23 +193,20 @@ def check_bwd_inputs(
     if lse_low is not None:
         _check_wants_low(lse_low, forward.get("score_mod"))
         check_fp32("lse_low", lse_low, lse_shape, device)
-    more: dict[str, torch.Tensor] = {}
-    if dsink is not None:
-        _check_dsink(dsink, forward.get("learnable_sink"))
-        more["dsink"] = dsink
-    if daux is not None:
-        _check_daux(daux, forward.get("aux_tensors"))
-        more |= {f"daux[{i}]": x for i, x in enumerate(daux) if x is not None}
-        if forward.get("score_mod") is not None and any(x is not None for x in daux):
-            check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
-    inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    outputs: dict[str, torch.Tensor | None] = {}
     for name, gradient, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        outputs[name] = gradient
         if gradient is not None:
             _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
-            check_apart(name, gradient, inputs)
-    for name, gradient in more.items():
-        check_apart(name, gradient, inputs)
-    _check_gradients_apart({"dq": dq, "dk": dk, "dv": dv, **more})
+    if dsink is not None:
+        _check_dsink(dsink, forward.get("learnable_sink"))
+        outputs["dsink"] = dsink
+    if daux is not None:
+        _check_daux(daux, forward.get("aux_tensors"))
+        outputs |= {f"daux[{i}]": x for i, x in enumerate(daux)}
+        if forward.get("score_mod") is not None and any(x is not None for x in daux):
+            check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
+    check_outputs_apart(outputs, {"q": q, "k": k, "v": v, "out": out, "dout": dout})
     return shapes
 
 
@@ -357,25 +353,19 @@ def _check_outputs(
     score_mod: object,
 ) -> None:
     """Check the caller's output tensors, and that none overlaps an input."""
-    others = {"q": q, "k": k, "v": v}
     if out is not None:
         out_shape = (*q.shape[:-1], shapes.head_dim_v)
         _check_output("out", out, out_shape, "the shape of q with head_dim_v", q)
-        check_apart("out", out, others)
-        others["out"] = out
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     if lse is not None:
         _check_lse("lse", lse, lse_shape, q.device)
-        check_apart("lse", lse, others)
-        others["lse"] = lse
     if lse_low is not None:
         _check_wants_low(lse_low, score_mod)
         _check_lse("lse_low", lse_low, lse_shape, q.device)
-        check_apart("lse_low", lse_low, others)
-        others["lse_low"] = lse_low
     if max_scores is not None:
         _check_lse("max_scores", max_scores, lse_shape, q.device)
-        check_apart("max_scores", max_scores, others)
+    outputs = {"out": out, "lse": lse, "lse_low": lse_low, "max_scores": max_scores}
+    check_outputs_apart(outputs, {"q": q, "k": k, "v": v})
 
 
 def _check_softmax_scale(softmax_scale: float | None) -> None:
@@ -538,15 +528,6 @@ def _check_output(
     check_shaped(name, tensor, shape, shape_name, q)
     check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
     check_own_memory(name, tensor)
-
-
-def _check_gradients_apart(gradients: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse gradients that certainly overlap; slices of one tensor may interleave."""
-    given = [(name, x) for name, x in gradients.items() if x is not None and x.numel()]
-    for (name, tensor), (later, other) in combinations(given, 2):
-        is_same = tensor.data_ptr() == other.data_ptr()
-        if is_same or (tensor.is_contiguous() and other.is_contiguous()):
-            check_apart(later, other, {name: tensor})
 
 
 def _check_lse(

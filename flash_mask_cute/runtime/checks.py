@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flash_mask_cute.limits import STRIDE_STEP
+from flash_mask_cute.runtime.overlap import overlaps_itself, share_elements, span_of
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
 _BASE_ALIGNMENT = 16  # bytes
@@ -120,11 +121,14 @@ def number_of(name: str, value: Any) -> Any:
 
 
 def check_own_memory(name: str, tensor: torch.Tensor) -> None:
-    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(
-            f"{name} must not overlap itself (an expanded tensor does), got strides "
-            f"{tensor.stride()}"
-        )
+    """Refuse a tensor to be written if two of its elements lie in the same memory."""
+    found = overlaps_itself(tensor)
+    if found is False:
+        return
+    where = f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+    if found is None:
+        where = f"and whether it does is too hard to decide, {where}"
+    raise ValueError(f"{name} must not overlap itself (an expanded tensor does), {where}")
 
 
 def check_shaped(
@@ -138,25 +142,37 @@ def check_shaped(
     check_device(name, tensor, q.device)
 
 
-def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Check that an output shares no memory with an input: writing it would change the result."""
+def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]) -> None:
+    """Check that no element of an output is in memory of an input: writing it would change the
+    result. Slices of one buffer may alternate. inputs: None is none."""
     start, end = span_of(tensor)
     for other, given in inputs.items():
+        if given is None:
+            continue
         first, last = span_of(given)
-        if start < last and first < end:
-            raise ValueError(
-                f"{name} must not share memory with {other}, got bytes {start} to {end} and "
-                f"{first} to {last}"
+        if not (start < last and first < end):
+            continue
+        found = share_elements(tensor, given)
+        if found is False:
+            continue
+        where = f"got bytes {start} to {end} and {first} to {last}"
+        if found is None:
+            where = (
+                f"and whether it does is too hard to decide for strides {tensor.stride()} and "
+                f"{given.stride()}, {where}"
             )
+        raise ValueError(f"{name} must not share memory with {other}, {where}")
 
 
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address and the end of the memory that holds a tensor's elements."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+def check_outputs_apart(
+    outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]
+) -> None:
+    """`check_apart` of each output, also from the outputs before it; None: not given."""
+    others = dict(inputs)
+    for name, tensor in outputs.items():
+        if tensor is not None:
+            check_apart(name, tensor, others)
+            others[name] = tensor
 
 
 def check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
