@@ -12,11 +12,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flash_mask_cute.autograd.append_op import IMPLEMENTATIONS as WRITE_IMPLEMENTATIONS
 from flash_mask_cute.autograd.append_op import append_by_operator
 from flash_mask_cute.autograd.arguments import Call
-from flash_mask_cute.autograd.combine_op import run_combine
+from flash_mask_cute.autograd.combine_op import IMPLEMENTATIONS as COMBINE_IMPLEMENTATIONS
+from flash_mask_cute.autograd.combine_op import check_parts_plain, run_combine
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import check_forward_call
+from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS
 from flash_mask_cute.call.append import Append, append, check_append
 from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
@@ -36,7 +39,8 @@ from flash_mask_cute.call.validate import check_num_splits
 from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.functional import WindowSize, attend, scale_number
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.runtime.checks import brief, check_bool, check_tensor, dtype_names
+from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
+from flash_mask_cute.runtime.plain_tensors import kind_refused
 
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
 
@@ -63,11 +67,10 @@ class NewRows(NamedTuple):
         """
         if not (self.k is self.v is None):
             return True
-        if not (self.cos is self.sin is self.rotary_seqlens is self.cu_seqlens is None):
+        if not (self.cos is self.sin is None):
             raise ValueError(
-                "rotary_cos, rotary_sin, rotary_seqlens and cu_seqlens_k_new need new keys and "
-                f"values, got k None beside {brief(self.cos)}, {brief(self.sin)}, "
-                f"{brief(self.rotary_seqlens)} and {brief(self.cu_seqlens)}"
+                "rotary_cos and rotary_sin need new keys and values, got k None beside "
+                f"{brief(self.cos)} and {brief(self.sin)}"
             )
         return False
 
@@ -199,49 +202,74 @@ def _attend_over(
     scale = call.softmax_scale
     if scale is not None and type(scale) is not float:
         call = call._replace(softmax_scale=scale_number(scale))
-    check_cache(cache, call.startend_row_indices)
+    wrapped = kind_refused(lambda: check_cache(cache, call.startend_row_indices))
     cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
-    check_contents(cache)
+    wrapped = wrapped or kind_refused(lambda: check_contents(cache))
     if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
         mods = as_cute_mods(call.score_mod, call.mask_mod, call.aux_tensors, q.device)
         call = call._replace(**mods._asdict())
-    if not new.has_rows:
-        if cache.batch_idx is not None or cache.leftpad is not None:
-            reason = "there are no gradients beside cache_batch_idx and cache_leftpad"
-            tensors = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "learnable_sink": sink}
-            refuse_gradients(reason, **tensors)
-        view = view_of(cache, None)
-        return _attend_to(view, q, sink, call, any(returns))
+    if new.has_rows:
+        tensors = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v}
+        reason = "new rows are written into the cache, of which there are no gradients"
+        refuse_gradients(reason, **tensors, learnable_sink=sink)
+    elif cache.batch_idx is not None or cache.leftpad is not None:
+        reason = "there are no gradients beside cache_batch_idx and cache_leftpad"
+        refuse_gradients(reason, q=q, k_cache=cache.k, v_cache=cache.v, learnable_sink=sink)
+    write = _append_of(cache, q, new, call) if new.has_rows else None
+    if write is not None:
+        # what is wrong in the rest is told before anything is written
+        wrapped = wrapped or kind_refused(
+            lambda: _check_with_write(write, cache, sink, call, any(returns))
+        )
+    arguments = cache, write, q, sink, call, any(returns)
+    is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if is_traced or wrapped is None:
+        return _append_and_attend(*arguments, by_operator=is_traced)
+    with wrapped.named_unless_from(IMPLEMENTATIONS | WRITE_IMPLEMENTATIONS):
+        return _append_and_attend(*arguments, by_operator=True)
+
+
+def _append_of(cache: Cache, q: Tensor, new: NewRows, call: Call) -> Append:
+    """The write that a call asks for.
+
+    Raises:
+        ValueError: k, v and cache_seqlens are not given together.
+    """
     if new.k is None or new.v is None or cache.seqlens is None:
         raise ValueError(
             "k, v and cache_seqlens go together, the last one being where new rows are written, "
-            f"got {brief(new.k)}, {brief(new.v)} and {brief(cache_seqlens)}"
+            f"got {brief(new.k)}, {brief(new.v)} and {brief(cache.seqlens)}"
         )
     is_banded = bool(call.causal) or not (call.window_size_left is call.window_size_right is None)
-    given = Append(
+    return Append(
         cache.k, cache.v, new.k, new.v, q, cache.seqlens, cache.leftpad, cache.batch_idx,
-        cache.page_table, new.cu_seqlens, call.cu_seqlens_q, new.cos, new.sin, new.rotary_seqlens,
-        new.interleaved, is_banded,
+        cache.page_table, new.cu_seqlens, call.cu_seqlens_q, new.cos, new.sin,
+        None if new.cos is None else new.rotary_seqlens, new.interleaved, is_banded,
     )  # fmt: skip
-    return _append_and_attend(cache, given, sink, call, any(returns))
+
+
+def _check_with_write(
+    write: Append, cache: Cache, sink: Tensor | None, call: Call, return_lse: bool
+) -> None:
+    """Raise what the write and attention over its result would raise."""
+    check_append(write)
+    view = view_of(cache, write.cache_seqlens)
+    check_forward_call(write.q, view.k, view.v, sink, _over(call, view), return_lse)
 
 
 def _append_and_attend(
-    cache: Cache, given: Append, sink: Tensor | None, call: Call, return_lse: bool
+    cache: Cache,
+    write: Append | None,
+    q: Tensor,
+    sink: Tensor | None,
+    call: Call,
+    return_lse: bool,
+    *,
+    by_operator: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    x = given
-    reason = "new rows are written into the cache, of which there are no gradients"
-    refuse_gradients(
-        reason, q=x.q, k_cache=x.k_cache, v_cache=x.v_cache, k=x.k, v=x.v, learnable_sink=sink
-    )
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        q, total = append_by_operator(given)
-    else:
-        check_append(given)
-        # what is wrong in the rest is told before anything is written
-        view = view_of(cache, x.cache_seqlens)
-        check_forward_call(x.q, view.k, view.v, sink, _over(call, view), return_lse)
-        q, total = append(given)
+    total = None
+    if write is not None:
+        q, total = append_by_operator(write) if by_operator else append(write)
     return _attend_to(view_of(cache, total), q, sink, call, return_lse)
 
 
@@ -307,8 +335,8 @@ def flash_attn_combine(
         {"out": (out, nothing), "cu_seqlens": (cu_seqlens, nothing), "seqused": (seqused, nothing)}
     )
     check_bool("return_lse", return_lse)
-    check_tensor("out_partial", out_partial)
-    check_tensor("lse_partial", lse_partial)
+    check_dense("out_partial", out_partial)
+    check_dense("lse_partial", lse_partial)
     if out_partial.dtype not in _PARTIAL_DTYPES:
         raise TypeError(
             f"out_partial must have one of the dtypes {dtype_names(_PARTIAL_DTYPES)}, got "
@@ -337,5 +365,10 @@ def flash_attn_combine(
         raise TypeError(
             f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)} or None, got {out_dtype}"
         )
-    merged, lse = run_combine(out_partial, lse_partial, dtype)
+    wrapped = kind_refused(lambda: check_parts_plain(out_partial, lse_partial))
+    if wrapped is None or torch._C._len_torch_dispatch_stack() > 0:
+        merged, lse = run_combine(out_partial, lse_partial, dtype)
+    else:
+        with wrapped.named_unless_from(COMBINE_IMPLEMENTATIONS):
+            merged, lse = run_combine(out_partial, lse_partial, dtype)
     return merged, lse if return_lse else None

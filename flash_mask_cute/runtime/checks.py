@@ -62,9 +62,16 @@ def brief(value: object) -> str:
 
 
 def check_tensor(name: str, value: object) -> None:
+    """Check that a value is a dense tensor in memory that a kernel can read."""
+    if isinstance(value, torch.Tensor):
+        check_plain(name, value)
+    check_dense(name, value)
+
+
+def check_dense(name: str, value: object) -> None:
+    """Check that a value is a dense tensor; it may be of a subclass, which operators take apart."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}")
-    check_plain(name, value)
     if value.is_nested:
         raise TypeError(f"{name} must be one tensor, got a nested one; pack it, with cu_seqlens_*")
     if value.layout != torch.strided:
@@ -145,34 +152,36 @@ def check_shaped(
 def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]) -> None:
     """Check that no element of an output is in memory of an input: writing it would change the
     result. Slices of one buffer may alternate. inputs: None is none."""
-    start, end = span_of(tensor)
-    for other, given in inputs.items():
-        if given is None:
-            continue
-        first, last = span_of(given)
-        if not (start < last and first < end):
-            continue
-        found = share_elements(tensor, given)
-        if found is False:
-            continue
-        where = f"got bytes {start} to {end} and {first} to {last}"
-        if found is None:
-            where = (
-                f"and whether it does is too hard to decide for strides {tensor.stride()} and "
-                f"{given.stride()}, {where}"
-            )
-        raise ValueError(f"{name} must not share memory with {other}, {where}")
+    check_outputs_apart({name: tensor}, inputs)
 
 
 def check_outputs_apart(
     outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
     """`check_apart` of each output, also from the outputs before it; None: not given."""
-    others = dict(inputs)
+    others = {x: (given, *span_of(given)) for x, given in inputs.items() if given is not None}
     for name, tensor in outputs.items():
-        if tensor is not None:
-            check_apart(name, tensor, others)
-            others[name] = tensor
+        if tensor is None:
+            continue
+        start, end = span_of(tensor)
+        for other, (given, first, last) in others.items():
+            if start < last and first < end:
+                _check_elements_apart(name, tensor, other, given)
+        others[name] = tensor, start, end
+
+
+def _check_elements_apart(name: str, tensor: torch.Tensor, other: str, given: torch.Tensor) -> None:
+    found = share_elements(tensor, given)
+    if found is False:
+        return
+    (start, end), (first, last) = span_of(tensor), span_of(given)
+    where = f"got bytes {start} to {end} and {first} to {last}"
+    if found is None:
+        where = (
+            f"and whether it does is too hard to decide for strides {tensor.stride()} and "
+            f"{given.stride()}, {where}"
+        )
+    raise ValueError(f"{name} must not share memory with {other}, {where}")
 
 
 def check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
