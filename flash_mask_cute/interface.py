@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.config import BwdConfig, FwdConfig
 from flash_mask_cute.call.explain import Explanation, explain_fwd
-from flash_mask_cute.call.given_outputs import WithGivenOutputs
+from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
 from flash_mask_cute.call.plan import plan
@@ -44,8 +44,9 @@ if torch.cuda.is_available():
     preload()
 
 _MAX_KEPT = 4096
-_prepared_fwd: dict[Any, PreparedFwd] = {}
-_prepared_bwd: dict[Any, PreparedBwd] = {}
+# by key, as `find_fwd` and `find_bwd` look them up
+_prepared_fwd: dict[Any, PreparedFwd | WithGivenOutputs] = {}
+_prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = {}
 
 
 @public_call
@@ -331,14 +332,12 @@ def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_Prepared = TypeVar("_Prepared", PreparedFwd, PreparedBwd)
-
-
-def _keep(kept: dict[Any, _Prepared], key: Any, prepared: _Prepared, call: AttentionCall) -> None:
+def _keep(
+    kept: dict[Any, Any], key: Any, prepared: PreparedFwd | PreparedBwd, call: AttentionCall
+) -> None:
     if key is None or not may_be_kept(prepared):
         return
-    if WithGivenOutputs.needed(call.tensors, call.direction):
-        prepared = WithGivenOutputs(prepared, call.tensors, call.direction)
     if len(kept) >= _MAX_KEPT:
         kept.clear()
-    kept[key] = prepared
+    is_given = writes_tensors_of_caller(call.tensors, call.direction)
+    kept[key] = WithGivenOutputs(prepared, call.direction) if is_given else prepared

@@ -71,7 +71,7 @@ in_transform = torch._C._are_functorch_transforms_active
 
 
 def find_fwd(
-    prepared: Mapping[Any, PreparedFwd],
+    prepared: Mapping[Any, Any],
     tensors: Tensors,
     masks: Masks | None,
     options: tuple[Any, ...],
@@ -79,13 +79,13 @@ def find_fwd(
 ) -> tuple[PreparedFwd | None, Any]:
     """The prepared forward for these arguments, if there is one, and its key.
 
+    prepared: by key, a `WithGivenOutputs` for calls that write tensors of the caller.
     options: the fields of `Options`. key_of_masks: `mask_key(masks)`, if it is known.
 
     Calls have equal keys only if one prepared call serves them. They have the same metadata of all
     tensors, the same tensors among q, k and v aligned to 16 bytes, and the same other arguments.
-    The key is None if out is not aligned, which is refused, or
-    if an argument is of a kind that no valid call has: a wrapper has the metadata of the tensor
-    that it wraps.
+    The key is None if out is not aligned or shares memory, which is refused, or if an argument is
+    of a kind that no valid call has: a wrapper has the metadata of the tensor that it wraps.
     """
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -97,10 +97,21 @@ def find_fwd(
             return None, None
         if in_transform():
             return None, None
-        address = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if out is not None and out.data_ptr() & ADDRESS_MASK:
-            # to be refused, however a call with the same metadata went
-            return None, None
+        starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        address = starts[0] | starts[1] | starts[2]
+        is_given = not (out is lse is lse_low is max_scores is None)
+        if is_given:
+            start = 0 if out is None else out.data_ptr()
+            if start & ADDRESS_MASK:
+                # to be refused, however a call with the same metadata went
+                return None, None
+            starts = (
+                starts,
+                start,
+                lse if lse is None else lse.data_ptr(),
+                lse_low if lse_low is None else lse_low.data_ptr(),
+                max_scores if max_scores is None else max_scores.data_ptr(),
+            )
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
             k.shape, k.stride(), k.dtype, k.get_device(),
@@ -122,7 +133,12 @@ def find_fwd(
         if address & ADDRESS_MASK:
             # what copies them is another prepared call
             key = key, misplaced(q, k, v)
-        return prepared.get(key), key
+        found = prepared.get(key)
+        if is_given and found is not None:
+            if starts not in found.proved:
+                found.prove(starts, tensors)
+            found = found.prepared
+        return found, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
@@ -141,7 +157,7 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
 
 
 def find_bwd(
-    prepared: Mapping[Any, PreparedBwd],
+    prepared: Mapping[Any, Any],
     tensors: Tensors,
     masks: Masks | None,
     options: tuple[Any, ...],
@@ -163,11 +179,16 @@ def find_bwd(
         if dlse is not None:
             # the vmap of autograd is no transform of functorch; its batches have no address
             dlse.data_ptr()
-        address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
-        for gradient in (dq, dk, dv):
-            if gradient is not None and gradient.data_ptr() & ADDRESS_MASK:
-                # to be refused, however a call with the same metadata went
-                return None, None
+        starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
+        address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
+        is_given = not (dq is dk is dv is dsink is daux is None)
+        if is_given:
+            gradients = dq, dk, dv, dsink, *(daux or ())
+            starts = starts, *[None if x is None else x.data_ptr() for x in gradients]
+            for start in starts[1:4]:
+                if start is not None and start & ADDRESS_MASK:
+                    # to be refused, however a call with the same metadata went
+                    return None, None
         *others, score_mod_bwd, deterministic, config = options
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device,
@@ -192,6 +213,11 @@ def find_bwd(
         )  # fmt: skip
         if address & ADDRESS_MASK:
             key = key, misplaced(q, k, v, out, dout)
-        return prepared.get(key), key
+        found = prepared.get(key)
+        if is_given and found is not None:
+            if starts not in found.proved:
+                found.prove(starts, given)
+            found = found.prepared
+        return found, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

@@ -120,7 +120,7 @@ def test_addresses_that_were_proved_are_not_proved_again(
     (kept,) = interface._prepared_fwd.values()
     for out in outs[:7]:
         _flash_attn_fwd(q, k, v, out=out)
-        assert 1 <= len(kept._proved) <= 3  # type: ignore[attr-defined]
+        assert 1 <= len(kept.proved) <= 3  # type: ignore[attr-defined]
     monkeypatch.setattr(given_outputs, "check_outputs_apart", None)
     _flash_attn_fwd(q, k, v, out=outs[6])
     assert len(recorder.calls) == 9 and len(recorder.prepared) == 1
