@@ -129,13 +129,14 @@ def flash_attn_with_kvcache(
     or int32 (batch,); None: all. cache_leftpad (int32, batch): rows before the first key, counted
     in cache_seqlens. Unused rows may hold anything, even NaN.
 
-    k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new.
-    They are written into the cache behind the rows in use, and attended to. rotary_cos, rotary_sin:
-    (positions, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
-    cache_seqlens + i before it is written. Row i of q is rotated by the same position under causal
-    masking or a window, otherwise by position cache_seqlens. rotary_seqlens (int32, batch) replaces
-    cache_seqlens here. rotary_interleaved: pairs are neighbours; otherwise they span the halves of
-    rotary_dim.
+    k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new
+    (ignored without k). They are written into the cache behind the rows in use, and attended to. No
+    row may be written twice, and no elements of the caches may share memory. rotary_cos,
+    rotary_sin: (rows of a sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k
+    is rotated by position cache_seqlens + i before it is written. Row i of q is rotated by the same
+    position under causal masking or a window, otherwise by position cache_seqlens. rotary_seqlens
+    (int32, batch; ignored without tables) replaces cache_seqlens here, and needs tables of its
+    positions only. rotary_interleaved: pairs are neighbours; otherwise they span the halves.
 
     q_start: the position of the first query, for causal masking, windows, and all masks and mods;
     "end": the last query is at the last key, new keys included. The other arguments are those of
@@ -149,9 +150,9 @@ def flash_attn_with_kvcache(
         lse), lse fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
-            Inputs that require grad have gradients only if nothing is written and the caches are
-            contiguous, without cache_batch_idx and cache_leftpad.
+        TypeError, ValueError, NotImplementedError: before any launch or write; names argument and
+            value. Contents are checked on the CPU only. Inputs that require grad have gradients if
+            nothing is written into contiguous caches, without cache_batch_idx and cache_leftpad.
 
     Example:
         >>> import torch
