@@ -203,27 +203,32 @@ def _attend_over(
     scale = call.softmax_scale
     if scale is not None and type(scale) is not float:
         call = call._replace(softmax_scale=scale_number(scale))
-    wrapped = kind_refused(lambda: check_cache(cache, call.startend_row_indices))
+    # Dynamo cannot trace checks; the operators of its graph run them
+    is_compiling, wrapped = torch.compiler.is_compiling(), None
+    if not is_compiling:
+        wrapped = kind_refused(check_cache, cache, call.startend_row_indices)
     cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
-    wrapped = wrapped or kind_refused(lambda: check_contents(cache))
-    if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
+    if not is_compiling and wrapped is None:
+        wrapped = kind_refused(check_contents, cache)
+    if not (call.score_mod is call.mask_mod is None or is_compiling):
         mods = as_cute_mods(call.score_mod, call.mask_mod, call.aux_tensors, q.device)
         call = call._replace(**mods._asdict())
+    write = None
     if new.has_rows:
         tensors = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v}
         reason = "new rows are written into the cache, of which there are no gradients"
         refuse_gradients(reason, **tensors, learnable_sink=sink)
+        write = _append_of(cache, q, new, call)
+        if not is_compiling and wrapped is None:
+            # what is wrong in the rest is told before anything is written
+            wrapped = kind_refused(_check_with_write, write, cache, sink, call, any(returns))
     elif cache.batch_idx is not None or cache.leftpad is not None:
         reason = "there are no gradients beside cache_batch_idx and cache_leftpad"
         refuse_gradients(reason, q=q, k_cache=cache.k, v_cache=cache.v, learnable_sink=sink)
-    write = _append_of(cache, q, new, call) if new.has_rows else None
-    if write is not None:
-        # what is wrong in the rest is told before anything is written
-        wrapped = wrapped or kind_refused(
-            lambda: _check_with_write(write, cache, sink, call, any(returns))
-        )
+    if write is wrapped is None:
+        return _attend_to(view_of(cache, None), q, sink, call, any(returns))
     arguments = cache, write, q, sink, call, any(returns)
-    is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    is_traced = is_compiling or torch._C._len_torch_dispatch_stack() > 0
     if is_traced or wrapped is None:
         return _append_and_attend(*arguments, by_operator=is_traced)
     with wrapped.named_unless_from(IMPLEMENTATIONS | WRITE_IMPLEMENTATIONS):
@@ -366,7 +371,9 @@ def flash_attn_combine(
         raise TypeError(
             f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)} or None, got {out_dtype}"
         )
-    wrapped = kind_refused(lambda: check_parts_plain(out_partial, lse_partial))
+    wrapped = None
+    if not torch.compiler.is_compiling():
+        wrapped = kind_refused(check_parts_plain, out_partial, lse_partial)
     if wrapped is None or torch._C._len_torch_dispatch_stack() > 0:
         merged, lse = run_combine(out_partial, lse_partial, dtype)
     else:

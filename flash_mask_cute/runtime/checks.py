@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flash_mask_cute.limits import STRIDE_STEP
 from flash_mask_cute.runtime.overlap import overlaps_itself, share_elements, span_of
-from flash_mask_cute.runtime.plain_tensors import check_plain
+from flash_mask_cute.runtime.plain_tensors import are_plain, check_plain
 
 _BASE_ALIGNMENT = 16  # bytes
 
@@ -63,19 +63,26 @@ def brief(value: object) -> str:
 
 def check_tensor(name: str, value: object) -> None:
     """Check that a value is a dense tensor in memory that a kernel can read."""
-    if isinstance(value, torch.Tensor):
-        check_plain(name, value)
-    check_dense(name, value)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}")
+    check_plain(name, value)
+    if value.is_nested or value.layout != torch.strided:
+        _refuse_layout(name, value)
 
 
 def check_dense(name: str, value: object) -> None:
-    """Check that a value is a dense tensor; it may be of a subclass, which operators take apart."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}")
+    """As `check_tensor`, but it may be of a subclass, which operators take apart."""
+    is_plain = type(value) is torch.Tensor or are_plain(value)
+    if is_plain or not isinstance(value, torch.Tensor):
+        check_tensor(name, value)
+    elif value.is_nested or value.layout != torch.strided:
+        _refuse_layout(name, value)
+
+
+def _refuse_layout(name: str, value: torch.Tensor) -> NoReturn:
     if value.is_nested:
         raise TypeError(f"{name} must be one tensor, got a nested one; pack it, with cu_seqlens_*")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+    raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

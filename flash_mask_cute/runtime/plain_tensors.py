@@ -82,20 +82,20 @@ def check_plain(name: str, tensor: Tensor) -> None:
         raise NotImplementedError(f"{name} belongs to a transform of torch.func: not supported")
 
 
-def kind_refused(check: Callable[[], None]) -> NotPlainError | None:
+_num_modes = torch._C._len_torch_dispatch_stack
+
+
+def kind_refused(check: Callable[..., None], *arguments: Any) -> NotPlainError | None:
     """The error of a check that met a tensor subclass; other errors are raised.
 
-    Nothing is checked in a compiled graph, which Dynamo would have to trace. Dispatch modes do not
-    see what the check asks.
+    Dispatch modes do not see what the check asks.
     """
-    if torch.compiler.is_compiling():
-        return None
     try:
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if _num_modes() > 0:
             with _disable_current_modes():
-                check()
+                check(*arguments)
         else:
-            check()
+            check(*arguments)
     except NotPlainError as error:
         return error
     return None
