@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation, explain_fwd
+from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
@@ -55,8 +56,9 @@ def _weight(key: Any) -> int:
     return _MAX_KEPT // _MAX_KEPT_WITH_CALLABLES if has_callables(key) else 1
 
 
-_prepared_fwd: dict[Any, PreparedFwd] = Recent(_MAX_KEPT, _weight)
-_prepared_bwd: dict[Any, PreparedBwd] = Recent(_MAX_KEPT, _weight)
+# by key, as `find_fwd` and `find_bwd` look them up
+_prepared_fwd: dict[Any, PreparedFwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
+_prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 
 
 @public_call
@@ -163,7 +165,7 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
     prepared, key = find_fwd(_prepared_fwd, call, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(call)
-        _keep(_prepared_fwd, key, prepared)
+        _keep(_prepared_fwd, key, prepared, call)
     return prepared(call.tensors, call.masks)
 
 
@@ -275,7 +277,7 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     prepared, key = find_bwd(_prepared_bwd, call)
     if prepared is None:
         prepared = prepare_bwd(call)
-        _keep(_prepared_bwd, key, prepared)
+        _keep(_prepared_bwd, key, prepared, call)
     return prepared(call.tensors, call.masks)
 
 
@@ -339,9 +341,10 @@ def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_Prepared = TypeVar("_Prepared", PreparedFwd, PreparedBwd)
-
-
-def _keep(kept: dict[Any, _Prepared], key: Any, prepared: _Prepared) -> None:
-    if key is not None and may_be_kept(prepared):
-        kept[key] = prepared
+def _keep(
+    kept: dict[Any, Any], key: Any, prepared: PreparedFwd | PreparedBwd, call: AttentionCall
+) -> None:
+    if key is None or not may_be_kept(prepared):
+        return
+    is_given = writes_tensors_of_caller(call.tensors, call.direction)
+    kept[key] = WithGivenOutputs(prepared, call.direction) if is_given else prepared

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flash_mask_cute.autograd.append_op import IMPLEMENTATIONS as WRITE_IMPLEMENTATIONS
 from flash_mask_cute.autograd.append_op import append_by_operator
 from flash_mask_cute.autograd.attend import attend, scale_number
-from flash_mask_cute.autograd.combine_op import run_combine
+from flash_mask_cute.autograd.combine_op import IMPLEMENTATIONS as COMBINE_IMPLEMENTATIONS
+from flash_mask_cute.autograd.combine_op import check_parts_plain, run_combine
 from flash_mask_cute.autograd.mod_names import Mod
+from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
@@ -47,7 +50,8 @@ from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.interface import check_forward
 from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.runtime.checks import brief, check_bool, check_tensor, dtype_names
+from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
+from flash_mask_cute.runtime.plain_tensors import kind_refused
 
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
 
@@ -74,11 +78,10 @@ class NewRows(NamedTuple):
         """
         if not (self.k is self.v is None):
             return True
-        if not (self.cos is self.sin is self.rotary_seqlens is self.cu_seqlens is None):
+        if not (self.cos is self.sin is None):
             raise ValueError(
-                "rotary_cos, rotary_sin, rotary_seqlens and cu_seqlens_k_new need new keys and "
-                f"values, got k None beside {brief(self.cos)}, {brief(self.sin)}, "
-                f"{brief(self.rotary_seqlens)} and {brief(self.cu_seqlens)}"
+                "rotary_cos and rotary_sin need new keys and values, got k None beside "
+                f"{brief(self.cos)} and {brief(self.sin)}"
             )
         return False
 
@@ -137,13 +140,14 @@ def flash_attn_with_kvcache(
     or int32 (batch,); None: all. cache_leftpad (int32, batch): rows before the first key, counted
     in cache_seqlens. Unused rows may hold anything, even NaN.
 
-    k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new.
-    They are written into the cache behind the rows in use, and attended to. rotary_cos, rotary_sin:
-    (positions, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
-    cache_seqlens + i before it is written. Row i of q is rotated by the same position under causal
-    masking or a window, otherwise by position cache_seqlens. rotary_seqlens (int32, batch) replaces
-    cache_seqlens here. rotary_interleaved: pairs are neighbours; otherwise they span the halves of
-    rotary_dim.
+    k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new
+    (ignored without k). They are written into the cache behind the rows in use, and attended to. No
+    row may be written twice, and no elements of the caches may share memory. rotary_cos,
+    rotary_sin: (rows of a sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k
+    is rotated by position cache_seqlens + i before it is written. Row i of q is rotated by the same
+    position under causal masking or a window, otherwise by position cache_seqlens. rotary_seqlens
+    (int32, batch; ignored without tables) replaces cache_seqlens here, and needs tables of its
+    positions only. rotary_interleaved: pairs are neighbours; otherwise they span the halves.
 
     q_start: the position of the first query, for causal masking, windows, and all masks and mods;
     "end": the last query is at the last key, new keys included. The other arguments are those of
@@ -157,9 +161,9 @@ def flash_attn_with_kvcache(
         lse), lse fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
-            Inputs that require grad have gradients only if nothing is written and the caches are
-            contiguous, without cache_batch_idx and cache_leftpad.
+        TypeError, ValueError, NotImplementedError: before any launch or write; names argument and
+            value. Contents are checked on the CPU only. Inputs that require grad have gradients if
+            nothing is written into contiguous caches, without cache_batch_idx and cache_leftpad.
 
     Example:
         >>> import torch
@@ -216,45 +220,69 @@ def _attend_over(
     if scale is not None and type(scale) is not float:
         options = options._replace(softmax_scale=scale_number(scale))
     call = call._replace(options=options)
-    check_cache(cache, masks.startend_row_indices)
+    # Dynamo cannot trace checks; the operators of its graph run them
+    is_compiling, wrapped = torch.compiler.is_compiling(), None
+    if not is_compiling:
+        wrapped = kind_refused(check_cache, cache, masks.startend_row_indices)
     cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
-    check_contents(cache)
-    if not (masks.score_mod is masks.mask_mod is None or torch.compiler.is_compiling()):
+    if not is_compiling and wrapped is None:
+        wrapped = kind_refused(check_contents, cache)
+    if not (masks.score_mod is masks.mask_mod is None or is_compiling):
         mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, x.q.device)
         call = call._replace(masks=masks._replace(**mods._asdict()))
-    if not new.has_rows:
-        if cache.batch_idx is not None or cache.leftpad is not None:
-            refuse_gradients("there are no gradients beside cache_batch_idx and cache_leftpad", x)
+    write = None
+    if new.has_rows:
+        reason = "new rows are written into the cache, of which there are no gradients"
+        refuse_gradients(reason, x, k=new.k, v=new.v)
+        write = _append_of(cache, new, call)
+        if not is_compiling and wrapped is None:
+            # what is wrong in the rest is told before anything is written
+            wrapped = kind_refused(_check_with_write, write, cache, call)
+    elif cache.batch_idx is not None or cache.leftpad is not None:
+        refuse_gradients("there are no gradients beside cache_batch_idx and cache_leftpad", x)
+    if write is wrapped is None:
         return _attend_to(view_of(cache, None), call)
+    is_traced = is_compiling or torch._C._len_torch_dispatch_stack() > 0
+    if is_traced or wrapped is None:
+        return _append_and_attend(cache, write, call, by_operator=is_traced)
+    with wrapped.named_unless_from(IMPLEMENTATIONS | WRITE_IMPLEMENTATIONS):
+        return _append_and_attend(cache, write, call, by_operator=True)
+
+
+def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
+    """The write that a call asks for.
+
+    Raises:
+        ValueError: k, v and cache_seqlens are not given together.
+    """
     if new.k is None or new.v is None or cache.seqlens is None:
         raise ValueError(
             "k, v and cache_seqlens go together, the last one being where new rows are written, "
-            f"got {brief(new.k)}, {brief(new.v)} and {brief(cache_seqlens)}"
+            f"got {brief(new.k)}, {brief(new.v)} and {brief(cache.seqlens)}"
         )
-    is_banded = bool(options.causal) or not (
-        options.window_size_left is options.window_size_right is None
-    )
-    given = Append(
+    x, options = call.tensors, call.options
+    has_window = not (options.window_size_left is options.window_size_right is None)
+    return Append(
         cache.k, cache.v, new.k, new.v, x.q, cache.seqlens, cache.leftpad, cache.batch_idx,
-        cache.page_table, new.cu_seqlens, x.cu_seqlens_q, new.cos, new.sin, new.rotary_seqlens,
-        new.interleaved, is_banded,
+        cache.page_table, new.cu_seqlens, x.cu_seqlens_q, new.cos, new.sin,
+        None if new.cos is None else new.rotary_seqlens, new.interleaved,
+        bool(options.causal) or has_window,
     )  # fmt: skip
-    return _append_and_attend(cache, given, call)
+
+
+def _check_with_write(write: Append, cache: Cache, call: AttentionCall) -> None:
+    """Raise what the write and attention over its result would raise."""
+    check_append(write)
+    check_forward(_over(call, view_of(cache, write.cache_seqlens)))
 
 
 def _append_and_attend(
-    cache: Cache, given: Append, call: AttentionCall
+    cache: Cache, write: Append | None, call: AttentionCall, *, by_operator: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    reason = "new rows are written into the cache, of which there are no gradients"
-    refuse_gradients(reason, call.tensors, k=given.k, v=given.v)
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        q, total = append_by_operator(given)
-    else:
-        check_append(given)
-        # what is wrong in the rest is told before anything is written
-        check_forward(_over(call, view_of(cache, given.cache_seqlens)))
-        q, total = append(given)
-    call = call._replace(tensors=call.tensors._replace(q=q))
+    total = None
+    if write is not None:
+        q, total = append_by_operator(write) if by_operator else append(write)
+        call = call._replace(tensors=call.tensors._replace(q=q))
     return _attend_to(view_of(cache, total), call)
 
 
@@ -318,8 +346,8 @@ def flash_attn_combine(
         refuse_keywords("flash_attn_combine", unknown)
     refuse_given((None,), out=out, cu_seqlens=cu_seqlens, seqused=seqused)
     check_bool("return_lse", return_lse)
-    check_tensor("out_partial", out_partial)
-    check_tensor("lse_partial", lse_partial)
+    check_dense("out_partial", out_partial)
+    check_dense("lse_partial", lse_partial)
     if out_partial.dtype not in _PARTIAL_DTYPES:
         raise TypeError(
             f"out_partial must have one of the dtypes {dtype_names(_PARTIAL_DTYPES)}, got "
@@ -348,5 +376,12 @@ def flash_attn_combine(
         raise TypeError(
             f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)} or None, got {out_dtype}"
         )
-    merged, lse = run_combine(out_partial, lse_partial, dtype)
+    wrapped = None
+    if not torch.compiler.is_compiling():
+        wrapped = kind_refused(check_parts_plain, out_partial, lse_partial)
+    if wrapped is None or torch._C._len_torch_dispatch_stack() > 0:
+        merged, lse = run_combine(out_partial, lse_partial, dtype)
+    else:
+        with wrapped.named_unless_from(COMBINE_IMPLEMENTATIONS):
+            merged, lse = run_combine(out_partial, lse_partial, dtype)
     return merged, lse if return_lse else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.run.combine import merge_partials
 from flash_mask_cute.cpu.combine import combine_gradients, combine_partials
-from flash_mask_cute.runtime.plain_tensors import own_memory
+from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
 _library.define(
@@ -25,9 +25,16 @@ def _empty(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tupl
     return out_partial.new_empty(out_partial.shape[1:], dtype=dtype), lse
 
 
+def check_parts_plain(out_partial: Tensor, lse_partial: Tensor) -> None:
+    """Refuse parts that are no readable memory, as `check_plain` does."""
+    check_plain("out_partial", out_partial)
+    check_plain("lse_partial", lse_partial)
+
+
 @torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
 def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out_partial, lse_partial = own_memory(out_partial), own_memory(lse_partial)
+    check_parts_plain(out_partial, lse_partial)
     out, lse = _empty(out_partial, lse_partial, dtype)
     if out.is_cuda:
         merge_partials(out_partial, lse_partial, out, lse)
@@ -39,6 +46,8 @@ def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tu
     return out, lse
 
 
+# of which the errors are those of the merge
+IMPLEMENTATIONS = frozenset((_combine.__code__,))
 torch.library.register_fake("flash_mask_cute::combine", _empty, lib=_library)
 
 

@@ -78,17 +78,17 @@ in_transform = torch._C._are_functorch_transforms_active
 
 
 def find_fwd(
-    prepared: Mapping[Any, PreparedFwd], call: AttentionCall, key_of_masks: Any = None
+    prepared: Mapping[Any, Any], call: AttentionCall, key_of_masks: Any = None
 ) -> tuple[PreparedFwd | None, Any]:
     """The prepared forward for a call, if there is one, and its key.
 
+    prepared: by key, a `WithGivenOutputs` for calls that write tensors of the caller.
     key_of_masks: `mask_key(call.masks)`, if it is known.
 
     Calls have equal keys only if one prepared call serves them. They have the same metadata of all
     tensors, the same tensors among q, k and v aligned to 16 bytes, and the same other arguments.
-    The key is None if out is not aligned, which is refused, or
-    if an argument is of a kind that no valid call has: a wrapper has the metadata of the tensor
-    that it wraps.
+    The key is None if out is not aligned or shares memory, which is refused, or if an argument is
+    of a kind that no valid call has: a wrapper has the metadata of the tensor that it wraps.
     """
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -101,12 +101,21 @@ def find_fwd(
             return None, None
         if in_transform():
             return None, None
-        address = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if out is not None:
-            start = out.data_ptr()
-            if start & ADDRESS_MASK or start in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+        starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        address = starts[0] | starts[1] | starts[2]
+        is_given = not (out is lse is lse_low is max_scores is None)
+        if is_given:
+            start = 0 if out is None else out.data_ptr()
+            if start & ADDRESS_MASK:
                 # to be refused, however a call with the same metadata went
                 return None, None
+            starts = (
+                starts,
+                start,
+                lse if lse is None else lse.data_ptr(),
+                lse_low if lse_low is None else lse_low.data_ptr(),
+                max_scores if max_scores is None else max_scores.data_ptr(),
+            )
         key: Any = (
             masks if masks is None else key_of_masks or mask_key(masks),
             q.shape, q.stride(), q.dtype, q.device,
@@ -128,10 +137,12 @@ def find_fwd(
         if address & ADDRESS_MASK:
             # what copies them is another prepared call
             key = *key, misplaced(q, k, v)
-        try:
-            return prepared[key], key
-        except KeyError:
-            return None, key
+        found = prepared.get(key)
+        if is_given and found is not None:
+            if starts not in found.proved:
+                found.prove(starts, call.tensors)
+            found = found.prepared
+        return found, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
 
@@ -149,9 +160,7 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
     return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
 
 
-def find_bwd(
-    prepared: Mapping[Any, PreparedBwd], call: AttentionCall
-) -> tuple[PreparedBwd | None, Any]:
+def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[PreparedBwd | None, Any]:
     """The prepared backward for a call, if there is one, and its key; as `find_fwd`."""
     given: Any = call.tensors
     masks = call.masks
@@ -171,21 +180,16 @@ def find_bwd(
         if dlse is not None:
             # the vmap of autograd is no transform of functorch; its batches have no address
             dlse.data_ptr()
-        starts = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()]
+        starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
-        for gradient in (dq, dk, dv):
-            if gradient is not None:
-                start = gradient.data_ptr()
-                if start & ADDRESS_MASK or start in starts:
+        is_given = not (dq is dk is dv is dsink is daux is None)
+        if is_given:
+            gradients = dq, dk, dv, dsink, *(daux or ())
+            starts = starts, *[None if x is None else x.data_ptr() for x in gradients]
+            for start in starts[1:4]:
+                if start is not None and start & ADDRESS_MASK:
                     # to be refused, however a call with the same metadata went
                     return None, None
-                starts.append(start)
-        for gradient in (dsink, *(daux or ())):
-            if gradient is not None:
-                start = gradient.data_ptr()
-                if start in starts:
-                    return None, None
-                starts.append(start)
         key: Any = (
             None if masks is None else mask_key(masks),
             q.shape, q.stride(), q.dtype, q.device,
@@ -209,9 +213,11 @@ def find_bwd(
         )  # fmt: skip
         if address & ADDRESS_MASK:
             key = *key, misplaced(q, k, v, out, dout)
-        try:
-            return prepared[key], key
-        except KeyError:
-            return None, key
+        found = prepared.get(key)
+        if is_given and found is not None:
+            if starts not in found.proved:
+                found.prove(starts, given)
+            found = found.prepared
+        return found, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """Rotary embedding of x (rows, heads, d) at positions (rows,), in float32 or wider.
 
     cos, sin (positions, pairs): of the first 2 * pairs elements, which are rotated as neighbours
-    (interleaved) or as halves; the others stay.
+    (interleaved) or as halves; the others stay. Positions lie in the tables.
     """
     pairs = cos.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
-    c, s = (t[positions.long().clamp(0, len(t) - 1), None].to(wide) for t in (cos, sin))
+    c, s = (t[positions.long(), None].to(wide) for t in (cos, sin))
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
@@ -42,21 +44,36 @@ def lengths_with_new(
     ]
 
 
-def append_rows(
-    new: Tensor,
-    cache: Tensor,
+class Slots(NamedTuple):
+    """Where the new rows of a sequence go: entries of the cache, or pages, and rows of these."""
+
+    entries: Tensor
+    rows: Tensor
+
+
+def slots_of(
     infos: list[SeqlenInfoQKNewK],
+    entry_rows: int,
     batch_idx: Tensor | None,
     page_table: Tensor | None,
-) -> None:
-    """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache."""
+) -> list[Slots]:
+    """The slots of each sequence. entry_rows: rows of an entry, or of a page."""
+    slots = []
     for b, info in enumerate(infos):
-        rows = torch.arange(info.seqlen_k_new, device="cpu")
-        source = new[b] if new.dim() == 4 else new[info.offset_k_new + rows]
-        target = info.offset_k + info.seqlen_k_og + rows
+        target = info.offset_k + info.seqlen_k_og + torch.arange(info.seqlen_k_new, device="cpu")
         if page_table is None:
             entry = torch.full_like(target, b if batch_idx is None else int(batch_idx[b]))
         else:
-            entry = page_table[b, target // cache.shape[1]].long()
-            target = target % cache.shape[1]
-        cache[entry, target] = source
+            entry = page_table[b, target // entry_rows].long()
+            target = target % entry_rows
+        slots.append(Slots(entry, target))
+    return slots
+
+
+def append_rows(
+    new: Tensor, cache: Tensor, infos: list[SeqlenInfoQKNewK], slots: list[Slots]
+) -> None:
+    """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache."""
+    for b, (info, slot) in enumerate(zip(infos, slots, strict=True)):
+        rows = slice(info.offset_k_new, info.offset_k_new + info.seqlen_k_new)
+        cache[slot.entries, slot.rows] = new[b] if new.dim() == 4 else new[rows]

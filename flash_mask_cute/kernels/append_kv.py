@@ -1,8 +1,10 @@
 """Writes new keys and values behind those of a cache, contiguous or paged, before attention.
 
 A CTA processes a row of the new keys, of the new values or, with rotation, of the queries. The last
-CTAs write the new number of keys of each sequence, so the host needs no launch for it. Rows and
-page numbers outside of the cache are ignored, and never cause a fault.
+CTAs write the new number of keys of each sequence, so the host needs no launch for it. Contents
+that the host would refuse on a CPU (`call/run/cache_writes.py`) never cause a fault: rows and page
+numbers outside of the cache are ignored, and positions outside of the rotary tables are moved to
+their ends. Of two rows for one place, either may be written.
 
 Rotary embedding (RoFormer, Su et al., 2021) rotates the pairs of the first `2 * rotary_pairs`
 elements of a key or query by the angles of its position, in fp32.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flash_mask_cute.limits import STRIDE_STEP
-from flash_mask_cute.runtime.plain_tensors import check_plain
+from flash_mask_cute.runtime.overlap import overlaps_itself, share_elements, span_of
+from flash_mask_cute.runtime.plain_tensors import are_plain, check_plain
 
 _BASE_ALIGNMENT = 16  # bytes
 
@@ -61,13 +62,27 @@ def brief(value: object) -> str:
 
 
 def check_tensor(name: str, value: object) -> None:
+    """Check that a value is a dense tensor in memory that a kernel can read."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {brief(value)}")
     check_plain(name, value)
+    if value.is_nested or value.layout != torch.strided:
+        _refuse_layout(name, value)
+
+
+def check_dense(name: str, value: object) -> None:
+    """As `check_tensor`, but it may be of a subclass, which operators take apart."""
+    is_plain = type(value) is torch.Tensor or are_plain(value)
+    if is_plain or not isinstance(value, torch.Tensor):
+        check_tensor(name, value)
+    elif value.is_nested or value.layout != torch.strided:
+        _refuse_layout(name, value)
+
+
+def _refuse_layout(name: str, value: torch.Tensor) -> NoReturn:
     if value.is_nested:
         raise TypeError(f"{name} must be one tensor, got a nested one; pack it, with cu_seqlens_*")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+    raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -120,11 +135,14 @@ def number_of(name: str, value: Any) -> Any:
 
 
 def check_own_memory(name: str, tensor: torch.Tensor) -> None:
-    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(
-            f"{name} must not overlap itself (an expanded tensor does), got strides "
-            f"{tensor.stride()}"
-        )
+    """Refuse a tensor to be written if two of its elements lie in the same memory."""
+    found = overlaps_itself(tensor)
+    if found is False:
+        return
+    where = f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+    if found is None:
+        where = f"and whether it does is too hard to decide, {where}"
+    raise ValueError(f"{name} must not overlap itself (an expanded tensor does), {where}")
 
 
 def check_shaped(
@@ -138,25 +156,39 @@ def check_shaped(
     check_device(name, tensor, q.device)
 
 
-def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Check that an output shares no memory with an input: writing it would change the result."""
-    start, end = span_of(tensor)
-    for other, given in inputs.items():
-        first, last = span_of(given)
-        if start < last and first < end:
-            raise ValueError(
-                f"{name} must not share memory with {other}, got bytes {start} to {end} and "
-                f"{first} to {last}"
-            )
+def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]) -> None:
+    """Check that no element of an output is in memory of an input: writing it would change the
+    result. Slices of one buffer may alternate. inputs: None is none."""
+    check_outputs_apart({name: tensor}, inputs)
 
 
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address and the end of the memory that holds a tensor's elements."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+def check_outputs_apart(
+    outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]
+) -> None:
+    """`check_apart` of each output, also from the outputs before it; None: not given."""
+    others = {x: (given, *span_of(given)) for x, given in inputs.items() if given is not None}
+    for name, tensor in outputs.items():
+        if tensor is None:
+            continue
+        start, end = span_of(tensor)
+        for other, (given, first, last) in others.items():
+            if start < last and first < end:
+                _check_elements_apart(name, tensor, other, given)
+        others[name] = tensor, start, end
+
+
+def _check_elements_apart(name: str, tensor: torch.Tensor, other: str, given: torch.Tensor) -> None:
+    found = share_elements(tensor, given)
+    if found is False:
+        return
+    (start, end), (first, last) = span_of(tensor), span_of(given)
+    where = f"got bytes {start} to {end} and {first} to {last}"
+    if found is None:
+        where = (
+            f"and whether it does is too hard to decide for strides {tensor.stride()} and "
+            f"{given.stride()}, {where}"
+        )
+    raise ValueError(f"{name} must not share memory with {other}, {where}")
 
 
 def check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:

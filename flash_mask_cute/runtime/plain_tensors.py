@@ -8,7 +8,7 @@ but have the type of plain ones.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import CodeType
@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN_TYPES: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+
+
+class NotTakenApartError(TypeError):
+    """A tensor subclass does not take our operators apart."""
 
 
 class NotPlainError(TypeError):
@@ -44,10 +49,11 @@ class NotPlainError(TypeError):
             frames = walk_tb(error.__traceback__)
             if any(frame.f_code in implementations for frame, _ in frames):
                 raise
-            raise TypeError(
+            reason = error.__cause__ if isinstance(error, NotTakenApartError) else error
+            raise NotTakenApartError(
                 f"{self.argument} is a {self.kind}, which does not take operators of "
-                f"flash_mask_cute apart: {error}"
-            ) from error
+                f"flash_mask_cute apart: {reason}"
+            ) from reason
 
 
 def are_plain(*tensors: Any) -> bool:
@@ -74,6 +80,25 @@ def check_plain(name: str, tensor: Tensor) -> None:
         )
     if of_transforms.is_functorch_wrapped_tensor(tensor):
         raise NotImplementedError(f"{name} belongs to a transform of torch.func: not supported")
+
+
+_num_modes = torch._C._len_torch_dispatch_stack
+
+
+def kind_refused(check: Callable[..., None], *arguments: Any) -> NotPlainError | None:
+    """The error of a check that met a tensor subclass; other errors are raised.
+
+    Dispatch modes do not see what the check asks.
+    """
+    try:
+        if _num_modes() > 0:
+            with _disable_current_modes():
+                check(*arguments)
+        else:
+            check(*arguments)
+    except NotPlainError as error:
+        return error
+    return None
 
 
 def own_memory(tensor: Tensor) -> Tensor:

@@ -55,6 +55,25 @@ def test_random_calls(seed: int) -> None:
     check_cache_call(draw_call(random.Random(seed), BF16, 64, 700, sizes))
 
 
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_keys_and_values_take_turns_in_a_buffer(axis: int) -> None:
+    """By page, by row, and within a row of all heads: with the bits of separate pools."""
+    found = 0
+    rng = random.Random(axis)
+    while found < 2:
+        call = draw_call(rng, BF16, 64, 300, (5, 16, 128))
+        if "k" not in call.keywords or "page_table" not in call.keywords:
+            continue
+        found += 1
+        keywords = on_cuda(call.keywords)
+        expected = flash_attn_with_kvcache(call.q.to(CUDA), **on_cuda(call.keywords))
+        names = ("k_cache", "v_cache")
+        buffer = torch.stack([keywords[name] for name in names], dim=axis)
+        keywords |= {name: buffer.select(axis, i) for i, name in enumerate(names)}
+        assert torch.equal(flash_attn_with_kvcache(call.q.to(CUDA), **keywords), expected)
+        call.assert_written(keywords["k_cache"], keywords["v_cache"], atol=0.04)
+
+
 # Seed of `Draw` and number of a call: "end" with intervals, lists and a score_mod; a tensor;
 # queries before position 0; a number; windows and lists of packed queries.
 PLACED = (0, 8), (1, 11), (5, 3), (3, 7), (4, 4)

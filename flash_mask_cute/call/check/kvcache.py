@@ -1,6 +1,6 @@
 """A cache of keys and values: checked, and viewed as attention takes it.
 
-Dynamo cannot trace the checks. In a compiled graph the operators run them.
+The checks are of plain tensors. The operators run them for others, and in a compiled graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.call.check.lengths import check_batch_vector
 from flash_mask_cute.call.check.pages import check_page_table
-from flash_mask_cute.runtime.checks import brief, check_int, check_tensor
+from flash_mask_cute.runtime.checks import brief, check_dense, check_int, check_tensor
 
 
 class Cache(NamedTuple):
@@ -53,9 +53,9 @@ class CacheView(NamedTuple):
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
     """Number of sequences of a call; attention's own checks report errors in q."""
     if not torch.compiler.is_compiling():
-        check_tensor("q", q)
+        check_dense("q", q)
         if cu_seqlens_q is not None:
-            check_tensor("cu_seqlens_q", cu_seqlens_q)
+            check_dense("cu_seqlens_q", cu_seqlens_q)
     assert isinstance(q, Tensor)
     if cu_seqlens_q is None:
         return q.shape[0] if q.dim() else 0
@@ -79,25 +79,16 @@ def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
 
 
 def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
-    """cache_seqlens as a tensor (batch,), or None.
+    """cache_seqlens as a tensor (batch,), or None. `check_contents` checks a tensor.
 
     Raises:
         TypeError, ValueError: naming the value.
     """
-    if cache_seqlens is None:
-        return None
-    batch, capacity, device = cache.batch, cache.capacity, cache.k.device
-    if isinstance(cache_seqlens, Tensor):
-        if torch.compiler.is_compiling():
-            return cache_seqlens
-        check_batch_vector("cache_seqlens", cache_seqlens, batch, device)
-        values = cache_seqlens.tolist() if device.type == "cpu" else []
-        for length in values:
-            _check_length(length, capacity)
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     length = check_int("cache_seqlens", cache_seqlens, "an int, an int32 tensor (batch,) or None")
-    _check_length(length, capacity)
-    return torch.full((batch,), length, dtype=torch.int32, device=device)
+    _check_length(length, cache.capacity)
+    return torch.full((cache.batch,), length, dtype=torch.int32, device=cache.k.device)
 
 
 def _check_length(length: int, capacity: int) -> None:
@@ -115,8 +106,6 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
     """
-    if torch.compiler.is_compiling():
-        return
     k, v = cache.k, cache.v
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         check_tensor(name, tensor)
@@ -153,14 +142,19 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
 
 
 def check_contents(cache: Cache) -> None:
-    """Check the contents of vectors on the CPU, lengths included.
+    """Check the lengths, and the contents of vectors on the CPU. cache: by `check_cache`.
 
     Raises:
-        ValueError: naming the value.
+        TypeError, ValueError: naming the value.
     """
-    if torch.compiler.is_compiling() or cache.k.device.type != "cpu":
+    if cache.seqlens is not None:
+        check_batch_vector("cache_seqlens", cache.seqlens, cache.batch, cache.k.device)
+    if cache.k.device.type != "cpu":
         return
     entries, rows = cache.k.shape[:2]
+    if cache.seqlens is not None:
+        for length in cache.seqlens.tolist():
+            _check_length(length, cache.capacity)
     if cache.batch_idx is not None:
         for entry in cache.batch_idx.tolist():
             if not 0 <= entry < entries:
@@ -223,7 +217,9 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
 
 def _gathered(x: Tensor, cache: Cache) -> Tensor:
     """(batch, row, heads, d), the first key of each sequence in row 0."""
-    entries = range(cache.batch) if cache.batch_idx is None else cache.batch_idx.tolist()
-    padding = [0] * cache.batch if cache.leftpad is None else cache.leftpad.tolist()
-    of_sequences = [x[e].roll(-p, dims=0) for e, p in zip(entries, padding, strict=True)]
-    return torch.stack(of_sequences) if of_sequences else x[:0]
+    if cache.batch_idx is not None:
+        x = x[cache.batch_idx.long()]
+    if cache.leftpad is None:
+        return x
+    rows = torch.arange(x.shape[1], device=x.device) + cache.leftpad[:, None]
+    return x[torch.arange(cache.batch, device=x.device)[:, None], rows % max(x.shape[1], 1)]

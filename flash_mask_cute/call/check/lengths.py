@@ -145,7 +145,7 @@ def _check_contents(side: Side) -> None:
         slots = [side.shape[1]] * side.shape[0]
     else:
         name = f"cu_seqlens_{side.name}"
-        slots = _slot_lengths(name, side.cu_seqlens.tolist(), side.shape[0])
+        slots = packed_lengths(name, side.cu_seqlens.tolist(), side.shape[0])
     used = slots
     if side.seqused is not None:
         used = side.seqused.tolist()
@@ -163,7 +163,13 @@ def _check_contents(side: Side) -> None:
         )
 
 
-def _slot_lengths(name: str, offsets: list[int], total: int) -> list[int]:
+def packed_lengths(name: str, offsets: list[int], total: int) -> list[int]:
+    """The lengths of packed sequences. total: rows of the packed tensor; those behind the last
+    sequence belong to none.
+
+    Raises:
+        ValueError: offsets do not start at 0, decrease, or end beyond the tensor.
+    """
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")
     lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]

@@ -7,16 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens
+from flash_mask_cute.call.run.cache_writes import (
+    check_entries_once,
+    check_rotary_positions,
+    check_rotary_rows,
+    check_written_once,
+)
+from flash_mask_cute.call.check.kvcache import Cache
+from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens, packed_lengths
 from flash_mask_cute.call.check.pages import check_pages
-from flash_mask_cute.cpu.append import append_rows, lengths_with_new, rotate
+from flash_mask_cute.cpu.append import Slots, append_rows, lengths_with_new, rotate, slots_of
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.checks import (
     brief,
-    check_apart,
     check_bool,
     check_device,
+    check_outputs_apart,
+    check_own_memory,
     check_tensor,
 )
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -62,8 +70,12 @@ class Append(NamedTuple):
     @property
     def capacity(self) -> int:
         """Rows of a sequence."""
-        rows = self.k_cache.shape[1]
-        return rows if self.page_table is None else rows * self.page_table.shape[1]
+        return self.cache(self.batch).capacity
+
+    def cache(self, batch: int) -> Cache:
+        """The cache before the write."""
+        where = self.cache_seqlens, self.leftpad, self.batch_idx, self.page_table
+        return Cache(self.k_cache, self.v_cache, *where, batch)
 
 
 class AppendFacts(NamedTuple):
@@ -133,13 +145,14 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
 def _append_on_cpu(x: Append) -> tuple[Tensor, Tensor]:
     starts = (x.cache_seqlens if x.rotary_seqlens is None else x.rotary_seqlens).tolist()
     infos = _lengths(x)
+    slots = _slots(x)
     k, q = x.k, x.q
     if x.cos is not None and x.sin is not None:
         turned = x.cos, x.sin
         k = _rotated(k, x.cu_seqlens_k_new, starts, turned, x.interleaved, True)
         q = _rotated(q, x.cu_seqlens_q, starts, turned, x.interleaved, x.advances)
-    append_rows(k, x.k_cache, infos, x.batch_idx, x.page_table)
-    append_rows(x.v, x.v_cache, infos, x.batch_idx, x.page_table)
+    append_rows(k, x.k_cache, infos, slots)
+    append_rows(x.v, x.v_cache, infos, slots)
     total = [info.seqlen_k for info in infos]
     return q, torch.tensor(total, dtype=torch.int32, device="cpu")
 
@@ -171,18 +184,23 @@ def _lengths(x: Append) -> list[Any]:
     return lengths_with_new(x.cache_seqlens.tolist(), seqlen_new, x.cu_seqlens_k_new, x.leftpad)
 
 
+def _slots(x: Append) -> list[Slots]:
+    return slots_of(_lengths(x), x.k_cache.shape[1], x.batch_idx, x.page_table)
+
+
 # -- checks -------------------------------------------------------------------------------------
 
 
 def check_append(x: Append) -> None:
     """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
 
-    Contents of lengths are checked on the CPU only.
+    Contents are checked on the CPU only (`cache_writes`).
 
     Raises:
         TypeError, ValueError: naming argument and value.
     """
     device = x.k_cache.device
+    check_tensor("q", x.q)
     for name, new, cache in (("k", x.k, x.k_cache), ("v", x.v, x.v_cache)):
         check_tensor(f"{name}_cache", cache)
         check_tensor(name, new)
@@ -198,12 +216,11 @@ def check_append(x: Append) -> None:
                 f"{name} must have shape {rows}{', '.join(map(str, cache.shape[-2:]))}) as "
                 f"{name}_cache has heads and dimensions, got {tuple(new.shape)}"
             )
-        check_apart(f"{name}_cache", cache, {"q": x.q, "k": x.k, "v": x.v})
+        check_own_memory(f"{name}_cache", cache)
     if x.k.shape[:-2] != x.v.shape[:-2]:
         raise ValueError(
             f"k and v must have as many rows, got {tuple(x.k.shape)} and {tuple(x.v.shape)}"
         )
-    check_apart("v_cache", x.v_cache, {"k_cache": x.k_cache})
     if x.cu_seqlens_k_new is not None:
         check_cu_seqlens("cu_seqlens_k_new", x.cu_seqlens_k_new, device)
         if len(x.cu_seqlens_k_new) != x.batch + 1:
@@ -214,8 +231,10 @@ def check_append(x: Append) -> None:
     elif x.k.shape[0] != x.batch:
         raise ValueError(f"k must have batch {x.batch}, as q has, got shape {tuple(x.k.shape)}")
     _check_rotary(x)
+    read = {"q": x.q, "k": x.k, "v": x.v, "rotary_cos": x.cos, "rotary_sin": x.sin}
+    check_outputs_apart({"k_cache": x.k_cache, "v_cache": x.v_cache}, read)
     if device.type == "cpu":
-        _check_room(x)
+        _check_contents(x)
 
 
 def _check_rotary(x: Append) -> None:
@@ -224,8 +243,6 @@ def _check_rotary(x: Append) -> None:
             f"rotary_cos and rotary_sin go together, got {brief(x.cos)} and {brief(x.sin)}"
         )
     if x.cos is None or x.sin is None:
-        if x.rotary_seqlens is not None:
-            raise ValueError("rotary_seqlens needs rotary_cos and rotary_sin, got None")
         return
     check_bool("rotary_interleaved", x.interleaved)
     for name, table in (("rotary_cos", x.cos), ("rotary_sin", x.sin)):
@@ -246,6 +263,37 @@ def _check_rotary(x: Append) -> None:
         )
     if x.rotary_seqlens is not None:
         check_batch_vector("rotary_seqlens", x.rotary_seqlens, x.batch, x.k_cache.device)
+    rank, rows = (4, "batch, seqlen_q") if x.cu_seqlens_q is None else (3, "total_q")
+    if x.q.dim() != rank:
+        raise ValueError(f"q must have shape ({rows}, heads_q, head_dim), got {tuple(x.q.shape)}")
+    if x.cu_seqlens_q is not None:
+        check_cu_seqlens("cu_seqlens_q", x.cu_seqlens_q, x.k_cache.device)
+    longest = x.k.shape[1] if x.cu_seqlens_k_new is None else 0
+    if x.cu_seqlens_q is None and x.advances:
+        longest = max(longest, x.q.shape[1])
+    check_rotary_rows(len(x.cos), x.capacity if x.rotary_seqlens is None else None, longest)
+
+
+def _check_contents(x: Append) -> None:
+    """Check contents of CPU tensors: lengths, places and positions."""
+    if x.cu_seqlens_k_new is not None:
+        packed_lengths("cu_seqlens_k_new", x.cu_seqlens_k_new.tolist(), len(x.k))
+    _check_room(x)
+    new = [info.seqlen_k_new for info in _lengths(x)]
+    if x.page_table is not None:
+        check_written_once(_slots(x))
+    elif x.batch_idx is not None:
+        check_entries_once(x.batch_idx.tolist(), new)
+    if x.cos is None:
+        return
+    queries = [x.q.shape[1]] * x.batch
+    if x.cu_seqlens_q is not None:
+        queries = packed_lengths("cu_seqlens_q", x.cu_seqlens_q.tolist(), len(x.q))
+    by = "cache_seqlens" if x.rotary_seqlens is None else "rotary_seqlens"
+    starts = (x.cache_seqlens if x.rotary_seqlens is None else x.rotary_seqlens).tolist()
+    longest = (max(n, m if x.advances else min(m, 1)) for n, m in zip(new, queries, strict=True))
+    positions = [range(first, first + n) for first, n in zip(starts, longest, strict=True)]
+    check_rotary_positions(len(x.cos), by, positions)
 
 
 def _check_room(x: Append) -> None:

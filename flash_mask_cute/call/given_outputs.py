@@ -1,0 +1,62 @@
+"""Outputs in memory of the caller, which must hold no input.
+
+The key of a prepared call has layouts, and no addresses. So a prepared call that writes tensors of
+the caller keeps the addresses for which it is proved that they lie apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import Direction, PreparedBwd, PreparedFwd, Tensors
+from flash_mask_cute.runtime.checks import check_outputs_apart
+
+_OUTPUTS = {
+    Direction.FORWARD: ("out", "lse", "lse_low", "max_scores"),
+    Direction.BACKWARD: ("dq", "dk", "dv", "dsink"),
+}
+_INPUTS = {
+    Direction.FORWARD: ("q", "k", "v"),
+    Direction.BACKWARD: ("q", "k", "v", "out", "dout"),
+}
+_MOST_PROVED = 1024
+
+
+class WithGivenOutputs:
+    """A prepared call that writes tensors of the caller.
+
+    proved: addresses of calls with its key, whose outputs share no memory with inputs, nor with
+    each other.
+    """
+
+    __slots__ = ("_direction", "prepared", "proved")
+
+    def __init__(self, prepared: PreparedFwd | PreparedBwd, direction: Direction) -> None:
+        self.prepared = prepared
+        self.proved: set[Any] = set()
+        self._direction = direction
+
+    def prove(self, addresses: Any, tensors: Tensors) -> None:
+        """Add addresses, which are those of tensors.
+
+        Raises:
+            ValueError: an element of an output lies in memory of an input or of another output.
+        """
+        outputs = _outputs_of(tensors, self._direction)
+        inputs = {name: getattr(tensors, name) for name in _INPUTS[self._direction]}
+        check_outputs_apart(outputs, inputs)
+        if len(self.proved) >= _MOST_PROVED:
+            self.proved.clear()
+        self.proved.add(addresses)
+
+
+def writes_tensors_of_caller(tensors: Tensors, direction: Direction) -> bool:
+    return any(x is not None for x in _outputs_of(tensors, direction).values())
+
+
+def _outputs_of(tensors: Tensors, direction: Direction) -> dict[str, Tensor | None]:
+    """By name; None: a new tensor, or none."""
+    found = {name: getattr(tensors, name) for name in _OUTPUTS[direction]}
+    return found | {f"daux[{i}]": x for i, x in enumerate(tensors.daux or ())}
