@@ -29,7 +29,6 @@ from flash_mask_cute.call.config import BwdConfig, FwdConfig
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.keywords import brief, know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.lookup import find_bwd, find_fwd
-from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.flex.together import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -55,6 +54,7 @@ def _flash_attn_fwd(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
@@ -113,7 +113,9 @@ def _flash_attn_fwd(
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
-    page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen.
+    page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen. With
+    kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
+    leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
     num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
     parts, shares of all key blocks, and these are merged. Equal calls give equal bits, but these
     may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
@@ -135,6 +137,7 @@ def _flash_attn_fwd(
     fields = (
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
         seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
+        kv_batch_idx, leftpad_k,
     )  # fmt: skip
     tensors = tuple.__new__(Tensors, fields)
     options = (
@@ -159,14 +162,14 @@ def run_bundles(
     return prepared(tensors, masks)
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
-    """Raise what `_flash_attn_fwd` would raise for these arguments; nothing is compiled or
-    launched."""
+def prepare_forward(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> None:
+    """Prepare a call of `_flash_attn_fwd`: raise what it would raise for these arguments, and have
+    its kernels compiled. Nothing is launched."""
     call = AttentionCall.create(Direction.FORWARD, q, k, v, **keywords)
     masks = None if all(x is None for x in call.masks) else call.masks
-    prepared, _ = find_fwd(_prepared_fwd, call.tensors, masks, call.options)
+    prepared, key = find_fwd(_prepared_fwd, call.tensors, masks, call.options)
     if prepared is None:
-        plan(call)
+        _keep(_prepared_fwd, key, prepare_fwd(call))
 
 
 @public_call
@@ -251,7 +254,7 @@ def _flash_attn_bwd(
     q_starts, q_start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, None, q_starts,
+        seqused_k, dout, dlse, dq, dk, dv, dsink, daux, None, None, q_starts, None, None,
     )  # fmt: skip
     options = (
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,

@@ -16,8 +16,8 @@ from flash_mask_cute.autograd.append_op import append_by_operator
 from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.combine_op import run_combine
 from flash_mask_cute.autograd.mod_names import Mod
-from flash_mask_cute.autograd.passes import check_forward_call
-from flash_mask_cute.call.append import Append, append, check_append
+from flash_mask_cute.autograd.passes import prepare_forward_call
+from flash_mask_cute.call.append import Append, append, check_append, restored_on_error
 from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.kvcache import (
@@ -122,9 +122,9 @@ def flash_attn_with_kvcache(
     (int32, batch + 1), for a batch that mixes prefill and decode. k_cache: (batch, rows, heads_kv,
     head_dim); v_cache: the same with head_dim_v. With page_table (int32, (batch, max_pages)) they
     are pools of pages (pages, page_size, heads_kv, ...), page_size 1 to 256. With cache_batch_idx
-    (int32, batch) a sequence uses that entry of a larger cache. cache_seqlens: rows in use, an int
-    or int32 (batch,); None: all. cache_leftpad (int32, batch): rows before the first key, counted
-    in cache_seqlens. Unused rows may hold anything, even NaN.
+    (int32, batch) a sequence uses that entry of a larger cache, or that row of a larger page_table.
+    cache_seqlens: rows in use, an int or int32 (batch,); None: all. cache_leftpad (int32, batch):
+    rows before the first key, counted in cache_seqlens. Unused rows may hold anything, even NaN.
 
     k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new.
     They are written into the cache behind the rows in use, and attended to. rotary_cos, rotary_sin:
@@ -236,13 +236,19 @@ def _append_and_attend(
     )
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         q, total = append_by_operator(given)
-    else:
-        check_append(given)
-        # what is wrong in the rest is told before anything is written
-        view = view_of(cache, x.cache_seqlens)
-        check_forward_call(x.q, view.k, view.v, sink, _over(call, view), return_lse)
+        return _attend_to(view_of(cache, total), q, sink, call, return_lse)
+    check_append(given)
+    # What is wrong in the rest is told before anything is written. On a GPU no lengths are read.
+    is_on_gpu = x.k_cache.is_cuda
+    view = view_of(cache, x.cache_seqlens if is_on_gpu else None)
+    prepare_forward_call(x.q, view.k, view.v, sink, _over(call, view), return_lse)
+    if is_on_gpu:
         q, total = append(given)
-    return _attend_to(view_of(cache, total), q, sink, call, return_lse)
+        return _attend_to(view._replace(seqused_k=total), q, sink, call, return_lse)
+    # Here masks and mods are only evaluated by attention, and may fail there.
+    with restored_on_error(given):
+        q, total = append(given)
+        return _attend_to(view_of(cache, total), q, sink, call, return_lse)
 
 
 def _attend_to(
@@ -259,6 +265,8 @@ def _over(call: Call, view: CacheView) -> Call:
         seqused_k=view.seqused_k,
         max_seqlen_k=view.max_seqlen_k,
         page_table=view.page_table,
+        kv_batch_idx=view.kv_batch_idx,
+        leftpad_k=view.leftpad_k,
     )
 
 

@@ -66,6 +66,8 @@ class Call(NamedTuple):
     q_start: QStart = None
     page_table: Tensor | None = None
     num_splits: int = 0
+    kv_batch_idx: Tensor | None = None
+    leftpad_k: Tensor | None = None
 
     @property
     def configs(self) -> Configs:

@@ -16,7 +16,7 @@ from flash_mask_cute.call.arguments import split_q_start
 from flash_mask_cute.interface import (
     _flash_attn_bwd,
     _flash_attn_fwd,
-    check_forward,
+    prepare_forward,
 )
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
@@ -47,11 +47,11 @@ def run_forward(
     return _flash_attn_fwd(q, k, v, lse_low=lse_low, max_scores=max_scores, **keywords)
 
 
-def check_forward_call(
+def prepare_forward_call(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, return_lse: bool
 ) -> None:
-    """Raise what `run_forward` would raise, without running anything."""
-    check_forward(q, k, v, **_forward_keywords(sink, call, return_lse))
+    """Raise what `run_forward` would raise, and have its kernels compiled, without a launch."""
+    prepare_forward(q, k, v, **_forward_keywords(sink, call, return_lse))
 
 
 def _forward_keywords(sink: Tensor | None, call: Call, return_lse: bool) -> dict[str, Any]:
@@ -60,6 +60,8 @@ def _forward_keywords(sink: Tensor | None, call: Call, return_lse: bool) -> dict
         "pack_gqa": call.pack_gqa,
         "num_splits": call.num_splits,
         "page_table": call.page_table,
+        "kv_batch_idx": call.kv_batch_idx,
+        "leftpad_k": call.leftpad_k,
         "return_lse": return_lse,
         "config": call.configs.forward,
         "softmax_scale": call.softmax_scale,

@@ -57,7 +57,8 @@ _CALL_SCHEMA = (
     "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
-    "Tensor? q_starts, Tensor? page_table, int num_splits, bool wants_max"
+    "Tensor? q_starts, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, "
+    "int num_splits, bool wants_max"
 )
 # what stands for `ANY` and for `END` there
 _ANY_SEQLEN = _END_POSITION = -1
@@ -102,6 +103,8 @@ class OperatorCall(NamedTuple):
     q_start: int | None = None
     q_starts: Tensor | None = None
     page_table: Tensor | None = None
+    kv_batch_idx: Tensor | None = None
+    leftpad_k: Tensor | None = None
     num_splits: int = 0
     wants_max: bool = False
 
@@ -197,6 +200,8 @@ def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -
         pack_gqa=call.pack_gqa,
         config=_config_text(call.config),
         page_table=call.page_table,
+        kv_batch_idx=call.kv_batch_idx,
+        leftpad_k=call.leftpad_k,
         num_splits=call.num_splits,
         wants_max=wants_max,
         **_operator_start(call.q_start),
@@ -321,6 +326,8 @@ def _from_operator(given: OperatorCall) -> Call:
         config=None if x.config is None else Configs.create(tuple(json.loads(x.config))),
         q_start=_start_of(x),
         page_table=x.page_table,
+        kv_batch_idx=x.kv_batch_idx,
+        leftpad_k=x.leftpad_k,
         num_splits=x.num_splits,
     )
 

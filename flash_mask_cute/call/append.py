@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.lengths import check_batch_vector, check_cu_seqlens
 from flash_mask_cute.call.pages import check_pages
-from flash_mask_cute.cpu.append import append_rows, lengths_with_new, rotate
+from flash_mask_cute.cpu.append import append_rows, lengths_with_new, places_of, rotate
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.checks import (
@@ -32,7 +34,7 @@ class Append(NamedTuple):
     k_cache, v_cache: (entries, rows, heads_kv, d), or pools of pages. k, v: the new rows (batch,
     row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. cache_seqlens: (batch,) int32,
     the rows in use of each sequence, of which the first leftpad are padding. batch_idx: (batch,)
-    int32, entries of the cache; or page_table (batch, max_pages).
+    int32, entries of the cache, or rows of page_table (batch or more, max_pages) if there is one.
     cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
     or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
     if that is not cache_seqlens. interleaved, advances: see `AppendKV`.
@@ -113,10 +115,10 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     if x.cos is not None:
         q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
-    torch._C._increment_version((x.k_cache, x.v_cache))
     function = compile_append(
         AppendFacts.create(x), target or Target.from_device(x.k_cache.device)
     ).function
+    torch._C._increment_version((x.k_cache, x.v_cache))
     arguments = (
         (x.k, x.v, x.cu_seqlens_k_new),
         (x.k_cache, x.v_cache, x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table),
@@ -128,6 +130,22 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
         with torch.cuda.device(x.k_cache.device):
             function(*arguments)
     return q, total
+
+
+@contextmanager
+def restored_on_error(x: Append) -> Iterator[None]:
+    """Context of a call that appends rows on the CPU: if it fails, the cache is as it was."""
+    where = [
+        place for _, place in places_of(x.k, x.k_cache, _lengths(x), x.batch_idx, x.page_table)
+    ]
+    before = [(cache, [cache[place] for place in where]) for cache in (x.k_cache, x.v_cache)]
+    try:
+        yield
+    except BaseException:
+        for cache, saved in before:
+            for place, rows in zip(where, saved, strict=True):
+                cache[place] = rows
+        raise
 
 
 def _append_on_cpu(x: Append) -> tuple[Tensor, Tensor]:
@@ -260,7 +278,7 @@ def _check_room(x: Append) -> None:
             )
     if x.page_table is not None:
         total = torch.tensor([info.seqlen_k for info in _lengths(x)], dtype=torch.int32)
-        check_pages(x.k_cache, x.page_table, None, total)
+        check_pages(x.k_cache, x.page_table, None, total, x.batch_idx, x.leftpad)
 
 
 # -- the kernel ---------------------------------------------------------------------------------

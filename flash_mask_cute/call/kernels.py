@@ -170,6 +170,8 @@ def _fake_arguments(problem: AttentionProblem, tiles: FwdTiles) -> list[Any]:
         fake_rows(problem.needs_max_scores),
         fake_tensors.q_start(problem),
         _partials(problem),
+        fake_tensors.int32_vector(problem.has_kv_batch_idx),
+        fake_tensors.int32_vector(problem.has_leftpad_k),
     ]
 
 

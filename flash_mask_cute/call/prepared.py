@@ -76,7 +76,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, max_scores, page_table, q_starts,
+            _, _, _, _, _, _, _, max_scores, page_table, q_starts, kv_batch_idx, leftpad_k,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -116,6 +116,7 @@ class KernelForward:
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
                 max_scores, q_starts if self._q_start == EACH else self._q_start, partials,
+                kv_batch_idx, leftpad_k,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
@@ -177,7 +178,8 @@ class CpuForward:
         tile_m, tile_n = plan.walk_tile
         k, v = x.k, x.v
         if x.page_table is not None:
-            k, v = (gather_pages(pool, x.page_table) for pool in (k, v))
+            where = x.page_table, x.kv_batch_idx, x.leftpad_k
+            k, v = (gather_pages(pool, *where) for pool in (k, v))
         flash_attn_fwd_cpu(
             x.q,
             k,

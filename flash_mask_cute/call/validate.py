@@ -22,7 +22,7 @@ from flash_mask_cute.call import axis_order
 from flash_mask_cute.call.arguments import QStart
 from flash_mask_cute.call.lengths import Side, check_lengths
 from flash_mask_cute.call.mask_extents import CallExtents, check_q_start
-from flash_mask_cute.call.pages import check_pages, paged_shape
+from flash_mask_cute.call.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.call.splits import MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -76,6 +76,8 @@ def check_fwd_inputs(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    kv_batch_idx: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None,
@@ -96,7 +98,8 @@ def check_fwd_inputs(
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
     with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
     max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
-    page_size. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
+    page_size; kv_batch_idx and leftpad_k are int32 (batch,), and a table with kv_batch_idx has any
+    number of rows. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
     (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
     seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
     seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
@@ -109,8 +112,10 @@ def check_fwd_inputs(
     queries = Side("q", tuple(q.shape), q.device, cu_seqlens_q, seqused_q, max_seqlen_q)
     shape_k = tuple(k.shape)
     if page_table is not None:
-        check_pages(k, page_table, cu_seqlens_k, seqused_k)
-        shape_k = paged_shape(k, page_table)
+        check_pages(k, page_table, cu_seqlens_k, seqused_k, kv_batch_idx, leftpad_k)
+        shape_k = paged_shape(k, page_table, kv_batch_idx)
+    elif not (kv_batch_idx is leftpad_k is None):
+        refuse_without_pages(kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k)
     keys = Side("k", shape_k, k.device, cu_seqlens_k, seqused_k, max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=v.shape[-1])
     check_q_start(q_start, shapes.batch, q.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -50,13 +52,26 @@ def append_rows(
     page_table: Tensor | None,
 ) -> None:
     """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache."""
+    for source, place in places_of(new, cache, infos, batch_idx, page_table):
+        cache[place] = source
+
+
+def places_of(
+    new: Tensor,
+    cache: Tensor,
+    infos: list[SeqlenInfoQKNewK],
+    batch_idx: Tensor | None,
+    page_table: Tensor | None,
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """The new rows of each sequence, and their places: entries of the cache, and rows in them."""
     for b, info in enumerate(infos):
         rows = torch.arange(info.seqlen_k_new, device="cpu")
         source = new[b] if new.dim() == 4 else new[info.offset_k_new + rows]
         target = info.offset_k + info.seqlen_k_og + rows
+        of_sequence = b if batch_idx is None else int(batch_idx[b])
         if page_table is None:
-            entry = torch.full_like(target, b if batch_idx is None else int(batch_idx[b]))
+            entry = torch.full_like(target, of_sequence)
         else:
-            entry = page_table[b, target // cache.shape[1]].long()
+            entry = page_table[of_sequence, target // cache.shape[1]].long()
             target = target % cache.shape[1]
-        cache[entry, target] = source
+        yield source, (entry, target)
