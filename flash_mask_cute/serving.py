@@ -286,16 +286,20 @@ def flash_attn_combine(
 
     out_partial: (num_splits, batch, seqlen, heads, head_dim), or (num_splits, total, heads,
     head_dim) for packed sequences. lse_partial: fp32, the same shape without head_dim, natural log.
-    out_dtype: by default the dtype of out_partial. out, cu_seqlens and seqused only keep their
-    names. A part that saw nothing has the LSE -inf, and its output may hold anything. A row whose
-    parts all saw nothing has out 0 and lse -inf. Both inputs have gradients.
+    out_dtype: by default the dtype of out, or of out_partial. out: receives the result; it has the
+    shape of out_partial without num_splits, any strides, and memory of its own, and there are no
+    gradients. On a GPU head_dim is a multiple of 8 up to 512, and dtypes have 16 or 32 bits.
+    cu_seqlens and seqused only keep their names. A part that saw nothing has the LSE -inf, and its
+    output may hold anything. A row whose parts all saw nothing has out 0 and lse -inf. Without out,
+    both inputs have gradients.
 
     Returns:
         (out, lse): out (batch, seqlen, heads, head_dim) or (total, heads, head_dim), lse the same
-        shape without head_dim. lse is None without return_lse.
+        shape without head_dim. lse is None without return_lse. out is the argument, if given.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming argument and value.
+        TypeError, ValueError, NotImplementedError: naming argument and value. ValueError also if
+            autograd would record a call with out.
 
     Example:
         >>> import torch
@@ -311,12 +315,14 @@ def flash_attn_combine(
     if unknown:
         refuse_keywords("flash_attn_combine", unknown)
     nothing = (None,)
-    refuse_given(
-        {"out": (out, nothing), "cu_seqlens": (cu_seqlens, nothing), "seqused": (seqused, nothing)}
-    )
+    refuse_given({"cu_seqlens": (cu_seqlens, nothing), "seqused": (seqused, nothing)})
     check_bool("return_lse", return_lse)
-    check_tensor("out_partial", out_partial)
-    check_tensor("lse_partial", lse_partial)
+    # Dynamo cannot trace these
+    if not torch.compiler.is_compiling():
+        check_tensor("out_partial", out_partial)
+        check_tensor("lse_partial", lse_partial)
+        if out is not None:
+            check_tensor("out", out)
     if out_partial.dtype not in _PARTIAL_DTYPES:
         raise TypeError(
             f"out_partial must have one of the dtypes {dtype_names(_PARTIAL_DTYPES)}, got "
@@ -340,10 +346,40 @@ def flash_attn_combine(
             f"lse_partial must be on the device of out_partial ({out_partial.device}), got "
             f"{lse_partial.device}"
         )
-    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    dtype = out_dtype
+    if dtype is None:
+        dtype = (out_partial if out is None else out).dtype
     if dtype not in _PARTIAL_DTYPES:
         raise TypeError(
-            f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)} or None, got {out_dtype}"
+            f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)}, or None for the dtype of "
+            f"out or out_partial, got {dtype}"
         )
-    merged, lse = run_combine(out_partial, lse_partial, dtype)
+    if out is not None:
+        _check_merged(out, out_partial, lse_partial, dtype)
+    merged, lse = run_combine(out_partial, lse_partial, dtype, out)
     return merged, lse if return_lse else None
+
+
+def _check_merged(
+    out: Tensor, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
+) -> None:
+    """Check the memory that receives the merged output; that it is its own, the operator checks."""
+    if out.dtype != dtype:
+        raise TypeError(f"out must have dtype out_dtype ({dtype}), got {out.dtype}")
+    if out.shape != out_partial.shape[1:]:
+        raise ValueError(
+            f"out must have the shape of out_partial without num_splits, "
+            f"{tuple(out_partial.shape[1:])}, got {tuple(out.shape)}"
+        )
+    if out.device != out_partial.device:
+        raise ValueError(
+            f"out must be on the device of out_partial ({out_partial.device}), got {out.device}"
+        )
+    if not torch.is_grad_enabled():
+        return
+    for name, x in (("out", out), ("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if x.requires_grad:
+            raise ValueError(
+                f"out must be None where gradients are recorded, for which the result is new "
+                f"memory: {name} requires grad; use torch.no_grad(), or detach it"
+            )

@@ -447,7 +447,70 @@ def test_dtypes_of_parts() -> None:
         ((outs, lses[:, :, :3]), ValueError, "lse_partial must have the shape of out_partial"),
         ((outs[0, 0], lses[0, 0]), ValueError, "out_partial must have shape"),
         ((outs.int(), lses), TypeError, "out_partial must have one of the dtypes"),
-        ((outs, lses, outs[0]), NotImplementedError, "out is not supported"),
     ):
         with pytest.raises(error, match=text):
             flash_attn_combine(*arguments)
+
+
+@pytest.mark.parametrize("layout", ["dense", "strided", "misaligned"])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_parts_are_merged_into_the_callers_memory(layout: str, compiles: bool) -> None:
+    outs, lses = torch.randn(3, 2, 5, 3, 520), torch.randn(3, 2, 5, 3)
+    memory = {
+        "dense": torch.full((2, 5, 3, 520), 7.0),
+        "strided": torch.full((2, 3, 5, 1040), 7.0)[..., ::2].transpose(1, 2),
+        "misaligned": torch.full((2, 5, 3, 521), 7.0)[..., 1:],
+    }[layout].bfloat16()
+    combine: Any = flash_attn_combine
+    if compiles:
+        combine = torch.compile(flash_attn_combine, backend="aot_eager", fullgraph=True)
+    version = memory._version
+    out, lse = combine(outs, lses, memory)
+    wanted, wanted_lse = flash_attn_combine(outs.double(), lses.double(), out_dtype=torch.float64)
+    assert wanted_lse is not None and out is memory and memory._version > version
+    torch.testing.assert_close(memory.double(), wanted, rtol=2**-8, atol=0.0)
+    torch.testing.assert_close(lse.double(), wanted_lse)
+    with torch.no_grad():
+        assert combine(outs.requires_grad_(), lses, memory, torch.bfloat16)[0] is memory
+
+
+OUTS, LSES, OUT = torch.ones(2, 1, 4, 3, 16), torch.zeros(2, 1, 4, 3), torch.ones(1, 4, 3, 16)
+REFUSED_OUT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "type": ({"out": [1.0]}, TypeError, "out must be a torch.Tensor, got a list"),
+    "dtype": (
+        {"out_dtype": torch.bfloat16}, TypeError,
+        r"out must have dtype out_dtype \(torch.bfloat16\), got torch.float32",
+    ),
+    "integers": ({"out": OUT.int()}, TypeError, "or None for the dtype of out .* got torch.int32"),
+    "shape": (
+        {"out": OUT[:, :3]}, ValueError,
+        r"out must have the shape of out_partial .* got \(1, 3, 3, 16\)",
+    ),
+    "device": ({"out": OUT.to("meta")}, ValueError, "out must be on the device .* got meta"),
+    "expanded": (
+        {"out": OUT[:, :1].expand(1, 4, 3, 16)}, ValueError,
+        "out must not overlap itself",
+    ),
+    "shared": ({"out": OUTS[1]}, ValueError, "out must not share memory with out_partial"),
+    "gradients": (
+        {"lse_partial": LSES.clone().requires_grad_()}, ValueError,
+        "out must be None where gradients are recorded, .* lse_partial requires grad",
+    ),
+    "gradient of out": (
+        {"out": OUT.clone().requires_grad_()}, ValueError,
+        "out requires grad",
+    ),
+    "lengths": ({"seqused": int32(1)}, NotImplementedError, "seqused is not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_OUT)
+def test_refusals_of_memory_for_merged_parts(name: str) -> None:
+    """Before anything is written."""
+    keywords, error, text = REFUSED_OUT[name]
+    outs, out = OUTS.clone(), OUT.clone()
+    arguments: dict[str, Any] = {"out_partial": OUTS, "lse_partial": LSES, "out": OUT} | keywords
+    with pytest.raises(error, match=text):
+        flash_attn_combine(**arguments)
+    assert torch.equal(OUTS, outs) and torch.equal(OUT, out)

@@ -45,8 +45,8 @@ def check_cache_call(call: CacheCall) -> None:
     call.assert_written(keywords["k_cache"], keywords["v_cache"], atol=0.04)
 
 
-# new rows or none, rotary, entries, padding, both of tables, pages of 1, 5, 64, 128 and 256 keys, one
-# query and several
+# new rows or none, rotary, entries, padding, both of tables, pages of 1, 5, 64, 128 and 256 keys,
+# one query and several
 SEEDS = 0, 1, 2, 3, 5, 9, 12, 14, 16, 19, 23, 30
 
 
