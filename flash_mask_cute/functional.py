@@ -525,7 +525,7 @@ def attend(
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
     if not (call.score_mod is call.mask_mod is None):
-        call = _with_cute_mods(call, q)
+        call = with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _as_autocast_casts(q, k, v)
@@ -549,7 +549,7 @@ def attend(
         return _attend_by_operators(q, k, v, sink, call, wants_aux, return_max)
 
 
-def _with_cute_mods(call: Call, q: Any) -> Call:
+def with_cute_mods(call: Call, q: Any) -> Call:
     """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors."""
     given = call.score_mod, call.mask_mod, call.aux_tensors
     if torch.compiler.is_compiling():

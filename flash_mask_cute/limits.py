@@ -12,8 +12,6 @@ MAX_PAGE_SIZE = 256
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8
-# columns of partial results that the merge kernel takes, at most
-MAX_MERGED_COLUMNS = 512
 # Positions of queries are smaller, so that they and window sides add up in 32 bits.
 MAX_POSITION = 1 << 29
 # keys of a bit tile, whatever the tile has

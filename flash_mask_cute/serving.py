@@ -12,12 +12,16 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flash_mask_cute.autograd.append_op import append_by_operator
+from flash_mask_cute.autograd.append_op import (
+    append_and_attend,
+    append_and_attend_by_operator,
+    over_view,
+)
 from flash_mask_cute.autograd.arguments import Call
 from flash_mask_cute.autograd.combine_op import run_combine
 from flash_mask_cute.autograd.mod_names import Mod
-from flash_mask_cute.autograd.passes import prepare_forward_call
-from flash_mask_cute.call.append import Append, append, check_append, restored_on_error
+from flash_mask_cute.autograd.passes import refuse_dual_level
+from flash_mask_cute.call.append import Append
 from flash_mask_cute.call.arguments import QStart, window_sides
 from flash_mask_cute.call.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.kvcache import (
@@ -32,9 +36,9 @@ from flash_mask_cute.call.kvcache import (
     view_of,
 )
 from flash_mask_cute.call.problem import END
-from flash_mask_cute.call.validate import check_num_splits
+from flash_mask_cute.call.validate import check_num_splits, refuse_transforms
 from flash_mask_cute.flex.together import as_cute_mods
-from flash_mask_cute.functional import WindowSize, attend, scale_number
+from flash_mask_cute.functional import WindowSize, attend, scale_number, with_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, check_bool, check_tensor, dtype_names
 
@@ -223,51 +227,34 @@ def _attend_over(
         cache.page_table, new.cu_seqlens, call.cu_seqlens_q, new.cos, new.sin, new.rotary_seqlens,
         new.interleaved, is_banded,
     )  # fmt: skip
-    return _append_and_attend(cache, given, sink, call, any(returns))
+    return _append_and_attend(given, sink, call, any(returns))
 
 
 def _append_and_attend(
-    cache: Cache, given: Append, sink: Tensor | None, call: Call, return_lse: bool
+    given: Append, sink: Tensor | None, call: Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     x = given
     reason = "new rows are written into the cache, of which there are no gradients"
     refuse_gradients(
         reason, q=x.q, k_cache=x.k_cache, v_cache=x.v_cache, k=x.k, v=x.v, learnable_sink=sink
     )
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        q, total = append_by_operator(given)
-        return _attend_to(view_of(cache, total), q, sink, call, return_lse)
-    check_append(given)
-    # What is wrong in the rest is told before anything is written. On a GPU no lengths are read.
-    is_on_gpu = x.k_cache.is_cuda
-    view = view_of(cache, x.cache_seqlens if is_on_gpu else None)
-    prepare_forward_call(x.q, view.k, view.v, sink, _over(call, view), return_lse)
-    if is_on_gpu:
-        q, total = append(given)
-        return _attend_to(view._replace(seqused_k=total), q, sink, call, return_lse)
-    # Here masks and mods are only evaluated by attention, and may fail there.
-    with restored_on_error(given):
-        q, total = append(given)
-        return _attend_to(view_of(cache, total), q, sink, call, return_lse)
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
+        return append_and_attend(
+            x, sink, call, return_lse, lambda view, q: _attend_to(view, q, sink, call, return_lse)
+        )
+    refuse_transforms(but_functionalize=True)
+    refuse_dual_level()
+    if not (call.score_mod is call.mask_mod is None):
+        call = with_cute_mods(call, x.q)
+    out, lse = append_and_attend_by_operator(x, sink, call)
+    return (out, lse) if return_lse else out
 
 
 def _attend_to(
     view: CacheView, q: Tensor, sink: Tensor | None, call: Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    results = attend(q, view.k, view.v, sink, _over(call, view), return_lse, False)
+    results = attend(q, view.k, view.v, sink, over_view(call, view), return_lse, False)
     return (results.out, results.lse) if return_lse else results.out
-
-
-def _over(call: Call, view: CacheView) -> Call:
-    """Run one call over a cache."""
-    return call._replace(
-        cu_seqlens_k=view.cu_seqlens_k,
-        seqused_k=view.seqused_k,
-        max_seqlen_k=view.max_seqlen_k,
-        page_table=view.page_table,
-        kv_batch_idx=view.kv_batch_idx,
-        leftpad_k=view.leftpad_k,
-    )
 
 
 @public_call

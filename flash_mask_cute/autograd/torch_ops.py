@@ -46,7 +46,7 @@ from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 _TILE_N = 128
 
 # torch looks for subclasses in a Tensor[], but not in a Tensor[]?: an empty one is aux_tensors None
-_CALL_SCHEMA = (
+CALL_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt? window_size_left, SymInt? window_size_right, float softcap, "
@@ -65,7 +65,7 @@ _ANY_SEQLEN = _END_POSITION = -1
 
 
 class OperatorCall(NamedTuple):
-    """The arguments of an operator by `_CALL_SCHEMA`, in its order. Callables are names of
+    """The arguments of an operator by `CALL_SCHEMA`, in its order. Callables are names of
     `mod_names`, config is text. Arguments without a default are in `Call` as well."""
 
     cu_seqlens_q: Tensor | None
@@ -119,12 +119,12 @@ _library.define(
     "-> (Tensor cu_seqlens, Tensor rows, Tensor bounds)"
 )
 _library.define(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {CALL_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_scores)"
 )
 _library.define(
     "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor out, Tensor lse, "
-    f"Tensor? lse_low, Tensor dout, Tensor? dlse, int[] wants_aux, {_CALL_SCHEMA}) "
+    f"Tensor? lse_low, Tensor dout, Tensor? dlse, int[] wants_aux, {CALL_SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor[] daux)"
 )
 
@@ -352,6 +352,11 @@ _NAMES = {kind: tuple(x.name for x in fields(kind)) for kind in (FwdConfig, BwdC
 @assume_constant_result
 def _text_of(pair: tuple[Any, ...]) -> str:
     return json.dumps([None if x is None else asdict(x) for x in Configs.create(pair)])
+
+
+def call_of_operator(arguments: Iterable[Any]) -> Call:
+    """The call that runs for these arguments of an operator by `CALL_SCHEMA`."""
+    return _without_identity(_from_operator(OperatorCall._make(_own_memory(arguments))))
 
 
 def _without_identity(call: Call) -> Call:

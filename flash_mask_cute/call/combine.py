@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.plan import ExecutionPlan
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.limits import MAX_MERGED_COLUMNS, STRIDE_STEP, padded_group
+from flash_mask_cute.limits import STRIDE_STEP, padded_group
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -18,8 +18,9 @@ from flash_mask_cute.runtime.fake_tensors import operand, strided
 from flash_mask_cute.runtime.target import Target
 
 COMBINE_NAME = "combine"
-# `core/partials.py` has it too; importing that needs the compiler
+# `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
 _MERGE_WORDS = 8
+_MAX_COLUMNS = 512
 # Of a work tile of so few rows, four warps merge a row: its pieces are many, and CTAs are not.
 _FEW_ROWS = 16
 
@@ -139,10 +140,10 @@ def check_merge(out_partial: Tensor, out_dtype: torch.dtype) -> None:
         if dtype == torch.float64:
             raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")
     columns = out_partial.shape[-1]
-    if columns % STRIDE_STEP or not 0 < columns <= MAX_MERGED_COLUMNS:
+    if columns % STRIDE_STEP or not 0 < columns <= _MAX_COLUMNS:
         raise NotImplementedError(
             f"out_partial must have a head_dim that is a multiple of {STRIDE_STEP} up to "
-            f"{MAX_MERGED_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
+            f"{_MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
         )
 
 

@@ -26,12 +26,13 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.partials import Merge
 from flash_mask_cute.core.shares import slot_of_first, slot_of_later
-from flash_mask_cute.limits import MAX_MERGED_COLUMNS, STRIDE_STEP
 
 WARP = 32
 WARPS_PER_CTA = 4
 # columns of a lane
 VECTOR = 4
+# of a row; a lane holds BATCH pieces of its columns in registers
+MAX_COLUMNS = 512
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # pieces of a warp whose loads are in flight together
@@ -66,7 +67,7 @@ class Pieces(NamedTuple):
 class Combine:
     """Merges partial results; to be passed to `cute.compile`.
 
-    :param head_dim_v: columns of the output, a multiple of 8 up to `MAX_MERGED_COLUMNS`
+    :param head_dim_v: columns of the output, a multiple of 8 up to MAX_COLUMNS
     :param tile_m: rows of a slot; None: pieces lie by rows
     :param packed_heads: by slots, query heads whose rows alternate in a tile; the first `group` of
         them exist
@@ -82,10 +83,9 @@ class Combine:
         group: int = 1,
         warps_per_row: int = 1,
     ):
-        if head_dim_v % STRIDE_STEP or not 0 < head_dim_v <= MAX_MERGED_COLUMNS:
+        if head_dim_v % 8 or not 0 < head_dim_v <= MAX_COLUMNS:
             raise ValueError(
-                f"head_dim_v must be a multiple of {STRIDE_STEP} up to {MAX_MERGED_COLUMNS}, got "
-                f"{head_dim_v}"
+                f"head_dim_v must be a multiple of 8 up to {MAX_COLUMNS}, got {head_dim_v}"
             )
         if warps_per_row not in (1, WARPS_PER_CTA):
             raise ValueError(f"warps_per_row must be 1 or {WARPS_PER_CTA}, got {warps_per_row}")

@@ -19,8 +19,8 @@ from flash_mask_cute import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     interface,
-    serving,
 )
+from flash_mask_cute.call import append as append_module
 from flash_mask_cute.call import explain as explain_module
 
 INT = torch.int32
@@ -349,7 +349,11 @@ def reads_beyond(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     ids=["rows", "entries", "pages"],
 )
 @pytest.mark.parametrize("rotates", [False, True])
-def test_a_call_that_fails_has_written_nothing(where: dict[str, Any], rotates: bool) -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_call_that_fails_has_written_nothing(
+    where: dict[str, Any], rotates: bool, compiles: bool
+) -> None:
     """A mod's IndexError is found by attention, which comes after the write."""
     k_cache, v_cache = cache() if "page_table" not in where else cache(5, 16)
     k_cache[..., 0], v_cache[..., 0] = float("nan"), float("inf")
@@ -357,8 +361,11 @@ def test_a_call_that_fails_has_written_nothing(where: dict[str, Any], rotates: b
     keywords = NEW | where
     if rotates:
         keywords |= {"rotary_cos": COS, "rotary_sin": COS}
-    with pytest.raises(IndexError):
-        flash_attn_with_kvcache(
+    call: Any = flash_attn_with_kvcache
+    if compiles:
+        call = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    with pytest.raises(IndexError), torch.no_grad():
+        call(
             step(), k_cache, v_cache, **keywords, mask_mod=reads_beyond, aux_tensors=[torch.ones(9)]
         )
     for found, wanted in zip((k_cache, v_cache), before, strict=True):
@@ -375,7 +382,7 @@ def test_attention_is_prepared_before_rows_are_written(monkeypatch: pytest.Monke
         pytest.fail("rows were written")
 
     monkeypatch.setattr(interface, "prepare_fwd", no_kernel)
-    monkeypatch.setattr(serving, "append", write)
+    monkeypatch.setattr(append_module, "_append_on_cpu", write)
     with pytest.raises(RuntimeError, match="no kernel"):
         flash_attn_with_kvcache(step(), *cache(), **NEW)
 

@@ -9,7 +9,7 @@ import torch
 from conftest import ACTIVE_ARCH
 from torch import Tensor
 
-from flash_mask_cute.call.combine import check_merge, merge_partials
+from flash_mask_cute.call.combine import _MAX_COLUMNS, check_merge, merge_partials
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH
@@ -57,3 +57,14 @@ def test_parts_of_any_width(
         ulp = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
         torch.testing.assert_close(out.double(), wanted, rtol=ulp, atol=ulp)
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_the_widest_parts(simulator: ModuleType) -> None:
+    from flash_mask_cute.kernels import combine
+
+    assert combine.MAX_COLUMNS == _MAX_COLUMNS
+    for head_dim in (520, 12):
+        with pytest.raises(NotImplementedError, match=f"multiple of 8 up to 512 .* {head_dim}"):
+            check_merge(torch.ones(2, 5, 3, head_dim), torch.float32)
+        with pytest.raises(ValueError, match=f"multiple of 8 up to 512, got {head_dim}"):
+            combine.Combine(head_dim)
