@@ -29,7 +29,6 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import brief, know_keywords, public_call, refuse_keywords
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
@@ -69,6 +68,7 @@ def _flash_attn_fwd(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
@@ -127,7 +127,9 @@ def _flash_attn_fwd(
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
-    page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen.
+    page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen. With
+    kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
+    leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
     num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
     parts, shares of all key blocks, and these are merged. Equal calls give equal bits, but these
     may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
@@ -149,6 +151,7 @@ def _flash_attn_fwd(
         q, k, v, out=out, lse=lse, lse_low=lse_low, learnable_sink=learnable_sink,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
         seqused_k=seqused_k, max_scores=max_scores, page_table=page_table, q_starts=q_starts,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k,
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -169,11 +172,12 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
     return prepared(call.tensors, call.masks)
 
 
-def check_forward(call: AttentionCall) -> None:
-    """Raise what `forward` would raise for this call; nothing is compiled or launched."""
-    prepared, _ = find_fwd(_prepared_fwd, call)
+def prepare_forward(call: AttentionCall) -> None:
+    """Raise what `forward` would raise for this call, and have its kernels compiled. Nothing is
+    launched."""
+    prepared, key = find_fwd(_prepared_fwd, call)
     if prepared is None:
-        plan(call)
+        _keep(_prepared_fwd, key, prepare_fwd(call), call)
 
 
 @public_call

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.autograd.append_op import IMPLEMENTATIONS as WRITE_IMPLEMENTATIONS
-from flash_mask_cute.autograd.append_op import append_by_operator
-from flash_mask_cute.autograd.attend import attend, scale_number
+from flash_mask_cute.autograd.append_op import (
+    append_and_attend,
+    append_and_attend_by_operator,
+    over_view,
+    prepare_append,
+)
+from flash_mask_cute.autograd.attend import attend, scale_number, with_cute_mods
 from flash_mask_cute.autograd.combine_op import IMPLEMENTATIONS as COMBINE_IMPLEMENTATIONS
 from flash_mask_cute.autograd.combine_op import check_parts_plain, run_combine
 from flash_mask_cute.autograd.mod_names import Mod
+from flash_mask_cute.autograd.passes import refuse_dual_level
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
@@ -34,7 +40,6 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.kvcache import (
     Cache,
-    CacheView,
     batch_of,
     check_cache,
     check_contents,
@@ -43,11 +48,10 @@ from flash_mask_cute.call.check.kvcache import (
     seqlens_of,
     view_of,
 )
-from flash_mask_cute.call.check.validate import check_num_splits
+from flash_mask_cute.call.check.validate import check_num_splits, refuse_transforms
 from flash_mask_cute.call.problem import END
-from flash_mask_cute.call.run.append import Append, append, check_append
+from flash_mask_cute.call.run.append import Append
 from flash_mask_cute.functional import WindowSize
-from flash_mask_cute.interface import check_forward
 from flash_mask_cute.lowering.pair import as_cute_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
@@ -136,9 +140,9 @@ def flash_attn_with_kvcache(
     (int32, batch + 1), for a batch that mixes prefill and decode. k_cache: (batch, rows, heads_kv,
     head_dim); v_cache: the same with head_dim_v. With page_table (int32, (batch, max_pages)) they
     are pools of pages (pages, page_size, heads_kv, ...), page_size 1 to 256. With cache_batch_idx
-    (int32, batch) a sequence uses that entry of a larger cache. cache_seqlens: rows in use, an int
-    or int32 (batch,); None: all. cache_leftpad (int32, batch): rows before the first key, counted
-    in cache_seqlens. Unused rows may hold anything, even NaN.
+    (int32, batch) a sequence uses that entry of a larger cache, or that row of a larger page_table.
+    cache_seqlens: rows in use, an int or int32 (batch,); None: all. cache_leftpad (int32, batch):
+    rows before the first key, counted in cache_seqlens. Unused rows may hold anything, even NaN.
 
     k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new
     (ignored without k). They are written into the cache behind the rows in use, and attended to. No
@@ -153,8 +157,7 @@ def flash_attn_with_kvcache(
     "end": the last query is at the last key, new keys included. The other arguments are those of
     `flash_attn_varlen_func`. Masks and mods see positions in the sequence; padding does not count.
     return_lse and return_softmax_lse mean the same. num_splits: 0, the library decides; 1, one
-    pass; N, N parts. qv, *_descale, attention_chunk, scheduler_metadata and sm_margin only keep the
-    argument positions.
+    pass; N, N parts. qv, *_descale, attention_chunk, scheduler_metadata and sm_margin keep places.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
@@ -176,10 +179,8 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         refuse_keywords("flash_attn_with_kvcache", unknown)
-    refuse_given(
-        (None,), qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        scheduler_metadata=scheduler_metadata,
-    )  # fmt: skip
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse_given((None,), qv=qv, scheduler_metadata=scheduler_metadata, **descales)
     refuse_given((0, None), attention_chunk=attention_chunk)
     refuse_given((0,), sm_margin=sm_margin)
     batch = batch_of(q, cu_seqlens_q)
@@ -187,8 +188,8 @@ def flash_attn_with_kvcache(
     q_starts, start = split_q_start(q_start)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
-        Tensors(
-            q, k_cache, v_cache, None, None, None, learnable_sink, cu_seqlens_q, q_starts=q_starts
+        Tensors(q, k_cache, v_cache, None, None, None, learnable_sink, cu_seqlens_q)._replace(
+            q_starts=q_starts
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -197,9 +198,8 @@ def flash_attn_with_kvcache(
         ),
         BackwardOptions(config=config_bwd),
     )  # fmt: skip
-    new = NewRows(
-        k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-    )
+    rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
+    new = NewRows(k, v, cu_seqlens_k_new, *rotary)
     return _attend_over(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
 
 
@@ -237,11 +237,11 @@ def _attend_over(
         write = _append_of(cache, new, call)
         if not is_compiling and wrapped is None:
             # what is wrong in the rest is told before anything is written
-            wrapped = kind_refused(_check_with_write, write, cache, call)
+            wrapped = kind_refused(prepare_append, write, call)
     elif cache.batch_idx is not None or cache.leftpad is not None:
         refuse_gradients("there are no gradients beside cache_batch_idx and cache_leftpad", x)
     if write is wrapped is None:
-        return _attend_to(view_of(cache, None), call)
+        return _attend_over_keys(over_view(call, view_of(cache, None)))
     is_traced = is_compiling or torch._C._len_torch_dispatch_stack() > 0
     if is_traced or wrapped is None:
         return _append_and_attend(cache, write, call, by_operator=is_traced)
@@ -270,38 +270,26 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
     )  # fmt: skip
 
 
-def _check_with_write(write: Append, cache: Cache, call: AttentionCall) -> None:
-    """Raise what the write and attention over its result would raise."""
-    check_append(write)
-    check_forward(_over(call, view_of(cache, write.cache_seqlens)))
-
-
 def _append_and_attend(
     cache: Cache, write: Append | None, call: AttentionCall, *, by_operator: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    total = None
-    if write is not None:
-        q, total = append_by_operator(write) if by_operator else append(write)
-        call = call._replace(tensors=call.tensors._replace(q=q))
-    return _attend_to(view_of(cache, total), call)
+    """write: checked, unless the operator checks it."""
+    if write is None:
+        return _attend_over_keys(over_view(call, view_of(cache, None)))
+    if not by_operator:
+        return append_and_attend(write, call, _attend_over_keys)
+    refuse_transforms(but_functionalize=True)
+    refuse_dual_level()
+    masks = call.masks
+    if masks is not None and not (masks.score_mod is masks.mask_mod is None):
+        call = with_cute_mods(call, masks)
+    out, lse = append_and_attend_by_operator(write, call)
+    return (out, lse) if call.options.return_lse else out
 
 
-def _attend_to(view: CacheView, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
-    results = attend(_over(call, view))
+def _attend_over_keys(call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+    results = attend(call)
     return (results.out, results.lse) if call.options.return_lse else results.out
-
-
-def _over(call: AttentionCall, view: CacheView) -> AttentionCall:
-    """Run one call over a cache."""
-    tensors = call.tensors._replace(
-        k=view.k,
-        v=view.v,
-        cu_seqlens_k=view.cu_seqlens_k,
-        seqused_k=view.seqused_k,
-        page_table=view.page_table,
-    )
-    options = call.options._replace(max_seqlen_k=view.max_seqlen_k)
-    return call._replace(tensors=tensors, options=options)
 
 
 @public_call
@@ -320,16 +308,20 @@ def flash_attn_combine(
 
     out_partial: (num_splits, batch, seqlen, heads, head_dim), or (num_splits, total, heads,
     head_dim) for packed sequences. lse_partial: fp32, the same shape without head_dim, natural log.
-    out_dtype: by default the dtype of out_partial. out, cu_seqlens and seqused only keep their
-    names. A part that saw nothing has the LSE -inf, and its output may hold anything. A row whose
-    parts all saw nothing has out 0 and lse -inf. Both inputs have gradients.
+    out_dtype: by default the dtype of out, or of out_partial. out: receives the result; it has the
+    shape of out_partial without num_splits, any strides, and memory of its own, and there are no
+    gradients. On a GPU head_dim is a multiple of 8 up to 512, and dtypes have 16 or 32 bits.
+    cu_seqlens and seqused only keep their names. A part that saw nothing has the LSE -inf, and its
+    output may hold anything. A row whose parts all saw nothing has out 0 and lse -inf. Without out,
+    both inputs have gradients.
 
     Returns:
         (out, lse): out (batch, seqlen, heads, head_dim) or (total, heads, head_dim), lse the same
-        shape without head_dim. lse is None without return_lse.
+        shape without head_dim. lse is None without return_lse. out is the argument, if given.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming argument and value.
+        TypeError, ValueError, NotImplementedError: naming argument and value. ValueError also if
+            autograd would record a call with out.
 
     Example:
         >>> import torch
@@ -344,10 +336,14 @@ def flash_attn_combine(
     """
     if unknown:
         refuse_keywords("flash_attn_combine", unknown)
-    refuse_given((None,), out=out, cu_seqlens=cu_seqlens, seqused=seqused)
+    refuse_given((None,), cu_seqlens=cu_seqlens, seqused=seqused)
     check_bool("return_lse", return_lse)
-    check_dense("out_partial", out_partial)
-    check_dense("lse_partial", lse_partial)
+    # Dynamo cannot trace these
+    if not torch.compiler.is_compiling():
+        check_dense("out_partial", out_partial)
+        check_dense("lse_partial", lse_partial)
+        if out is not None:
+            check_dense("out", out)
     if out_partial.dtype not in _PARTIAL_DTYPES:
         raise TypeError(
             f"out_partial must have one of the dtypes {dtype_names(_PARTIAL_DTYPES)}, got "
@@ -371,17 +367,47 @@ def flash_attn_combine(
             f"lse_partial must be on the device of out_partial ({out_partial.device}), got "
             f"{lse_partial.device}"
         )
-    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    dtype = out_dtype
+    if dtype is None:
+        dtype = (out_partial if out is None else out).dtype
     if dtype not in _PARTIAL_DTYPES:
         raise TypeError(
-            f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)} or None, got {out_dtype}"
+            f"out_dtype must be one of {dtype_names(_PARTIAL_DTYPES)}, or None for the dtype of "
+            f"out or out_partial, got {dtype}"
         )
+    if out is not None:
+        _check_merged(out, out_partial, lse_partial, dtype)
     wrapped = None
     if not torch.compiler.is_compiling():
         wrapped = kind_refused(check_parts_plain, out_partial, lse_partial)
     if wrapped is None or torch._C._len_torch_dispatch_stack() > 0:
-        merged, lse = run_combine(out_partial, lse_partial, dtype)
+        merged, lse = run_combine(out_partial, lse_partial, dtype, out)
     else:
         with wrapped.named_unless_from(COMBINE_IMPLEMENTATIONS):
-            merged, lse = run_combine(out_partial, lse_partial, dtype)
+            merged, lse = run_combine(out_partial, lse_partial, dtype, out)
     return merged, lse if return_lse else None
+
+
+def _check_merged(
+    out: Tensor, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
+) -> None:
+    """Check the memory that receives the merged output; that it is its own, the operator checks."""
+    if out.dtype != dtype:
+        raise TypeError(f"out must have dtype out_dtype ({dtype}), got {out.dtype}")
+    if out.shape != out_partial.shape[1:]:
+        raise ValueError(
+            f"out must have the shape of out_partial without num_splits, "
+            f"{tuple(out_partial.shape[1:])}, got {tuple(out.shape)}"
+        )
+    if out.device != out_partial.device:
+        raise ValueError(
+            f"out must be on the device of out_partial ({out_partial.device}), got {out.device}"
+        )
+    if not torch.is_grad_enabled():
+        return
+    for name, x in (("out", out), ("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if x.requires_grad:
+            raise ValueError(
+                f"out must be None where gradients are recorded, for which the result is new "
+                f"memory: {name} requires grad; use torch.no_grad(), or detach it"
+            )

@@ -129,7 +129,10 @@ def draw_call(
     elif len(set(lengths_q)) > 1:
         packs_q = True
     kind = rng.choice(("plain", "entries", "padding", "pages", "pages")) if pages else "plain"
-    page = rng.choice(pages) if kind == "pages" else capacity
+    is_paged = kind == "pages"
+    # of a table with more rows than sequences; and sequences that begin inside a page
+    picks, pads = (is_paged and rng.random() < 0.4 for _ in range(2))
+    page = rng.choice(pages) if is_paged else capacity
     per_sequence = -(-capacity // page)
     capacity = per_sequence * page
     entries = batch * per_sequence + rng.randint(0, 3) if kind != "plain" else batch
@@ -138,13 +141,18 @@ def draw_call(
     if kind in ("entries", "pages"):
         table = torch.randperm(entries, generator=generator)[: batch * per_sequence]
         table = table.view(batch, per_sequence)
-        name = "page_table" if kind == "pages" else "cache_batch_idx"
-        keywords[name] = (table if kind == "pages" else table[:, 0]).to(INT)
+        name, where = ("page_table", table) if is_paged else ("cache_batch_idx", table[:, 0])
+        keywords[name] = where.to(INT)
+        if picks:
+            rows = torch.randperm(batch + 2, generator=generator)[:batch].to(INT)
+            of_all = torch.full((batch + 2, per_sequence), -7, dtype=INT)
+            of_all[rows.long()] = table.to(INT)
+            keywords |= {"page_table": of_all, "cache_batch_idx": rows}
     elif kind == "padding":
         entries = batch
     used = [rng.randint(0, capacity - (n if appends else 0)) for n in new]
     padding = [0] * batch
-    if kind == "padding":
+    if kind == "padding" or pads:
         padding = [rng.randint(0, n) for n in used]
         keywords["cache_leftpad"] = torch.tensor(padding, dtype=INT)
     keywords["cache_seqlens"] = torch.tensor(used, dtype=INT)

@@ -1,49 +1,136 @@
-"""Cache writes as an operator that declares its mutations, for tracing."""
+"""New rows written into a cache, and attention over it: both or neither, also as one operator.
+
+An operator that only wrote would have written when attention over the result fails.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.check.kvcache import batch_of, check_cache, check_contents
-from flash_mask_cute.call.run.append import Append, append, check_append
+from flash_mask_cute import interface
+from flash_mask_cute.autograd.passes import refuse_dual_level
+from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to_operator
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
+from flash_mask_cute.call.check.kvcache import (
+    CacheView,
+    batch_of,
+    check_cache,
+    check_contents,
+    view_of,
+)
+from flash_mask_cute.call.run.append import Append, append, check_append, restored_on_error
 from flash_mask_cute.runtime.plain_tensors import own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
+# cu_seqlens_q and page_table are those of the call
 _library.define(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
-    "Tensor cache_seqlens, Tensor? leftpad, Tensor? batch_idx, Tensor? page_table, "
-    "Tensor? cu_seqlens_k_new, Tensor? cu_seqlens_q, Tensor? cos, Tensor? sin, "
-    "Tensor? rotary_seqlens, bool interleaved, bool advances) -> (Tensor q, Tensor total)"
+    "append_and_attend(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
+    "Tensor cache_seqlens, Tensor? leftpad, Tensor? batch_idx, Tensor? cu_seqlens_k_new, "
+    "Tensor? cos, Tensor? sin, Tensor? rotary_seqlens, bool interleaved, bool advances, "
+    f"Tensor? learnable_sink, {CALL_SCHEMA}) -> (Tensor out, Tensor lse)"
 )
+_OF_APPEND = (
+    *("k_cache", "v_cache", "k", "v", "q", "cache_seqlens", "leftpad", "batch_idx"),
+    *("cu_seqlens_k_new", "cos", "sin", "rotary_seqlens", "interleaved", "advances"),
+)
+Result = TypeVar("Result")
 
 
-@torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
-def _append_kv(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor]:
-    """The result q has no elements if nothing is rotated: an operator must not return its
-    arguments."""
-    given = Append(*(own_memory(x) if isinstance(x, Tensor) else x for x in arguments))  # type: ignore[arg-type]
-    # here alone in a compiled graph, and for tensor subclasses
-    cache = given.cache(batch_of(given.q, given.cu_seqlens_q))
-    check_cache(cache, None)
+def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
+    """Run one call over a cache."""
+    tensors = call.tensors._replace(
+        k=view.k,
+        v=view.v,
+        cu_seqlens_k=view.cu_seqlens_k,
+        seqused_k=view.seqused_k,
+        page_table=view.page_table,
+        kv_batch_idx=view.kv_batch_idx,
+        leftpad_k=view.leftpad_k,
+    )
+    options = call.options._replace(max_seqlen_k=view.max_seqlen_k)
+    return call._replace(tensors=tensors, options=options)
+
+
+def prepare_append(write: Append, call: AttentionCall) -> None:
+    """Raise what the write and attention over its result would raise, as far as it can be known
+    before, and have the kernels compiled.
+
+    call: without what the cache says of keys.
+    """
+    check_append(write)
+    interface.prepare_forward(over_view(call, _view_before(write)))
+
+
+def _view_before(write: Append) -> CacheView:
+    # on a GPU no lengths are read
+    lengths = write.cache_seqlens if write.k_cache.is_cuda else None
+    return view_of(write.cache(write.batch), lengths)
+
+
+def append_and_attend(
+    write: Append, call: AttentionCall, attend: Callable[[AttentionCall], Result]
+) -> Result:
+    """Write new rows, and run `attend` on the call over the cache, q rotated.
+
+    write, call: of `prepare_append`. If it fails on a CPU, the cache is as it was.
+    """
+    if write.k_cache.is_cuda:
+        view = _view_before(write)
+        q, total = append(write)
+        call = call._replace(tensors=call.tensors._replace(q=q))
+        return attend(over_view(call, view._replace(seqused_k=total)))
+    # here masks and mods are only evaluated by attention, and may fail there
+    with restored_on_error(write):
+        q, total = append(write)
+        call = call._replace(tensors=call.tensors._replace(q=q))
+        return attend(over_view(call, view_of(write.cache(write.batch), total)))
+
+
+@torch.library.impl(_library, "append_and_attend", "CompositeExplicitAutograd")
+def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    refuse_dual_level()
+    number = len(_OF_APPEND)
+    fields = {
+        name: own_memory(x) if isinstance(x, Tensor) else x
+        for name, x in zip(_OF_APPEND, arguments[:number], strict=True)
+    }
+    operands = fields["q"], fields["k_cache"], fields["v_cache"], arguments[number]
+    call = call_of_operator(*operands, arguments[number + 1 :])
+    x = call.tensors
+    write = Append(**fields, cu_seqlens_q=x.cu_seqlens_q, page_table=x.page_table)
+    # of a compiled graph they run here alone
+    cache = write.cache(batch_of(x.q, x.cu_seqlens_q))
+    check_cache(cache, (call.masks or NO_MASKS).startend_row_indices)
     check_contents(cache)
-    check_append(given)
-    q, total = append(given)
-    return given.q.new_empty(0) if given.cos is None else q, total
+    prepare_append(write, call)
+    out, lse = append_and_attend(write, call, interface.forward)
+    assert lse is not None
+    return out, lse
 
 
-@torch.library.register_fake("flash_mask_cute::append_kv", lib=_library)
-def _(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor]:
-    given = Append(*arguments)  # type: ignore[arg-type]
-    shape = (0,) if given.cos is None else given.q.shape
-    return given.q.new_empty(shape), torch.empty_like(given.cache_seqlens)
+@torch.library.register_fake("flash_mask_cute::append_and_attend", lib=_library)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    fields = dict(zip(_OF_APPEND, arguments[: len(_OF_APPEND)], strict=True))
+    q, v_cache = fields["q"], fields["v_cache"]
+    *rows, heads_q, _ = q.shape
+    out = q.new_empty((*rows, heads_q, v_cache.shape[-1]))
+    return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
 
 
-# of which the errors are those of the write
-IMPLEMENTATIONS = frozenset((_append_kv.__code__,))
+# of which the errors are those of the call
+IMPLEMENTATIONS = frozenset((_append_and_attend.__code__,))
 
 
-def append_by_operator(given: Append) -> tuple[Tensor, Tensor]:
-    """`append`, as an operator."""
-    q, total = torch.ops.flash_mask_cute.append_kv(*given)
-    return given.q if given.cos is None else q, total
+def append_and_attend_by_operator(write: Append, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `append_and_attend`, as an operator that declares what it changes."""
+    operands = [getattr(write, name) for name in _OF_APPEND]
+    tensors = call.tensors._replace(page_table=write.page_table)
+    arguments = to_operator(call._replace(tensors=tensors))
+    out, lse = torch.ops.flash_mask_cute.append_and_attend(
+        *operands, call.tensors.learnable_sink, *arguments
+    )
+    return out, lse

@@ -67,7 +67,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         if masks is not call.masks:
             call = call._replace(masks=masks)
         if not (masks.score_mod is masks.mask_mod is None):
-            call = _with_cute_mods(call, masks)
+            call = with_cute_mods(call, masks)
         score_mod = (call.masks or NO_MASKS).score_mod
     score_mod_bwd, deterministic, _ = call.backward
     check_gradient_settings(deterministic, score_mod_bwd, score_mod)
@@ -112,7 +112,7 @@ def scale_number(softmax_scale: Any) -> Any:
     return number_of("softmax_scale", softmax_scale)
 
 
-def _with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
+def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
     """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors."""
     q: Any = call.tensors.q
     given = masks.score_mod, masks.mask_mod, masks.aux_tensors

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.run.combine import merge_partials
+from flash_mask_cute.call.run.combine import check_merge, merge_partials
 from flash_mask_cute.cpu.combine import combine_gradients, combine_partials
+from flash_mask_cute.runtime.checks import check_apart, check_own_memory
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
@@ -16,13 +17,20 @@ _library.define(
     "combine(Tensor out_partial, Tensor lse_partial, ScalarType out_dtype) "
     "-> (Tensor out, Tensor lse)"
 )
+_library.define(
+    "combine_into(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor lse"
+)
 
 
 def _empty(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """lse is (..., row, head) like lse_partial, with the memory order of (..., head, row)."""
+    out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
+    return out, _empty_lse(out_partial, lse_partial, out)
+
+
+def _empty_lse(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
+    """(..., row, head) like lse_partial, with the memory order of (..., head, row)."""
     *batch, rows, heads = lse_partial.shape[1:]
-    lse = lse_partial.new_empty((*batch, heads, rows)).mT
-    return out_partial.new_empty(out_partial.shape[1:], dtype=dtype), lse
+    return lse_partial.new_empty((*batch, heads, rows)).mT
 
 
 def check_parts_plain(out_partial: Tensor, lse_partial: Tensor) -> None:
@@ -36,19 +44,40 @@ def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tu
     out_partial, lse_partial = own_memory(out_partial), own_memory(lse_partial)
     check_parts_plain(out_partial, lse_partial)
     out, lse = _empty(out_partial, lse_partial, dtype)
-    if out.is_cuda:
-        merge_partials(out_partial, lse_partial, out, lse)
-    else:
-        for target, values in zip(
-            (out, lse), combine_partials(out_partial, lse_partial), strict=True
-        ):
-            target.copy_(values)
+    _merge(out_partial, lse_partial, out, lse)
     return out, lse
 
 
+@torch.library.impl(_library, "combine_into", "CompositeExplicitAutograd")
+def _combine_into(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
+    out_partial, lse_partial, out = map(own_memory, (out_partial, lse_partial, out))
+    check_parts_plain(out_partial, lse_partial)
+    check_plain("out", out)
+    check_own_memory("out", out)
+    check_apart("out", out, {"out_partial": out_partial, "lse_partial": lse_partial})
+    lse = _empty_lse(out_partial, lse_partial, out)
+    _merge(out_partial, lse_partial, out, lse)
+    if out.is_cuda:
+        # torch does not see what a kernel writes
+        torch._C._increment_version((out,))
+    return lse
+
+
+def _merge(out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor) -> None:
+    if out.is_cuda:
+        check_merge(out_partial, out.dtype)
+        merge_partials(out_partial, lse_partial, out, lse)
+        return
+    results = combine_partials(out_partial, lse_partial)
+    for target, values in zip((out, lse), results, strict=True):
+        target.copy_(values)
+
+
 # of which the errors are those of the merge
-IMPLEMENTATIONS = frozenset((_combine.__code__,))
+IMPLEMENTATIONS = frozenset((_combine.__code__, _combine_into.__code__))
+
 torch.library.register_fake("flash_mask_cute::combine", _empty, lib=_library)
+torch.library.register_fake("flash_mask_cute::combine_into", _empty_lse, lib=_library)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -63,9 +92,12 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
 
 
 def run_combine(
-    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
+    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out in dtype, and lse, from the pieces in the first dimension."""
+    """out in dtype, and lse, from the pieces in the first dimension. out: memory for out, without
+    gradients; None: new memory."""
+    if out is not None:
+        return out, torch.ops.flash_mask_cute.combine_into(out_partial, lse_partial, out)
     out, lse = torch.ops.flash_mask_cute.combine(out_partial, lse_partial, dtype)
     return out, lse
 

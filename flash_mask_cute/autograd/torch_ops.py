@@ -75,7 +75,7 @@ _ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
     "config": "str?",
     "wants_max": "bool",
 }
-_CALL_SCHEMA = ", ".join(f"{schema} {name}" for name, schema in _ARGUMENTS.items())
+CALL_SCHEMA = ", ".join(f"{schema} {name}" for name, schema in _ARGUMENTS.items())
 # what stands for `ANY` and for `END` there
 _ANY_SEQLEN = _END_POSITION = -1
 
@@ -93,13 +93,13 @@ _library.define(
     "-> (Tensor cu_seqlens, Tensor rows, Tensor bounds)"
 )
 _library.define(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {_CALL_SCHEMA}) "
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {CALL_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_scores)"
 )
 _library.define(
     "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, "
     + "".join(f"{schema} {name}, " for name, schema in _RESULTS.items())
-    + f"int[] wants_aux, {_CALL_SCHEMA}) "
+    + f"int[] wants_aux, {CALL_SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor[] daux)"
 )
 
@@ -310,6 +310,13 @@ def _configs_of(text: str) -> tuple[FwdConfig | None, BwdConfig | None]:
     return FwdConfig.from_value(config), BwdConfig.from_value(config_bwd)
 
 
+def call_of_operator(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, arguments: Iterable[Any]
+) -> AttentionCall:
+    """The call that runs for these arguments of an operator by `CALL_SCHEMA`."""
+    return _without_identity(_from_operator(*_own_memory((q, k, v, sink)), _own_memory(arguments)))
+
+
 def _without_identity(call: AttentionCall) -> AttentionCall:
     """The call with block lists for which nothing is cached.
 
@@ -365,15 +372,14 @@ def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """lse_low has no elements without a score_mod, max_scores has none unless requested."""
-    q, k, v, sink, *arguments = _own_memory((q, k, v, sink, *arguments))
     # a compiled graph runs on what it is given
     refuse_dual_level()
-    call = _without_identity(_from_operator(q, k, v, sink, arguments))
+    call = call_of_operator(q, k, v, sink, arguments)
     call = with_outputs(call, _argument("wants_max", arguments))
     out, lse = interface.forward(call)
     assert lse is not None
     x = call.tensors
-    return out, lse, *(_or_nothing(y, q) for y in (x.lse_low, x.max_scores))
+    return out, lse, *(_or_nothing(y, x.q) for y in (x.lse_low, x.max_scores))
 
 
 def _argument(name: str, arguments: Iterable[Any]) -> Any:
@@ -404,12 +410,11 @@ def _(
 def _attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Any, ...]:
-    q, k, v, sink, *arguments = _own_memory((q, k, v, sink, *arguments))
-    results, wants_aux, arguments = _split_backward(arguments)
-    call = _without_identity(_from_operator(q, k, v, sink, arguments))
+    results, wants_aux, arguments = _split_backward(_own_memory(arguments))
+    call = call_of_operator(q, k, v, sink, arguments)
     call = call._replace(tensors=call.tensors._replace(**results))
     dq, dk, dv, dsink, *daux = run_backward(call, wants_aux)
-    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
+    return dq, dk, dv, dq.new_empty(0) if dsink is None else dsink, daux
 
 
 def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequence[Any]]:

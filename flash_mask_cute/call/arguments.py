@@ -26,7 +26,8 @@ class Tensors(NamedTuple):
     out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
     dq, dk, dv, dsink, daux: outputs of a backward; dq, dk and dv are new tensors if None.
     max_scores: an output of a forward, written only if given.
-    q_starts: the argument q_start, if that is a tensor (`split_q_start`).
+    q_starts: the argument q_start, if that is a tensor (`split_q_start`). kv_batch_idx, leftpad_k:
+    beside page_table, the row of it that a sequence has, and the rows before its first key.
     """
 
     q: Tensor
@@ -50,6 +51,8 @@ class Tensors(NamedTuple):
     max_scores: Tensor | None = None
     page_table: Tensor | None = None
     q_starts: Tensor | None = None
+    kv_batch_idx: Tensor | None = None
+    leftpad_k: Tensor | None = None
 
 
 class Masks(NamedTuple):
@@ -131,7 +134,10 @@ def split_q_start(q_start: Any) -> tuple[Tensor | None, Any]:
 
 
 # what only one direction has
-_OF_FORWARD = ("num_splits", "pack_gqa", "return_lse", "page_table", "max_scores")
+_OF_FORWARD = (
+    *("num_splits", "pack_gqa", "return_lse", "max_scores"),
+    *("page_table", "kv_batch_idx", "leftpad_k"),
+)
 _OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bwd", "deterministic")
 
 

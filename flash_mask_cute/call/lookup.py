@@ -92,7 +92,7 @@ def find_fwd(
     """
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        _, _, _, _, _, _, _, max_scores, page_table, q_starts,
+        _, _, _, _, _, _, _, max_scores, page_table, q_starts, kv_batch_idx, leftpad_k,
     ) = call.tensors  # fmt: skip
     masks = call.masks
     try:
@@ -130,6 +130,8 @@ def find_fwd(
             lse if lse is None else metadata(lse),
             lse_low if lse_low is None else metadata(lse_low),
             page_table if page_table is None else metadata(page_table),
+            kv_batch_idx if kv_batch_idx is None else metadata(kv_batch_idx),
+            leftpad_k if leftpad_k is None else metadata(leftpad_k),
             q_starts if q_starts is None else metadata(q_starts),
             max_scores if max_scores is None else metadata(max_scores),
             call.options,
@@ -167,7 +169,7 @@ def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[Prepared
     score_mod_bwd, deterministic, config = call.backward
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout,
-        dlse, dq, dk, dv, dsink, daux, _, _, q_starts,
+        dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _,
     ) = given  # fmt: skip
     try:
         if not (

@@ -31,6 +31,8 @@ OF_OPERATORS = (
     OperatorArgument("seqused_k", "Tensor?", "tensors"),
     OperatorArgument("page_table", "Tensor?", "tensors"),
     OperatorArgument("q_starts", "Tensor?", "tensors"),
+    OperatorArgument("kv_batch_idx", "Tensor?", "tensors"),
+    OperatorArgument("leftpad_k", "Tensor?", "tensors"),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),
     OperatorArgument("softmax_scale", "float?", "options"),

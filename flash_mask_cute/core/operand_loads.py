@@ -19,8 +19,8 @@ from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
 N_BLOCK_SHIFT = 4
-# Steps of copies by rows, a key block and a value block each, that are not waited for at once.
-# There is a stage more, for who reads them to release.
+# Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
+# most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
 # boxes of pages whose loads are prepared together
 BOXES_UNROLLED = 2
@@ -33,7 +33,8 @@ class LoadShape(Protocol):
     position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
     a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
     this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
-    fill. overlaps_tiles: the next tile's query may be loaded before this tile's last values.
+    fill. stages_kv: key blocks, and value blocks, that have room. overlaps_tiles: the next tile's
+    query may be loaded before this tile's last values.
     """
 
     tile_m: int
@@ -50,6 +51,7 @@ class LoadShape(Protocol):
     bytes_q: int
     bytes_k: int
     bytes_v: int
+    stages_kv: int
     overlaps_tiles: bool
     page_box: int | None
 
@@ -206,7 +208,8 @@ class OperandLoads:
             next_pages=self._settled(next_pages),
         )
         if const_expr(self._by_rows):
-            state = self._hand_over_rows(state, STEPS_IN_FLIGHT)
+            in_flight = min(STEPS_IN_FLIGHT, self.shape.stages_kv - 1)
+            state = self._hand_over_rows(state, in_flight)
         return state
 
     @cute.jit

@@ -1,10 +1,11 @@
 """Keys and values in pages of a pool; a table gives the pages of each sequence.
 
-Page number j of a sequence holds its keys from j * page_size on. Table entries behind a sequence's
-end are never used. A number that is not a page is clamped to the nearest page.
+Page number j of a sequence holds its rows from j * page_size on. Its keys are these rows, from the
+first one on that is not padding. Table entries behind a sequence's end are never used. A number
+that is not a page, or not a row of the table, is clamped to the nearest one.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,67 +31,66 @@ class PageRow(NamedTuple):
         return PageRow(*(cute.arch.shuffle_sync(word, lane) for word in self))
 
 
-class BoxShape(Protocol):
-    """A plan's facts: keys of a tile, columns of tiles and of tensors, blocks in flight."""
-
-    head_dim: int
-    head_dim_v: int
-    tile_d: int
-    tile_dv: int
-    tile_n: int
-    stages_kv: int
-
-
-def why_no_boxes(plan: BoxShape, page_box: int) -> str | None:
+def why_no_boxes(tile_n: int, page_box: int) -> str | None:
     """The reason why a kernel cannot read pages by boxes of this many keys, or None."""
-    if plan.tile_n % page_box:
-        return f"page_box must divide tile_n={plan.tile_n}, got {page_box}"
-    if page_box % LEAST_BOX == 0:
-        return None
-    if (plan.tile_d, plan.tile_dv) != (plan.head_dim, plan.head_dim_v):
-        return (
-            f"pages of a size that {LEAST_BOX} does not divide need head dimensions that tiles "
-            f"have, got {plan.head_dim} and {plan.head_dim_v} for tiles of {plan.tile_d} and "
-            f"{plan.tile_dv}"
-        )
-    if plan.stages_kv < 2:
-        return f"pages of a size that {LEAST_BOX} does not divide need two stages of keys"
+    if tile_n % page_box:
+        return f"page_box must divide tile_n={tile_n}, got {page_box}"
     return None
 
 
 class Pages(NamedTuple):
     """table (batch, max_pages) int32; page_size: rows of a page; num_pages: of the pool. k, v: the
-    pools (num_pages, page_size, heads, d), if rows are copied one by one."""
+    pools (num_pages, page_size, heads, d), if rows are copied one by one. batch_idx (batch,): rows
+    of the table, which are then not the sequences. leftpad (batch,): rows before the first key."""
 
     table: cute.Tensor
     page_size: Int32
     num_pages: Int32
     k: cute.Tensor | None = None
     v: cute.Tensor | None = None
+    batch_idx: cute.Tensor | None = None
+    leftpad: cute.Tensor | None = None
 
     @staticmethod
     def create(
-        table: cute.Tensor | None, k: cute.Tensor, v: cute.Tensor, page_box: int | None
+        table: cute.Tensor | None,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        page_box: int | None,
+        batch_idx: cute.Tensor | None = None,
+        leftpad: cute.Tensor | None = None,
     ) -> "Pages | None":
         """Made from the arguments of a launch of a kernel with this `page_box`; k, v: the pools.
 
-        :raises ValueError: there is a table without page_box, or page_box without a table
+        :raises ValueError: there is a table without page_box, or page_box without a table; or
+            leftpad for a kernel that loads boxes, in which keys need not lie side by side
         """
         if (table is not None) != (page_box is not None):
             raise ValueError(f"mPageTable must fit the kernel's page_box, {page_box}")
         if table is None:
             return None
-        pools = () if page_box % LEAST_BOX == 0 else (k, v)
-        return Pages(table, Int32(k.shape[1]), Int32(k.shape[0]), *pools)
+        pools = (None, None) if page_box % LEAST_BOX == 0 else (k, v)
+        if leftpad is not None and page_box != 1:
+            raise ValueError(f"mLeftpadK must come with page_box 1, got {page_box}")
+        return Pages(table, Int32(k.shape[1]), Int32(k.shape[0]), *pools, batch_idx, leftpad)
 
     @property
     def capacity(self) -> Int32:
         """The most keys of a sequence."""
         return self.table.shape[1] * self.page_size
 
-    def entry(self, batch_idx: Int32, key: Int32) -> Int32:
-        """What the table has for a key of a sequence with at least one key."""
-        return self.table[batch_idx, cutlass.min(self._column(key), self.table.shape[1] - 1)]
+    def row(self, batch_idx: Int32, key: Int32) -> Int32:
+        """The row of a key of a sequence in its pages."""
+        if self.leftpad is None:
+            return key
+        return key + cutlass.max(self.leftpad[batch_idx], 0)
+
+    def entry(self, batch_idx: Int32, row: Int32) -> Int32:
+        """What the table has for a row of a sequence with at least one key."""
+        if self.batch_idx is not None:
+            last = self.table.shape[0] - 1
+            batch_idx = cutlass.max(cutlass.min(self.batch_idx[batch_idx], last), 0)
+        return self.table[batch_idx, cutlass.min(self._column(row), self.table.shape[1] - 1)]
 
     def number(self, entry: Int32) -> Int32:
         """The page of an entry of the table."""

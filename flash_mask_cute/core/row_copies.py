@@ -4,7 +4,8 @@ TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or w
 that has no divisor of that size. Each lane looks up the places of some rows of a block. Then a few
 lanes copy each row, 16 bytes at a time (cp.async), so that one address serves several copies. A row
 behind the sequence's end is replaced by its last row: its probabilities are 0, and its values are
-finite, regardless of the memory behind the end.
+finite, regardless of the memory behind the end. A tile may have more columns than the heads: these
+become zeros, as TMA makes them, for a product with NaN that is left there would be NaN.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core.pages import Pages
@@ -60,9 +61,10 @@ class RowCopies:
         for group in range(self.num_groups):
             key = block * self.tile_n + group * WARP + cute.arch.lane_idx()
             key = cutlass.max(cutlass.min(key, seqlen_k - 1), 0)
-            page = self.pages.entry(batch_idx, key)
+            row = self.pages.row(batch_idx, key)
+            page = self.pages.entry(batch_idx, row)
             pages.append(page)
-            rows.append(self.pages.place(page, key, seqlen_k).row)
+            rows.append(self.pages.place(page, row, seqlen_k).row)
         return BlockRows(tuple(pages), tuple(rows))
 
     def settled(self, at: BlockRows) -> BlockRows:
@@ -70,9 +72,10 @@ class RowCopies:
 
     @cute.jit
     def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
-        """Start copying the rows of a block into smem (rows, columns), with as many columns as the
-        pool."""
+        """Start copying the rows of a block into smem (rows, columns), and zeros into its columns
+        behind those of the pool."""
         per_row = cute.size(smem, mode=[1]) // VECTOR
+        in_pool = pool.shape[3] // VECTOR
         lanes = math.gcd(per_row, LANES_OF_ROW)
         rows_at_once = WARP // lanes
         unroll = UNROLL_OF_DECODING if self.is_decoding else UNROLL
@@ -94,7 +97,11 @@ class RowCopies:
                 target = smem[group * WARP + row, None]
                 for vector in cutlass.range_constexpr(0, per_row, lanes):
                     to_vector = _vector(target, vector + vector_of_lane)
-                    cute.copy(atom, _vector(source, vector), to_vector)
+                    is_there = None
+                    if cutlass.const_expr(vector + lanes > in_pool):
+                        is_there = cute.make_rmem_tensor((1,), Boolean)
+                        is_there[0] = vector + vector_of_lane < in_pool
+                    cute.copy_atom_call(atom, _vector(source, vector), to_vector, pred=is_there)
 
 
 def _of_lane(word: Int64, lane: Int32) -> Int64:

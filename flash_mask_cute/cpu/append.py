@@ -61,10 +61,11 @@ def slots_of(
     slots = []
     for b, info in enumerate(infos):
         target = info.offset_k + info.seqlen_k_og + torch.arange(info.seqlen_k_new, device="cpu")
+        of_sequence = b if batch_idx is None else int(batch_idx[b])
         if page_table is None:
-            entry = torch.full_like(target, b if batch_idx is None else int(batch_idx[b]))
+            entry = torch.full_like(target, of_sequence)
         else:
-            entry = page_table[b, target // entry_rows].long()
+            entry = page_table[of_sequence, target // entry_rows].long()
             target = target % entry_rows
         slots.append(Slots(entry, target))
     return slots

@@ -38,7 +38,8 @@ class NewRows(NamedTuple):
 class Cache(NamedTuple):
     """k and v (entries, rows, heads, d), seqlens (batch,) with the padding, total (batch,) to be
     written. leftpad (batch,): rows before the first key. batch_idx (batch,): the entry of a
-    sequence; page_table (batch, max_pages): its entries, which are pages. Both None: entry b."""
+    sequence; page_table (batch, max_pages): its entries, which are pages. Both None: entry b. Both
+    given: batch_idx has rows of page_table."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -228,6 +229,11 @@ def _slot(cache: Cache, batch_idx: Int32, row: Int32) -> tuple[Int32, Int32, Boo
         row -= page * entry_rows
         last = cache.page_table.shape[1] - 1
         exists = exists & (page <= last)
+        if const_expr(cache.batch_idx is not None):
+            of_table = cache.batch_idx[batch_idx]
+            last_row = cache.page_table.shape[0] - 1
+            exists = exists & (of_table >= 0) & (of_table <= last_row)
+            batch_idx = cutlass.max(cutlass.min(of_table, last_row), 0)
         entry = cache.page_table[batch_idx, cutlass.max(cutlass.min(page, last), 0)]
     elif const_expr(cache.batch_idx is not None):
         entry = cache.batch_idx[batch_idx]

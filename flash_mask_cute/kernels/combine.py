@@ -31,6 +31,8 @@ WARP = 32
 WARPS_PER_CTA = 4
 # columns of a lane
 VECTOR = 4
+# of a row; a lane holds BATCH pieces of its columns in registers
+MAX_COLUMNS = 512
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # pieces of a warp whose loads are in flight together
@@ -65,7 +67,7 @@ class Pieces(NamedTuple):
 class Combine:
     """Merges partial results; to be passed to `cute.compile`.
 
-    :param head_dim_v: columns of the output, a multiple of 8 up to 256
+    :param head_dim_v: columns of the output, a multiple of 8 up to MAX_COLUMNS
     :param tile_m: rows of a slot; None: pieces lie by rows
     :param packed_heads: by slots, query heads whose rows alternate in a tile; the first `group` of
         them exist
@@ -81,8 +83,10 @@ class Combine:
         group: int = 1,
         warps_per_row: int = 1,
     ):
-        if head_dim_v % 8 or not 0 < head_dim_v <= 256:
-            raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
+        if head_dim_v % 8 or not 0 < head_dim_v <= MAX_COLUMNS:
+            raise ValueError(
+                f"head_dim_v must be a multiple of 8 up to {MAX_COLUMNS}, got {head_dim_v}"
+            )
         if warps_per_row not in (1, WARPS_PER_CTA):
             raise ValueError(f"warps_per_row must be 1 or {WARPS_PER_CTA}, got {warps_per_row}")
         self.warps_per_row = warps_per_row

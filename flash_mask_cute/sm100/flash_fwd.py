@@ -216,6 +216,8 @@ class FlashAttentionForwardSm100:
         mMaxScores: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
+        mKvBatchIdx: cute.Tensor | None = None,
+        mLeftpadK: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         for name, given in (("mask_bit_tensors", mask_bit_tensors), ("query_chunk", query_chunk)):
@@ -225,7 +227,7 @@ class FlashAttentionForwardSm100:
             check_given("mLSELow", mLSELow, False)
         plan, group = self.plan, self.plan.group
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        pages = Pages.create(mPageTable, mK, mV, plan.page_box)
+        pages = Pages.create(mPageTable, mK, mV, plan.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())

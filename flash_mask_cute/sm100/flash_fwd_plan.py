@@ -290,7 +290,7 @@ class FwdPlan(PackedHeads):
             return "share_qo is not supported on Blackwell"
         if ROWS_PER_WARP % self.packed_heads:
             return f"pack_gqa needs a group of at most 32 heads, got {self.group_size}"
-        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+        if self.page_box is not None and (why := why_no_boxes(self.tile_n, self.page_box)):
             return why
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"

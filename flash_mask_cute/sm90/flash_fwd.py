@@ -220,6 +220,8 @@ class FlashAttentionForwardSm90:
         mMaxScores: cute.Tensor | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mPartials: tuple | None = None,
+        mKvBatchIdx: cute.Tensor | None = None,
+        mLeftpadK: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -239,14 +241,14 @@ class FlashAttentionForwardSm90:
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
-        head_dim), in whose pages keys lie (`core/pages.py`).
+        head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
 
         mPartials: destination of pieces of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         """
         plan = self.plan
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        pages = Pages.create(mPageTable, mK, mV, plan.page_box)
+        pages = Pages.create(mPageTable, mK, mV, plan.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)

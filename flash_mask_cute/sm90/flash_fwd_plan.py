@@ -296,7 +296,7 @@ class FwdPlan(PackedHeads):
             return f"tile_n must be a multiple of 16 in 16..{max_n}, got {self.tile_n}"
         if ROWS_PER_WARPGROUP % self.packed_heads:
             return f"pack_gqa needs a group of at most 64 heads, got {self.group_size}"
-        if self.page_box is not None and (why := why_no_boxes(self, self.page_box)):
+        if self.page_box is not None and (why := why_no_boxes(self.tile_n, self.page_box)):
             return why
         if self.share_qo and (self.tile_dv > self.tile_d):
             return "share_qo needs head_dim_v <= head_dim"

@@ -40,5 +40,7 @@ class Recorder:
             "max_scores",
             "q_start",
             "partials",
+            "kv_batch_idx",
+            "leftpad_k",
         )
         return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}

@@ -216,7 +216,8 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     config_fwd, config_bwd = shared.pop("config")
     of_forward = {"pack_gqa": shared.pop("pack_gqa"), "config": config_fwd}
     # where a graph is recorded there is one pass
-    of_forward |= {"return_lse": True, "max_scores": None, "page_table": None, "num_splits": 1}
+    of_forward |= {"return_lse": True, "max_scores": None, "num_splits": 1}
+    of_forward |= dict.fromkeys(("page_table", "kv_batch_idx", "leftpad_k"))
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
     lse_low = found[0]["lse_low"]

@@ -253,10 +253,10 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 10
+    assert len(args) == len(expected) + 12
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter, *others = args[-10:]
-    assert others == [None] * 9
+    counter, *others = args[-12:]
+    assert others == [None] * 11
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 
@@ -266,6 +266,21 @@ def test_causal_and_open_windows_pass_no_side(recorder: Recorder) -> None:
     assert recorder.calls[0][11:13] == (None, None)
     assert recorder.prepared[0].problem.is_causal
     assert not recorder.prepared[0].problem.is_local
+
+
+def test_where_sequences_lie_in_pages_is_in_the_key(recorder: Recorder) -> None:
+    """A prepared call without these arguments does not serve one with them."""
+    (q, *_), where = qkv(batch=2), int32(0, 1)
+    pool = torch.zeros(3, 40, 4, 64, dtype=BF16)
+    pages = {"page_table": torch.zeros(2, 1, dtype=torch.int32), "seqused_k": int32(5, 6)}
+    for more in ({}, {"kv_batch_idx": where}, {"leftpad_k": where}):
+        _flash_attn_fwd(q, pool, pool, **pages, **more)
+        assert recorder.calls[-1][-2:] == (more.get("kv_batch_idx"), more.get("leftpad_k"))
+    assert len(recorder.prepared) == 3
+    _flash_attn_fwd(q, q, q)
+    for name in ("kv_batch_idx", "leftpad_k"):
+        with pytest.raises(ValueError, match=f"{name} needs page_table"):
+            _flash_attn_fwd(q, q, q, **{name: where})
 
 
 def test_a_second_call_prepares_nothing(recorder: Recorder) -> None:

@@ -11,14 +11,17 @@ from cache_calls import draw_call
 from torch import Tensor
 
 from flash_mask_cute import (
+    ColumnMask,
     builders,
     explain,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    interface,
 )
 from flash_mask_cute.call import explain as explain_module
+from flash_mask_cute.call.run import append as append_module
 
 INT = torch.int32
 
@@ -77,6 +80,38 @@ def test_a_training_mask_in_decode() -> None:
     pages = int32(1, 3, 0, 2)[None]
     out = flash_attn_with_kvcache(q, pool_k, pool_v, page_table=pages, **arguments)
     assert torch.allclose(out, expected)
+
+
+@pytest.mark.parametrize("padding", [(3, 9), None])
+def test_a_training_mask_beside_rows_and_padding_of_a_table(
+    padding: tuple[int, ...] | None,
+) -> None:
+    """Keys count from the first one behind the padding, for intervals, causal masking and mods."""
+    mask = builders.causal_document([10, 14])
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 24, 2, 16, generator=generator).double() for _ in "qkv")
+    expected = flash_attn_func(q, k, v, startend_row_indices=mask)[:, -1:]
+    # 35 or 33 rows of 5 pages each; of rows 2 and 0 of a table
+    pools = [torch.full((12, 7, 2, 16), float("nan")).double() for _ in "kv"]
+    table = int32(*([99] * 15)).view(3, 5)
+    table[2], table[0] = int32(4, 11, 0, 7, 2), int32(1, 3, 10, 5, 9)
+    for b, row in enumerate((2, 0)):
+        for j in range(24):
+            page, at = divmod(j + (0 if padding is None else padding[b]), 7)
+            for pool, x in zip(pools, (k, v), strict=True):
+                pool[table[row, page], at] = x[b, j]
+    where: dict[str, Any] = {"page_table": table, "cache_batch_idx": int32(2, 0)}
+    lengths = int32(24, 24)
+    if padding is not None:
+        where["cache_leftpad"] = int32(*padding)
+        lengths += where["cache_leftpad"]
+    columns = torch.full((1, 1, 35, 1), 1 << 20, dtype=INT)
+    columns[:, :, :24] = mask.startend_row_indices
+    found = flash_attn_with_kvcache(
+        q[:, -1:], *pools, **where, cache_seqlens=lengths,
+        startend_row_indices=ColumnMask(columns, causal=True),
+    )  # fmt: skip
+    assert torch.allclose(found, expected)
 
 
 def test_prefill_and_decode_in_one_call() -> None:
@@ -149,6 +184,10 @@ def test_explain_says_how_pages_are_copied(
     assert found.tiles.tile_n == 128
     assert found.pages == how
     assert how in str(found)
+    where = {"page_table": int32(2, 0, 1)[None], "leftpad_k": int32(1), "seqused_k": int32(1)}
+    by_rows = explain(q, pool, pool, **where, kv_batch_idx=int32(0)).pages
+    assert by_rows.startswith(f"of {page_size} keys, copied row by row")
+    assert ("anywhere in a page" in by_rows) == (page_size % 8 == 0)
     rows = explain(q, pool[:1], pool[:1])
     assert rows.pages == "" and "pages" not in str(rows)
 
@@ -170,6 +209,24 @@ def test_gradients_of_a_contiguous_cache() -> None:
         flash_attn_varlen_func(*leaves, **lengths, causal=True).sum(), leaves
     )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("appends", [False, True])
+def test_compiled_over_rows_and_padding_of_a_table(appends: bool) -> None:
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    where: dict[str, Any] = {
+        "page_table": int32(4, 0, 9, 9, 3, 1).view(3, 2), "cache_batch_idx": int32(2, 0),
+        "cache_leftpad": int32(3, 7), "cache_seqlens": int32(5, 29),
+    }  # fmt: skip
+    results = []
+    for call in (flash_attn_with_kvcache, compiled):
+        k_cache, v_cache = cache(5, 16)
+        new = {"k": step(heads=1), "v": step(heads=1)} if appends else {}
+        with torch.no_grad():
+            out = call(step(), k_cache, v_cache, **new, **where, causal=True)
+        results.append((out, k_cache, v_cache))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -245,9 +302,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         PAGES | {"cache_seqlens": 33}, ValueError,
         "cache_seqlens .* got 33",
     ),
-    "table and entries": (
-        PAGES | {"cache_batch_idx": int32(0, 1)}, NotImplementedError,
-        "cache_batch_idx .* page_table",
+    "table rows": (
+        PAGES | {"cache_batch_idx": int32(0, 2)}, ValueError,
+        r"cache_batch_idx must lie in \[0, 2\), got 2",
+    ),
+    "table padding": (
+        PAGES | {"cache_leftpad": int32(0, 6), "cache_seqlens": int32(5, 5)}, ValueError,
+        r"cache_leftpad must lie between 0 and cache_seqlens \(5\), got 6",
+    ),
+    "new rows behind padding": (
+        NEW | PAGES | {"cache_leftpad": int32(0, 6), "cache_seqlens": int32(5, 32)}, ValueError,
+        "cache_seqlens must leave room .* sequence 1 has 32 of 32",
     ),
     "padding and intervals": (
         {"cache_leftpad": int32(0, 1), "startend_row_indices": torch.zeros(1, 1, 32, 2, dtype=INT)},
@@ -271,6 +336,55 @@ def test_refusals(name: str) -> None:
     with pytest.raises(error, match=text):
         flash_attn_with_kvcache(step(), k_cache, v_cache, **keywords)
     assert torch.equal(before, k_cache)
+
+
+def reads_beyond(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Right for the keys that are cached, but not for the new one."""
+    return aux[0][k[0]] > 0.0
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"cache_batch_idx": int32(1, 0)}, {"page_table": int32(4, 0, 3, 1).view(2, 2)}],
+    ids=["rows", "entries", "pages"],
+)
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_call_that_fails_has_written_nothing(
+    where: dict[str, Any], rotates: bool, compiles: bool
+) -> None:
+    """A mod's IndexError is found by attention, which comes after the write."""
+    k_cache, v_cache = cache() if "page_table" not in where else cache(5, 16)
+    k_cache[..., 0], v_cache[..., 0] = float("nan"), float("inf")
+    before = k_cache.clone(), v_cache.clone()
+    keywords = NEW | where
+    if rotates:
+        keywords |= {"rotary_cos": COS, "rotary_sin": COS}
+    call: Any = flash_attn_with_kvcache
+    if compiles:
+        call = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    with pytest.raises(IndexError), torch.no_grad():
+        call(
+            step(), k_cache, v_cache, **keywords, mask_mod=reads_beyond, aux_tensors=[torch.ones(9)]
+        )
+    for found, wanted in zip((k_cache, v_cache), before, strict=True):
+        assert torch.equal(found.view(torch.int64), wanted.view(torch.int64))
+
+
+def test_attention_is_prepared_before_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that cannot be made is found before the write."""
+
+    def no_kernel(*_: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    def write(*_: Any) -> Any:
+        pytest.fail("rows were written")
+
+    monkeypatch.setattr(interface, "prepare_fwd", no_kernel)
+    monkeypatch.setattr(append_module, "_append_on_cpu", write)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        flash_attn_with_kvcache(step(), *cache(), **NEW)
 
 
 def test_refusals_of_pools_and_pages() -> None:
@@ -340,7 +454,72 @@ def test_dtypes_of_parts() -> None:
         ((outs, lses[:, :, :3]), ValueError, "lse_partial must have the shape of out_partial"),
         ((outs[0, 0], lses[0, 0]), ValueError, "out_partial must have shape"),
         ((outs.int(), lses), TypeError, "out_partial must have one of the dtypes"),
-        ((outs, lses, outs[0]), NotImplementedError, "out is not supported"),
     ):
         with pytest.raises(error, match=text):
             flash_attn_combine(*arguments)
+
+
+@pytest.mark.parametrize("layout", ["dense", "strided", "misaligned"])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_parts_are_merged_into_the_callers_memory(layout: str, compiles: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    outs = torch.randn(3, 2, 5, 3, 520, generator=generator)
+    lses = torch.randn(3, 2, 5, 3, generator=generator)
+    memory = {
+        "dense": torch.ones((2, 5, 3, 520), dtype=torch.bfloat16),
+        "strided": torch.ones((2, 3, 5, 1040), dtype=torch.bfloat16)[..., ::2].transpose(1, 2),
+        "misaligned": torch.ones((2, 5, 3, 521), dtype=torch.bfloat16)[..., 1:],
+    }[layout]
+    combine: Any = flash_attn_combine
+    if compiles:
+        combine = torch.compile(flash_attn_combine, backend="aot_eager", fullgraph=True)
+    version = memory._version
+    out, lse = combine(outs, lses, memory)
+    wanted, wanted_lse = flash_attn_combine(outs.double(), lses.double(), out_dtype=torch.float64)
+    assert wanted_lse is not None and out is memory and memory._version > version
+    torch.testing.assert_close(memory.double(), wanted, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse)
+    with torch.no_grad():
+        assert combine(outs.requires_grad_(), lses, memory, torch.bfloat16)[0] is memory
+
+
+OUTS, LSES, OUT = torch.ones(2, 1, 4, 3, 16), torch.zeros(2, 1, 4, 3), torch.ones(1, 4, 3, 16)
+REFUSED_OUT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "type": ({"out": [1.0]}, TypeError, "out must be a torch.Tensor, got a list"),
+    "dtype": (
+        {"out_dtype": torch.bfloat16}, TypeError,
+        r"out must have dtype out_dtype \(torch.bfloat16\), got torch.float32",
+    ),
+    "integers": ({"out": OUT.int()}, TypeError, "or None for the dtype of out .* got torch.int32"),
+    "shape": (
+        {"out": OUT[:, :3]}, ValueError,
+        r"out must have the shape of out_partial .* got \(1, 3, 3, 16\)",
+    ),
+    "device": ({"out": OUT.to("meta")}, ValueError, "out must be on the device .* got meta"),
+    "expanded": (
+        {"out": OUT[:, :1].expand(1, 4, 3, 16)}, ValueError,
+        "out must not overlap itself",
+    ),
+    "shared": ({"out": OUTS[1]}, ValueError, "out must not share memory with out_partial"),
+    "gradients": (
+        {"lse_partial": LSES.clone().requires_grad_()}, ValueError,
+        "out must be None where gradients are recorded, .* lse_partial requires grad",
+    ),
+    "gradient of out": (
+        {"out": OUT.clone().requires_grad_()}, ValueError,
+        "out requires grad",
+    ),
+    "lengths": ({"seqused": int32(1)}, NotImplementedError, "seqused is not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_OUT)
+def test_refusals_of_memory_for_merged_parts(name: str) -> None:
+    """Before anything is written."""
+    keywords, error, text = REFUSED_OUT[name]
+    outs, out = OUTS.clone(), OUT.clone()
+    arguments: dict[str, Any] = {"out_partial": OUTS, "lse_partial": LSES, "out": OUT} | keywords
+    with pytest.raises(error, match=text):
+        flash_attn_combine(**arguments)
+    assert torch.equal(OUTS, outs) and torch.equal(OUT, out)

@@ -45,8 +45,9 @@ def check_cache_call(call: CacheCall) -> None:
     call.assert_written(keywords["k_cache"], keywords["v_cache"], atol=0.04)
 
 
-# new rows or none, rotary, entries, padding, pages of 1, 5, 128 and 256 keys, one query and several
-SEEDS = 0, 1, 2, 5, 9, 12, 14, 16, 19, 23
+# new rows or none, rotary, entries, padding, both of tables, pages of 1, 5, 64, 128 and 256 keys,
+# one query and several
+SEEDS = 0, 1, 2, 3, 5, 9, 12, 14, 16, 19, 23, 30
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -95,31 +96,45 @@ def test_q_start(seed: int, number: int) -> None:
 
 
 class Decoding:
-    """One token a sequence, appended to pages, under a mask that the whole context has."""
+    """One token a sequence, appended to pages, under a mask that the whole context has.
 
-    def __init__(self, batch: int, pages: int, page_size: int, seed: int = 0) -> None:
+    is_placed: the table has a row more, sequences have any of its rows, and their first key is
+    behind padding.
+    """
+
+    def __init__(
+        self, batch: int, pages: int, page_size: int, seed: int = 0, is_placed: bool = False
+    ) -> None:
         generator = torch.Generator(CUDA).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=CUDA).to(BF16)
 
-        self.table = torch.randperm(batch * pages, generator=generator, device=CUDA)
-        self.table = self.table.view(batch, pages).to(INT)
-        shape = (batch * pages, page_size, 2, 64)
+        rows = batch + is_placed
+        self.table = torch.randperm(rows * pages, generator=generator, device=CUDA)
+        self.table = self.table.view(rows, pages).to(INT)
+        self.rows = torch.randperm(rows, generator=generator, device=CUDA)[:batch].to(INT)
+        self.padding = torch.arange(batch, dtype=INT, device=CUDA) * 5 * is_placed
+        self.where = {"page_table": self.table}
+        if is_placed:
+            self.where |= {"cache_batch_idx": self.rows, "cache_leftpad": self.padding}
+        else:
+            self.rows.copy_(torch.arange(batch))
+        shape = (rows * pages, page_size, 2, 64)
         self.k_cache, self.v_cache = normal(*shape), normal(*shape)
         self.q, self.k, self.v = (
             normal(batch, 1, 8, 64),
             normal(batch, 1, 2, 64),
             normal(batch, 1, 2, 64),
         )
-        self.seqlens = torch.zeros(batch, dtype=INT, device=CUDA)
+        self.seqlens = self.padding.clone()
         self.capacity = pages * page_size
         self.mask = builders.sink_window(self.capacity, 4, 70, device=CUDA)
 
     def step(self) -> Tensor:
         out = flash_attn_with_kvcache(
             self.q, self.k_cache, self.v_cache, self.k, self.v, cache_seqlens=self.seqlens,
-            page_table=self.table, causal=True, startend_row_indices=self.mask,
+            **self.where, causal=True, startend_row_indices=self.mask,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
@@ -128,10 +143,12 @@ class Decoding:
         """After a step, in float64."""
         outs = []
         for b, n in enumerate((self.seqlens + 1).tolist()):
+            pages, padding = self.table[self.rows[b]].long(), int(self.padding[b])
             k, v = (
-                cache[self.table[b].long()].flatten(0, 1)[:n].double().repeat_interleave(4, 1)
+                cache[pages].flatten(0, 1)[padding:n].double().repeat_interleave(4, 1)
                 for cache in (self.k_cache, self.v_cache)
             )
+            n -= padding
             scores = torch.einsum("qhd,khd->hqk", self.q[b].double(), k) / 8
             j = torch.arange(n, device=CUDA)
             hidden = (j >= 4) & (j < n - 1 - 70)
@@ -140,16 +157,21 @@ class Decoding:
         return torch.stack(outs)
 
 
-def test_one_graph_for_every_length() -> None:
-    x = Decoding(3, 30, 16)
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_one_graph_for_every_length(is_placed: bool) -> None:
+    x = Decoding(3, 30, 16, is_placed=is_placed)
     x.step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = x.step()
     for step in range(200):
-        lengths = [step * 2, 479 - step, (step * 37) % 480]
-        x.seqlens.copy_(torch.tensor(lengths, dtype=INT))
+        lengths = torch.tensor([step * 2, 479 - step, (step * 37) % 480], dtype=INT)
+        x.seqlens.copy_(torch.maximum(lengths, x.padding.cpu()))
+        if step % 50 == 10 and is_placed:
+            x.rows.copy_(x.rows.roll(1))
+            x.padding.copy_(x.padding.roll(1))
+            x.seqlens.copy_(torch.maximum(x.seqlens, x.padding))
         if step % 50 == 25:
             # other pages in other places
             x.table.copy_(x.table.flatten().roll(7).view_as(x.table))
@@ -165,6 +187,9 @@ def test_nothing_is_compiled_and_nobody_waits() -> None:
     cases = [
         Decoding(batch, pages, 16, batch) for batch, pages in ((1, 8), (5, 3), (3, 50), (1, 90))
     ]
+    for pages in (8, 40):
+        Decoding(2, pages, 16, is_placed=True).step()
+    cases += [Decoding(batch, pages, 16, batch, True) for batch, pages in ((5, 3), (1, 90))]
     torch.cuda.synchronize()
     count = compile_count()
     torch.cuda.set_sync_debug_mode("error")
@@ -175,6 +200,29 @@ def test_nothing_is_compiled_and_nobody_waits() -> None:
     assert compile_count() == count
     for case, out in zip(cases, outs, strict=True):
         torch.testing.assert_close(out.double(), case.expected(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 112, 192, 256])
+def test_page_sizes_that_8_does_not_divide(head_dim: int) -> None:
+    """Also where tiles have more columns than the heads."""
+    for seed, size in ((1, 3), (24, 1), (30, 20)):
+        check_cache_call(draw_call(random.Random(seed), BF16, head_dim, 400, (size,)))
+
+
+def test_a_call_that_fails_has_written_nothing() -> None:
+    """The mod is found wrong when the kernel is compiled."""
+    x = Decoding(2, 8, 16)
+    before = x.k_cache.clone(), x.v_cache.clone()
+
+    def wrong(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return aux[3][k[0]] > 0
+
+    with pytest.raises(Exception, match="aux|index"):
+        flash_attn_with_kvcache(
+            x.q, x.k_cache, x.v_cache, x.k, x.v, cache_seqlens=x.seqlens, page_table=x.table,
+            mask_mod=wrong, aux_tensors=[torch.ones(4, device=CUDA)],
+        )  # fmt: skip
+    assert torch.equal(before[0], x.k_cache) and torch.equal(before[1], x.v_cache)
 
 
 def test_prefill_and_decode_in_one_call() -> None:
@@ -195,6 +243,30 @@ def test_prefill_and_decode_in_one_call() -> None:
         expected = flash_attn_func(q.split(new)[b][None].double().cpu(), k.double().cpu(),
                                    v.double().cpu(), causal=True)  # fmt: skip
         torch.testing.assert_close(rows[None].double().cpu(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("head_dim", [8, 264, 512])
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_parts_are_merged_into_the_callers_memory(head_dim: int, is_dense: bool) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+    outs = torch.randn(9, 2, 33, 3, head_dim, generator=generator).to(BF16)
+    lses = torch.randn(9, 2, 33, 3, generator=generator)
+    memory = torch.full((2, 33, 3, head_dim + (not is_dense)), 7.0, device=CUDA)[..., -head_dim:]
+    version = memory._version
+    out, lse = flash_attn_combine(outs.to(CUDA), lses.to(CUDA), memory)
+    expected, expected_lse = flash_attn_combine(outs, lses, out_dtype=torch.float32)
+    assert out is memory and memory._version > version
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert lse is not None and expected_lse is not None
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_that_the_kernel_does_not_take() -> None:
+    outs, lses = torch.ones(2, 5, 3, 520, device=CUDA), torch.zeros(2, 5, 3, device=CUDA)
+    with pytest.raises(NotImplementedError, match="out_partial must have a head_dim .* got 520"):
+        flash_attn_combine(outs, lses)
+    with pytest.raises(TypeError, match="out_dtype must be float32, .* got torch.float64"):
+        flash_attn_combine(outs[..., :8], lses, out_dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

@@ -34,7 +34,7 @@ def queries(q: Tensor, call: CacheCall) -> Tensor:
     return torch.cat(call.queries) if q.dim() == 3 else torch.stack(call.queries)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", (0, 1, 2, 5))
 def test_random_calls(simulator: ModuleType, seed: int) -> None:
     """Contiguous and paged, packed or not, rotated or not; nothing else of the cache changes."""
     rng, found = random.Random(seed), 0

@@ -20,6 +20,7 @@ from flash_mask_cute.runtime.target import Target
 ARCH = ACTIVE_ARCH
 SEED = int(os.environ.get("FLASH_MASK_SIM_SEED", "0").replace("all", "1"))
 SAME = "causal", "mask_mod", "learnable_sink", "page_table", "cu_seqlens_q"
+OF_TABLE = {"kv_batch_idx": "cache_batch_idx", "leftpad_k": "cache_leftpad"}
 
 pytestmark = pytest.mark.sim
 
@@ -39,6 +40,7 @@ def test_random_calls(simulator: ModuleType) -> None:
         q, total = append(given, target)
         left, right = (None if side < 0 else side for side in x["window_size"])
         keywords = {name: x[name] for name in SAME if name in x}
+        keywords |= {name: x[theirs] for name, theirs in OF_TABLE.items() if theirs in x}
         made = AttentionCall.from_arguments(
             Direction.FORWARD, q, given.k_cache, given.v_cache, **keywords, seqused_k=total,
             window_size_left=left, window_size_right=right, q_start="end", num_splits=0,

@@ -180,6 +180,8 @@ FORWARD = (
     KernelOperand("mMaxScores", "max_scores", lambda x, _: _rows(x.needs_max_scores, x)),
     _Q_START,
     KernelOperand("mPartials", "partials", _partials),
+    KernelOperand("mKvBatchIdx", "kv_batch_idx", lambda x, _: int32_vector(x.has_kv_batch_idx)),
+    KernelOperand("mLeftpadK", "leftpad_k", lambda x, _: int32_vector(x.has_leftpad_k)),
 )
 
 # -- the backward --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from flash_mask_cute.runtime.checks import brief, check_dense, check_int, check_
 class Cache(NamedTuple):
     """The arguments of `flash_attn_with_kvcache` that describe the cache.
 
-    k, v: (entries, rows, heads_kv, d), or pools of pages with page_table (batch, max_pages).
+    k, v: (entries, rows, heads_kv, d), or pools of pages with page_table (entries, max_pages).
     seqlens: (batch,) int32, rows in use with padding, or None: all. leftpad: (batch,) int32, rows
     of padding. batch_idx: (batch,) int32, entries of sequences. batch: sequences of the call.
     """
@@ -33,6 +33,11 @@ class Cache(NamedTuple):
     batch: int
 
     @property
+    def entries(self) -> int:
+        """Sequences that the cache holds."""
+        return (self.k if self.page_table is None else self.page_table).shape[0]
+
+    @property
     def capacity(self) -> int:
         """Rows of a sequence."""
         rows = self.k.shape[1]
@@ -40,7 +45,8 @@ class Cache(NamedTuple):
 
 
 class CacheView(NamedTuple):
-    """The form in which attention gets a cache: keys (batch, row, ...), or packed, or in pages."""
+    """The form in which attention gets a cache: keys (batch, row, ...), or packed, or in pages, of
+    which kv_batch_idx and leftpad_k say where a sequence lies."""
 
     k: Tensor
     v: Tensor
@@ -48,6 +54,8 @@ class CacheView(NamedTuple):
     seqused_k: Tensor | None
     max_seqlen_k: int | None
     page_table: Tensor | None
+    kv_batch_idx: Tensor | None = None
+    leftpad_k: Tensor | None = None
 
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
@@ -125,12 +133,7 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
     given = {name: x for name, x in where.items() if x is not None}
     for name, x in given.items():
         check_batch_vector(name, x, cache.batch, k.device)
-        if cache.page_table is not None:
-            raise NotImplementedError(
-                f"{name} is not supported beside page_table, which says where the keys of a "
-                f"sequence lie, got {brief(x)}"
-            )
-        if startend_row_indices is not None:
+        if startend_row_indices is not None and cache.page_table is None:
             raise NotImplementedError(
                 f"{name} is not supported beside startend_row_indices, got {brief(x)}"
             )
@@ -151,7 +154,7 @@ def check_contents(cache: Cache) -> None:
         check_batch_vector("cache_seqlens", cache.seqlens, cache.batch, cache.k.device)
     if cache.k.device.type != "cpu":
         return
-    entries, rows = cache.k.shape[:2]
+    entries, rows = cache.entries, cache.capacity
     if cache.seqlens is not None:
         for length in cache.seqlens.tolist():
             _check_length(length, cache.capacity)
@@ -188,12 +191,16 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
     used = cache.seqlens if total is None else total
     if cache.leftpad is None and cache.batch_idx is None:
         return CacheView(cache.k, cache.v, None, used, None, cache.page_table)
-    entries, rows = cache.k.shape[:2]
-    if total is None:
+    if total is None and (cache.leftpad is not None or cache.page_table is None):
         if used is None:
-            used = torch.full((cache.batch,), rows, dtype=torch.int32, device=cache.k.device)
+            shape, device = (cache.batch,), cache.k.device
+            used = torch.full(shape, cache.capacity, dtype=torch.int32, device=device)
         if cache.leftpad is not None:
             used = used - cache.leftpad
+    if cache.page_table is not None:
+        where = cache.page_table, cache.batch_idx, cache.leftpad
+        return CacheView(cache.k, cache.v, None, used, None, *where)
+    entries, rows = cache.k.shape[:2]
     if cache.k.device.type == "cpu":
         k, v = (_gathered(x, cache) for x in (cache.k, cache.v))
         return CacheView(k, v, None, used, None, None)

@@ -91,9 +91,13 @@ def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
     )
 
 
-def _check_index_vector(name: str, value: object, device: torch.device) -> None:
-    """Check the common properties of cu_seqlens and seqused: int32, 1-D, contiguous, on
-    `device`."""
+def check_index_vector(name: str, value: object, device: torch.device) -> None:
+    """Check the common properties of cu_seqlens, seqused and the like: int32, 1-D, contiguous, on
+    `device`.
+
+    Raises:
+        TypeError, ValueError: naming what it is.
+    """
     check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
@@ -111,7 +115,7 @@ def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> No
     Raises:
         TypeError, ValueError: naming what it is.
     """
-    _check_index_vector(name, value, device)
+    check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
 
@@ -122,7 +126,7 @@ def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch
     Raises:
         TypeError, ValueError: naming what it is.
     """
-    _check_index_vector(name, value, device)
+    check_index_vector(name, value, device)
     if len(value) != batch:
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
 

@@ -10,28 +10,36 @@ import math
 
 import torch
 
+from flash_mask_cute.call.check.lengths import check_batch_vector, check_index_vector
 from flash_mask_cute.limits import LEAST_BOX, MAX_PAGE_SIZE
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
 
 
-def paged_shape(k: torch.Tensor, page_table: torch.Tensor) -> tuple[int, ...]:
+def paged_shape(
+    k: torch.Tensor, page_table: torch.Tensor, kv_batch_idx: torch.Tensor | None = None
+) -> tuple[int, ...]:
     """(batch, keys, heads, head_dim) of a pool of pages (pages, page_size, heads, head_dim)."""
     batch, max_pages = page_table.shape
+    if kv_batch_idx is not None:
+        batch = len(kv_batch_idx)
     _, page_size, heads, dim = k.shape
     return batch, max_pages * page_size, heads, dim
 
 
-def page_box_of(page_size: int, tile_n: int) -> int:
+def page_box_of(page_size: int, tile_n: int, has_leftpad: bool = False) -> int:
     """Keys that kernels with tile_n keys per tile read from such pages at a time.
 
-    These are the keys that lie side by side in each page, wherever a tile begins.
+    These are the keys that lie side by side in each page, wherever a tile begins. With padding a
+    sequence begins anywhere in a page.
     """
-    return math.gcd(page_size, tile_n)
+    return 1 if has_leftpad else math.gcd(page_size, tile_n)
 
 
 def describe_pages(page_size: int, page_box: int, tile_n: int) -> str:
     """How a kernel copies keys from pages, in words. page_box: see `page_box_of`."""
-    if page_box % LEAST_BOX:
+    if page_box % LEAST_BOX and math.gcd(page_size, tile_n) % LEAST_BOX == 0:
+        how = "row by row, for leftpad_k lets a sequence begin anywhere in a page"
+    elif page_box % LEAST_BOX:
         how = f"row by row, for {LEAST_BOX} does not divide the page size"
     elif page_box == tile_n:
         how = "by TMA, a whole tile in a box"
@@ -68,14 +76,27 @@ def check_pages(
     page_table: object,
     cu_seqlens_k: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
+    kv_batch_idx: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
 ) -> None:
-    """Check a page table against the pools of k and v, whose equal shapes are known.
+    """Check a page table against the pools of k and v, whose equal shapes are known, and where
+    sequences lie in it.
 
     Raises:
         TypeError, ValueError: naming argument and value.
     """
     check_page_table(k, page_table)
     assert isinstance(page_table, torch.Tensor)
+    if kv_batch_idx is not None:
+        check_index_vector("kv_batch_idx", kv_batch_idx, k.device)
+    if leftpad_k is not None:
+        batch, *_ = paged_shape(k, page_table, kv_batch_idx)
+        check_batch_vector("leftpad_k", leftpad_k, batch, k.device)
+        if seqused_k is None:
+            raise ValueError(
+                f"leftpad_k needs seqused_k, the number of keys behind it, got {brief(leftpad_k)} "
+                "and None"
+            )
     if cu_seqlens_k is not None:
         raise ValueError(
             "cu_seqlens_k must be None beside page_table, which says where the keys of a sequence "
@@ -83,18 +104,59 @@ def check_pages(
         )
     num_pages, page_size = k.shape[:2]
     if page_table.device.type == "cpu":
-        _check_numbers(page_table, seqused_k, num_pages, page_size)
+        if kv_batch_idx is not None:
+            page_table = _rows_of_table(page_table, kv_batch_idx)
+        if leftpad_k is not None:
+            _check_leftpad(leftpad_k, seqused_k, page_table.shape[1] * page_size)
+        _check_numbers(page_table, seqused_k, leftpad_k, num_pages, page_size)
+
+
+def refuse_without_pages(**where: object) -> None:
+    """Refuse arguments that say where sequences lie in a page table, if there is none.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, given in where.items():
+        if given is not None:
+            raise ValueError(f"{name} needs page_table, got {brief(given)} and page_table None")
+
+
+def _rows_of_table(page_table: torch.Tensor, kv_batch_idx: torch.Tensor) -> torch.Tensor:
+    for row in kv_batch_idx.tolist():
+        if not 0 <= row < len(page_table):
+            raise ValueError(
+                f"kv_batch_idx must lie in [0, {len(page_table)}), rows of page_table, got {row}"
+            )
+    return page_table[kv_batch_idx.long()]
+
+
+def _check_leftpad(leftpad_k: torch.Tensor, seqused_k: object, capacity: int) -> None:
+    if not isinstance(seqused_k, torch.Tensor) or seqused_k.shape != leftpad_k.shape:
+        return  # refused with the other lengths
+    for padding, length in zip(leftpad_k.tolist(), seqused_k.tolist(), strict=True):
+        if not 0 <= padding <= capacity - length:
+            raise ValueError(
+                f"leftpad_k must lie between 0 and the {capacity} rows of a sequence without its "
+                f"{length} keys, got {padding}"
+            )
 
 
 def _check_numbers(
-    page_table: torch.Tensor, seqused_k: torch.Tensor | None, num_pages: int, page_size: int
+    page_table: torch.Tensor,
+    seqused_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    num_pages: int,
+    page_size: int,
 ) -> None:
     """Check the numbers of the pages in use. Too large lengths are refused with the other
     lengths."""
     used = page_table
     if isinstance(seqused_k, torch.Tensor) and seqused_k.shape == page_table.shape[:1]:
-        columns = torch.arange(page_table.shape[1], device="cpu")
-        in_use = columns * page_size < seqused_k[:, None].to("cpu")
+        first_rows = torch.arange(page_table.shape[1], device="cpu") * page_size
+        begin = torch.zeros_like(seqused_k) if leftpad_k is None else leftpad_k
+        begin, end = begin[:, None].to("cpu"), (begin + seqused_k)[:, None].to("cpu")
+        in_use = (first_rows < end) & (first_rows + page_size > begin)
         used = torch.where(in_use, page_table, 0)
         if not num_pages and not in_use.any():
             return

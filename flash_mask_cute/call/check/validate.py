@@ -31,7 +31,7 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.call.check.lengths import Side, check_lengths
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_start
-from flash_mask_cute.call.check.pages import check_pages, paged_shape
+from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.limits import MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -75,7 +75,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
     with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
     max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
-    page_size. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
+    page_size; kv_batch_idx and leftpad_k are int32 (batch,), and a table with kv_batch_idx has any
+    number of rows. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
     (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
     seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
     seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
@@ -96,8 +97,10 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     queries = Side("q", tuple(x.q.shape), device, x.cu_seqlens_q, x.seqused_q, options.max_seqlen_q)
     shape_k = tuple(x.k.shape)
     if x.page_table is not None:
-        check_pages(x.k, x.page_table, x.cu_seqlens_k, x.seqused_k)
-        shape_k = paged_shape(x.k, x.page_table)
+        check_pages(x.k, x.page_table, x.cu_seqlens_k, x.seqused_k, x.kv_batch_idx, x.leftpad_k)
+        shape_k = paged_shape(x.k, x.page_table, x.kv_batch_idx)
+    else:
+        refuse_without_pages(kv_batch_idx=x.kv_batch_idx, leftpad_k=x.leftpad_k)
     keys = Side("k", shape_k, x.k.device, x.cu_seqlens_k, x.seqused_k, options.max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
     q_start: QStart = options.q_start if x.q_starts is None else x.q_starts

@@ -281,6 +281,8 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
+        has_kv_batch_idx=x.kv_batch_idx is not None,
+        has_leftpad_k=x.leftpad_k is not None,
     )
     if masks.score_mod is None:
         return problem
@@ -388,7 +390,8 @@ def _choose_tiles(
     )
     chosen = chosen.with_choice(choice)
     if call.tensors.page_table is not None:
-        box = page_box_of(call.tensors.k.shape[1], chosen.fwd_choice.tiles.tile_n)
+        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
+        box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
     if problem.split == BY_SLOTS:
         tile_m = chosen.fwd_choice.tiles.tile_m

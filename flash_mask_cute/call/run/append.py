@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.check.kvcache import Cache
+from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens, packed_lengths
+from flash_mask_cute.call.check.pages import check_pages
 from flash_mask_cute.call.run.cache_writes import (
     check_entries_once,
     check_rotary_positions,
     check_rotary_rows,
     check_written_once,
 )
-from flash_mask_cute.call.check.kvcache import Cache
-from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens, packed_lengths
-from flash_mask_cute.call.check.pages import check_pages
 from flash_mask_cute.cpu.append import Slots, append_rows, lengths_with_new, rotate, slots_of
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -40,7 +42,7 @@ class Append(NamedTuple):
     k_cache, v_cache: (entries, rows, heads_kv, d), or pools of pages. k, v: the new rows (batch,
     row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. cache_seqlens: (batch,) int32,
     the rows in use of each sequence, of which the first leftpad are padding. batch_idx: (batch,)
-    int32, entries of the cache; or page_table (batch, max_pages).
+    int32, entries of the cache, or rows of page_table (batch or more, max_pages) if there is one.
     cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
     or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
     if that is not cache_seqlens. interleaved, advances: see `AppendKV`.
@@ -125,10 +127,10 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     if x.cos is not None:
         q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
-    torch._C._increment_version((x.k_cache, x.v_cache))
     function = compile_append(
         AppendFacts.create(x), target or Target.from_device(x.k_cache.device)
     ).function
+    torch._C._increment_version((x.k_cache, x.v_cache))
     arguments = (
         (x.k, x.v, x.cu_seqlens_k_new),
         (x.k_cache, x.v_cache, x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table),
@@ -140,6 +142,20 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
         with torch.cuda.device(x.k_cache.device):
             function(*arguments)
     return q, total
+
+
+@contextmanager
+def restored_on_error(x: Append) -> Iterator[None]:
+    """Context of a call that appends rows on the CPU: if it fails, the cache is as it was."""
+    slots = _slots(x)
+    before = [(cache, [cache[slot] for slot in slots]) for cache in (x.k_cache, x.v_cache)]
+    try:
+        yield
+    except BaseException:
+        for cache, saved in before:
+            for slot, rows in zip(slots, saved, strict=True):
+                cache[slot] = rows
+        raise
 
 
 def _append_on_cpu(x: Append) -> tuple[Tensor, Tensor]:
@@ -309,7 +325,7 @@ def _check_room(x: Append) -> None:
     if x.page_table is not None:
         lengths = [info.seqlen_k for info in _lengths(x)]
         total = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        check_pages(x.k_cache, x.page_table, None, total)
+        check_pages(x.k_cache, x.page_table, None, total, x.batch_idx, x.leftpad)
 
 
 # -- the kernel ---------------------------------------------------------------------------------

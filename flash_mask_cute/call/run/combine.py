@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.limits import padded_group
+from flash_mask_cute.limits import STRIDE_STEP, padded_group
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -18,8 +18,9 @@ from flash_mask_cute.runtime.fake_tensors import operand, strided
 from flash_mask_cute.runtime.target import Target
 
 COMBINE_NAME = "combine"
-# `core/partials.py` has it too; importing that needs the compiler
+# `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
 _MERGE_WORDS = 8
+_MAX_COLUMNS = 512
 # Of a work tile of so few rows, four warps merge a row: its pieces are many, and CTAs are not.
 _FEW_ROWS = 16
 
@@ -129,6 +130,23 @@ class MergedForward:
         self._function(of_out, of_lse, of_low, merges, out, lse)
 
 
+def check_merge(out_partial: Tensor, out_dtype: torch.dtype) -> None:
+    """Refuse partial results that the kernel cannot merge, which torch merges on the CPU.
+
+    Raises:
+        TypeError, NotImplementedError: naming argument and value.
+    """
+    for name, dtype in (("out_partial", out_partial.dtype), ("out_dtype", out_dtype)):
+        if dtype == torch.float64:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")
+    columns = out_partial.shape[-1]
+    if columns % STRIDE_STEP or not 0 < columns <= _MAX_COLUMNS:
+        raise NotImplementedError(
+            f"out_partial must have a head_dim that is a multiple of {STRIDE_STEP} up to "
+            f"{_MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
+        )
+
+
 def merge_partials(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -139,11 +157,16 @@ def merge_partials(
     """Merge pieces that lie by rows, on the current stream.
 
     Shapes: out_partial (pieces, batch, row, head, d) or (pieces, row, head, d), lse_partial the
-    same without d, out and lse the same without the pieces; lse and lse_partial fp32 of any
-    strides, the others fp32, bf16 or fp16. A row whose pieces are all empty, LSE -inf, gets 0 and
+    same without d, out and lse the same without the pieces; lse and lse_partial fp32, the others
+    fp32, bf16 or fp16, any strides. A row whose pieces are all empty, LSE -inf, gets 0 and
     -inf. target: the kernel's target, if not that of the device of out.
     """
     if out.numel() == 0:
+        return
+    if not _can_copy(out):
+        merged = torch.empty_like(out, memory_format=torch.contiguous_format)
+        merge_partials(out_partial, lse_partial, merged, lse, target)
+        out.copy_(merged)
         return
     if out.dim() == 3:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)
@@ -159,9 +182,15 @@ def merge_partials(
         function(_readable(out_partial), lse_partial, None, None, out, lse)
 
 
+def _can_copy(tensor: Tensor) -> bool:
+    """Whether the kernel can copy its rows: they start on 16 bytes."""
+    steps = all(x % STRIDE_STEP == 0 for x in tensor.stride()[:-1])
+    is_aligned = tensor.data_ptr() % fake_tensors.BASE_ALIGNMENT == 0
+    return tensor.stride(-1) == 1 and steps and is_aligned
+
+
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if its rows do not start on 16 bytes."""
-    steps = all(x % fake_tensors.STRIDE_STEP == 0 for x in tensor.stride()[:-1])
-    if tensor.stride(-1) == 1 and steps and tensor.data_ptr() % fake_tensors.BASE_ALIGNMENT == 0:
+    """The tensor, or a copy that the kernel can read."""
+    if _can_copy(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -77,7 +77,7 @@ class KernelForward:
     ) -> tuple[Tensor, Tensor | None]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, max_scores, page_table, q_starts,
+            _, _, _, _, _, _, _, max_scores, page_table, q_starts, kv_batch_idx, leftpad_k,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -117,6 +117,7 @@ class KernelForward:
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
                 max_scores, q_starts if self._q_start == EACH else self._q_start, partials,
+                kv_batch_idx, leftpad_k,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
@@ -176,7 +177,8 @@ class CpuForward:
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
         if x.page_table is not None:
-            k, v = (gather_pages(pool, x.page_table) for pool in (x.k, x.v))
+            where = x.page_table, x.kv_batch_idx, x.leftpad_k
+            k, v = (gather_pages(pool, *where) for pool in (x.k, x.v))
             x = x._replace(k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number
         tiles = CpuTiles(

@@ -27,6 +27,9 @@ class Refusal(NamedTuple):
     said: tuple[str, ...]  # every one of these must be in the message
 
 
+# three rows of two pages, of the pool of 2 pages of 40 keys that k is
+PAGED = {"page_table": torch.zeros((3, 2), dtype=torch.int32)}
+
 REFUSALS = {
     # types and dtypes
     "q_type": Refusal("dense", {"q": [1.0]}, TypeError, ("q must be a torch.Tensor", "list")),
@@ -459,6 +462,46 @@ REFUSALS = {
     ),
     "page_table": Refusal(
         "dense", {"page_table": int32(0)}, ValueError, ("page_table", "(batch, max_pages)", "(1,)")
+    ),
+    "kv_batch_idx_alone": Refusal(
+        "dense", {"kv_batch_idx": int32(0, 1)}, ValueError, ("kv_batch_idx needs page_table",)
+    ),
+    "leftpad_k_alone": Refusal(
+        "dense", {"leftpad_k": int32(0, 1)}, ValueError, ("leftpad_k needs page_table",)
+    ),
+    "kv_batch_idx_dtype": Refusal(
+        "dense", PAGED | {"kv_batch_idx": torch.zeros(2)}, TypeError, ("kv_batch_idx", "float32")
+    ),
+    "kv_batch_idx_value": Refusal(
+        "dense",
+        PAGED | {"kv_batch_idx": int32(0, 3)},
+        ValueError,
+        ("kv_batch_idx must lie in [0, 3)", "got 3"),
+    ),
+    "kv_batch_idx_batch": Refusal(
+        "dense",
+        PAGED | {"kv_batch_idx": int32(0)},
+        ValueError,
+        ("batch of q and k must be equal",),
+    ),
+    "leftpad_k_shape": Refusal(
+        "dense",
+        PAGED | {"kv_batch_idx": int32(0, 1), "leftpad_k": int32(0, 1, 2)},
+        ValueError,
+        ("leftpad_k must have shape (batch,) = (2,)", "(3,)"),
+    ),
+    "leftpad_k_without_lengths": Refusal(
+        "dense",
+        PAGED | {"kv_batch_idx": int32(0, 1), "leftpad_k": int32(0, 1)},
+        ValueError,
+        ("leftpad_k needs seqused_k",),
+    ),
+    "leftpad_k_value": Refusal(
+        "dense",
+        PAGED
+        | {"kv_batch_idx": int32(0, 1), "leftpad_k": int32(1, 71), "seqused_k": int32(79, 10)},
+        ValueError,
+        ("leftpad_k must lie between 0 and the 80 rows", "10 keys", "got 71"),
     ),
     "num_splits": Refusal("dense", {"num_splits": -1}, ValueError, ("num_splits", "-1")),
     "num_splits_many": Refusal("dense", {"num_splits": 257}, ValueError, ("num_splits", "257")),
