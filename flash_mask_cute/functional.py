@@ -406,28 +406,32 @@ def flashmask_attention(
 
 
 class KnownCall:
-    """A call without lengths whose masks are known, all but the scale and the aux tensors.
+    """A call without lengths whose masks are known, all but the scale, the aux tensors and maybe
+    the block lists.
 
-    aux_tensors: those of the first call; later ones have the same metadata.
+    aux_tensors, lists: those of the first call; later ones have the same metadata. lists is None
+    if `call` has the lists of every call, or none.
     """
 
     __slots__ = ("_key", "_options", "call")
 
-    def __init__(self, call: Call, aux_tensors: list[Tensor] | None) -> None:
+    def __init__(self, call: Call, aux_tensors: list[Tensor] | None, lists: Any = None) -> None:
         self.call = call
         self._options = (
             call.causal, call.window_size_left, call.window_size_right, call.softcap, None, None,
             None, call.num_splits, call.pack_gqa,
         )  # fmt: skip
-        masks = self._masks(aux_tensors)
+        masks = self._masks(aux_tensors, lists)
         self._key = None
         # what no valid call has is refused, by its name, when it is called
         with suppress(AttributeError, RuntimeError, TypeError, ValueError):
             self._key = None if masks is None else mask_key(masks)
 
-    def _masks(self, aux_tensors: list[Tensor] | None) -> Masks | None:
+    def _masks(self, aux_tensors: list[Tensor] | None, lists: Any) -> Masks | None:
         call = self.call
-        lists, columns = call.block_sparse_tensors_torch, call.startend_row_indices
+        columns = call.startend_row_indices
+        if lists is None:
+            lists = call.block_sparse_tensors_torch
         if call.score_mod is call.mask_mod is aux_tensors is lists is columns is None:
             return None
         fields = call.score_mod, call.mask_mod, aux_tensors, lists, columns
@@ -435,16 +439,18 @@ class KnownCall:
 
     def results(
         self, q: Tensor, k: Tensor, v: Tensor, aux_tensors: list[Tensor] | None,
-        scale: float | None, return_lse: bool, return_max: bool,
+        scale: float | None, return_lse: bool, return_max: bool, lists: Any = None,
     ) -> Results:  # fmt: skip
         """As `attend`, of which a forward of plain tensors without a graph needs little."""
         if return_max or not _is_forward_alone(q, k, v, aux_tensors):
             call = self.call._replace(softmax_scale=scale, aux_tensors=aux_tensors)
+            if lists is not None:
+                call = call._replace(block_sparse_tensors_torch=lists)
             return attend(q, k, v, None, call, return_lse, return_max)
         check_bool("return_lse", return_lse)
         options = (scale, *self._options, return_lse, None, False, None)
         tensors = tuple.__new__(Tensors, (q, k, v, *_NO_OTHERS))
-        out, lse = run_bundles(tensors, self._masks(aux_tensors), options, self._key)
+        out, lse = run_bundles(tensors, self._masks(aux_tensors, lists), options, self._key)
         return tuple.__new__(Results, (out, lse, None))
 
 

@@ -1,4 +1,10 @@
-"""The lists of a torch `BlockMask`, converted to the form of this package."""
+"""The lists of a torch `BlockMask`, converted to the form of this package.
+
+Contents of tensors may change in ways that nobody counts: in inference mode, through `.data` or
+numpy, by a collective, in a replayed CUDA graph. So lists are converted at each call, on their
+device, and nothing is found of contents, unless the caller says that they do not change
+(`keep_block_mask`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,7 @@ class _Intervals(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was made of a block mask, for one state of its tensors.
+    """What was made of a block mask that its caller keeps, for one state of its tensors.
 
     says_no_more: by band and by the numbers of queries and keys. intervals: at most one entry.
     """
@@ -47,12 +53,17 @@ class _Kept(NamedTuple):
 
 
 class SeenLists:
-    """The tensors and sizes of a block mask, to be compared with those at a later call."""
+    """The tensors and sizes of a block mask, to be compared with those at a later call.
 
-    __slots__ = ("_block_mask", "_sizes", "_tensors")
+    is_kept: its caller keeps it, and changes that torch counts matter.
+    """
+
+    __slots__ = ("_block_mask", "_promise", "_sizes", "_tensors", "is_kept")
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = weakref.ref(block_mask)
+        self._promise = _promises.get(block_mask)
+        self.is_kept = self._promise is not None
         self._sizes: Any = (block_mask.BLOCK_SIZE, block_mask.seq_lengths)
         self._tensors = [
             (weakref.ref(x) if x is not None else type(None), *(_state(x) or (None,) * 3)[1:])
@@ -60,16 +71,22 @@ class SeenLists:
         ]
 
     def are_in(self, block_mask: BlockMask) -> bool:
-        """Whether block_mask is the same object, with the same tensors, not written to since."""
+        """Whether block_mask is the same object, with the same tensors; if it is kept, also not
+        written to since."""
         if self._block_mask() is not block_mask:
             return False
+        if _promises.get(block_mask) is not self._promise:
+            return False
+        is_kept = self.is_kept
         found = zip(_tensors_of(block_mask), self._tensors, strict=True)
         for tensor, (ref, version, shape) in found:
             if tensor is not ref():
                 return False
-            if tensor is not None and (
-                (version is not None and tensor._version != version) or tensor.shape != shape
-            ):
+            if tensor is None:
+                continue
+            if tensor.shape != shape:
+                return False
+            if is_kept and version is not None and tensor._version != version:
                 return False
         sizes: Any = block_mask.BLOCK_SIZE, block_mask.seq_lengths
         return bool(sizes == self._sizes)
@@ -82,15 +99,54 @@ def _tensors_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
 
 
+# An object for each call of `keep_block_mask`, and what was made since.
+_promises: weakref.WeakKeyDictionary[BlockMask, object] = weakref.WeakKeyDictionary()
 _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
+
+
+def keep_block_mask(block_mask: BlockMask) -> BlockMask:
+    """Say that a block mask does not change, so that `flex_attention` keeps what it finds of it.
+
+    This is about the contents of its lists and of the tensors that its mask_mod captured. The first
+    call of `flex_attention` then waits for the device once, and finds whether the mask is a window
+    or column intervals (docs/flex.md). All later calls, such as those of other layers, run it in
+    that form. They notice changes that torch counts. torch does not count changes in inference mode
+    of what was made there, through `.data` or numpy, by collectives of torch.distributed, and by a
+    replayed CUDA graph. After such a change call this function again, which drops what was kept; a
+    graph must be captured again.
+
+    Returns:
+        block_mask itself.
+
+    Raises:
+        TypeError: block_mask is no `BlockMask` of torch.
+
+    Example:
+        >>> mask = keep_block_mask(create_block_mask(mask_mod, None, None, 1024, 1024))
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            "block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
+            f"{type(block_mask).__name__}"
+        )
+    _promises[block_mask] = object()
+    _kept.pop(block_mask, None)
+    return block_mask
+
+
+def is_kept(block_mask: BlockMask) -> bool:
+    """Whether the caller said that the contents of a block mask do not change."""
+    return block_mask in _promises
 
 
 def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     """int32 lists with ascending entries up to the count, as kernels walk them.
 
-    torch's lists may have any order. The lists are made once for a block mask and the contents of
-    its tensors, without waiting for a device.
+    torch's lists may have any order. The lists are made anew, without waiting for a device, unless
+    the block mask is kept.
     """
+    if not is_kept(block_mask):
+        return _sorted_lists(from_block_mask(block_mask))
     return _kept_of(block_mask).lists
 
 
@@ -105,13 +161,14 @@ def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
 
 
 def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) -> bool:
-    """Whether the lists add nothing to a band, so that they may be left out.
+    """Whether the lists of a kept block mask add nothing to a band, so that they may be left out.
 
     The lists then hide nothing that the band shows, and call no block full that the band cuts.
     seqlens: queries and keys.
 
-    The answer is found once for a block mask, the contents of its tensors and a band; finding it
-    waits for the device. It is False during the capture of a CUDA graph if it is not known yet.
+    The answer is found once for a block mask, as long as torch counts no change of its tensors, and
+    a band; finding it waits for the device. It is False during the capture of a CUDA graph if it is
+    not known yet.
     """
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
@@ -125,11 +182,12 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
 def intervals_of(
     block_mask: BlockMask, columns: Columns, seqlens: tuple[int, int], batch: int
 ) -> ColumnMask | None:
-    """The mask as column intervals, if they express what the mod says and the lists add nothing.
+    """A kept block mask as column intervals, if they express what the mod says and the lists add
+    nothing.
 
-    The intervals are found once for a block mask, the contents of its tensors and of the captured
-    tensors; finding them waits for the device. The result is None during the capture of a CUDA
-    graph if it is not known yet.
+    The intervals are found once for a block mask, as long as torch counts no change of its tensors
+    and of the captured ones; finding them waits for the device. The result is None during the
+    capture of a CUDA graph if it is not known yet.
     """
     kept = _kept_of(block_mask)
     captured = tuple(_state(x) for x in columns.captured)
@@ -217,7 +275,7 @@ def _kept_of(block_mask: BlockMask) -> _Kept:
 
 
 def _state(tensor: Tensor | None) -> Any:
-    """A value that changes when the tensor is replaced or written to."""
+    """A value that changes when the tensor is replaced, or when torch counts a change."""
     if tensor is None:
         return None
     version = None if tensor.is_inference() else tensor._version
