@@ -19,14 +19,18 @@ from flash_mask_cute.block_sparsity import (
     EMPTY,
     FULL,
     BlockSparseTensorsTorch,
+    LogicalBits,
     dense_states,
     from_block_mask,
+    know_block_bits,
 )
 from flash_mask_cute.flex.intervals import Rows
 from flash_mask_cute.flex.lower import Columns
 from flash_mask_cute.flex.simplify import Band
 from flash_mask_cute.flex.watch import is_capturing
+from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
 class _Intervals(NamedTuple):
@@ -142,11 +146,11 @@ def is_kept(block_mask: BlockMask) -> bool:
 def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     """int32 lists with ascending entries up to the count, as kernels walk them.
 
-    torch's lists may have any order. The lists are made anew, without waiting for a device, unless
-    the block mask is kept.
+    torch's lists may have any order. The lists are made anew, on their device without waiting for
+    it, unless the block mask is kept. They share no memory with the block mask.
     """
     if not is_kept(block_mask):
-        return _sorted_lists(from_block_mask(block_mask))
+        return _ordered_lists(from_block_mask(block_mask))
     return _kept_of(block_mask).lists
 
 
@@ -268,7 +272,7 @@ def _kept_of(block_mask: BlockMask) -> _Kept:
     state = tuple(_state(x) for x in given[:4]), given.block_size, given.seqlens
     kept = _kept.get(block_mask)
     if kept is None or kept.state != state:
-        kept = _Kept(state, _sorted_lists(given), {}, [])
+        kept = _Kept(state, _ordered_lists(given), {}, [])
         if not is_capturing():
             _kept[block_mask] = kept
     return kept
@@ -280,6 +284,26 @@ def _state(tensor: Tensor | None) -> Any:
         return None
     version = None if tensor.is_inference() else tensor._version
     return id(tensor), version, tensor.shape
+
+
+def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
+    if not lists.mask_block_idx.is_cuda or torch._C._len_torch_dispatch_stack() > 0:
+        return _sorted_lists(lists)
+    given = [x if x is None or x.dtype == torch.int32 else x.int() for x in lists[:4]]
+    mask_cnt, mask_idx, full_cnt, full_idx = given
+    shape = mask_idx.shape
+    fits = mask_cnt.shape == shape[:3] and (full_cnt is None) is (full_idx is None)
+    if full_cnt is not None and full_idx is not None:
+        fits &= full_idx.shape == shape and full_cnt.shape == shape[:3]
+    tensors = [x for x in given if x is not None]
+    if not fits or len(shape) != 4 or not are_plain(*tensors):
+        # to be refused by name
+        return lists
+    made = order_lists(mask_cnt, mask_idx, full_cnt, full_idx)
+    ordered = BlockSparseTensorsTorch(*made.lists, lists.block_size, lists.seqlens)
+    block_q, block_k = lists.block_size or (1, 1)
+    know_block_bits(ordered, LogicalBits(*made.bits, block_q, block_k))
+    return ordered
 
 
 def _sorted_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
@@ -296,4 +320,5 @@ def _sorted(count: Tensor | None, indices: Tensor | None) -> tuple[Any, Any]:
     column = torch.arange(blocks, device=indices.device)
     is_used = column < count[..., None]
     ordered = torch.where(is_used, indices, blocks).sort(dim=-1).values
-    return count.to(torch.int32), torch.where(is_used, ordered, 0).to(torch.int32)
+    ordered = torch.where(is_used, ordered, 0).to(torch.int32)
+    return count.to(torch.int32, copy=True), ordered

@@ -61,7 +61,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flex": ("mods", "runtime"),
     "flex.attention": ("functional", "autograd.arguments", "flex", "block_sparsity", "runtime"),
     "flex.in_graph": ("autograd.mod_names", "flex", "runtime"),
-    "flex.block_mask": ("flex", "masks.column_mask", "block_sparsity"),
+    "flex.block_mask": (
+        *("flex", "masks.column_mask", "block_sparsity", "mask_prep.block_lists"),
+        "runtime.plain_tensors",
+    ),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "flex.together", "mods", "runtime"),
     ),
