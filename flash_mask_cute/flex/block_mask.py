@@ -287,7 +287,7 @@ def _state(tensor: Tensor | None) -> Any:
 
 
 def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
-    if not lists.mask_block_idx.is_cuda or torch._C._len_torch_dispatch_stack() > 0:
+    if not _runs_kernels(lists.mask_block_idx):
         return _sorted_lists(lists)
     given = [x if x is None or x.dtype == torch.int32 else x.int() for x in lists[:4]]
     mask_cnt, mask_idx, full_cnt, full_idx = given
@@ -304,6 +304,11 @@ def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     block_q, block_k = lists.block_size or (1, 1)
     know_block_bits(ordered, LogicalBits(*made.bits, block_q, block_k))
     return ordered
+
+
+def _runs_kernels(tensor: Tensor) -> bool:
+    # a dispatch mode may stand for other tensors
+    return tensor.is_cuda and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _sorted_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:

@@ -7,8 +7,13 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from flash_mask_cute import block_sparsity
+from flash_mask_cute.flex import block_mask
+from flash_mask_cute.mask_prep import block_lists
 from flash_mask_cute.mask_prep.block_lists import OrderedTensors, compile_ordered_lists
+from flash_mask_cute.runtime.target import Target
 
 pytestmark = pytest.mark.sim
 
@@ -89,3 +94,42 @@ def test_entries_that_are_no_blocks_are_left_out(simulator: ModuleType) -> None:
     assert made.lists[0].tolist() == [[[2]]]
     assert made.lists[1].tolist() == [[[[0, 2, 0, 0]]]]
     assert made.bits[0].tolist() == [[[[5]]]]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("has_full", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lists_of_a_block_mask(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_full: bool,
+    inference: bool,
+) -> None:  # fmt: skip
+    """They come with their bits, which nothing computes again."""
+    monkeypatch.setattr(block_mask, "_runs_kernels", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(block_lists.Target, "from_device", lambda device: Target.named("sm_90a"))
+    g = torch.Generator().manual_seed(3)
+    states = torch.randint(0, 3 if has_full else 2, (2, 1, 3, 40), generator=g)
+    with torch.inference_mode(inference):
+        given = [x.to(dtype) for x in (*draw(states, 1, g), *draw(states, 2, g))]
+        if not has_full:
+            given[2:] = [None, None]  # type: ignore[list-item]
+        mod = lambda b, h, q, k: q >= k  # noqa: E731
+        mask = BlockMask.from_kv_blocks(*given, 16, mod, (48, 640), compute_q_blocks=False)
+        simulator.RESULTS.clear()
+        lists = block_mask.lists_of(mask)
+        bits = block_sparsity.block_bits(lists)
+        again = block_sparsity.block_bits(lists)
+    assert len(simulator.RESULTS) == 1
+    wanted = [*expected(states, 1), *(expected(states, 2) if has_full else (None, None))]
+    for got, right in zip(lists[:4], wanted, strict=True):
+        assert got is right is None or torch.equal(got, right)  # type: ignore[arg-type]
+    assert lists.block_size == (16, 16) and lists.seqlens == (48, 640)
+    made = block_sparsity._make_bits(lists)
+    assert all(torch.equal(x, y) for x, y in zip(bits[:2], made[:2], strict=True))
+    assert bits[2:] == (16, 16) and again is bits
+
+
+def test_lists_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, index = torch.full((1, 1, 2), 7).int(), torch.zeros((1, 1, 2, 0), dtype=torch.int32)
+    made = block_lists.order_lists(count, index, None, None)
+    assert made.lists[0].tolist() == [[[0, 0]]]
