@@ -56,6 +56,15 @@ class _Kept(NamedTuple):
     intervals: list[_Intervals]
 
 
+class _Promise:
+    """A call of `keep_block_mask`. is_over: there was another one since."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
 class SeenLists:
     """The tensors and sizes of a block mask, to be compared with those at a later call.
 
@@ -70,7 +79,7 @@ class SeenLists:
         self.is_kept = self._promise is not None
         self._sizes: Any = (block_mask.BLOCK_SIZE, block_mask.seq_lengths)
         self._tensors = [
-            (weakref.ref(x) if x is not None else type(None), *(_state(x) or (None,) * 3)[1:])
+            (None, None, None) if x is None else (weakref.ref(x), *_state(x)[1:])
             for x in _tensors_of(block_mask)
         ]
 
@@ -79,16 +88,19 @@ class SeenLists:
         written to since."""
         if self._block_mask() is not block_mask:
             return False
-        if _promises.get(block_mask) is not self._promise:
+        promise = self._promise
+        is_kept = promise is not None
+        # looking it up is slower
+        if block_mask in _promises if promise is None else promise.is_over:
             return False
-        is_kept = self.is_kept
         found = zip(_tensors_of(block_mask), self._tensors, strict=True)
         for tensor, (ref, version, shape) in found:
-            if tensor is not ref():
-                return False
-            if tensor is None:
+            if tensor is None or ref is None:
+                if tensor is not ref:
+                    return False
                 continue
-            if tensor.shape != shape:
+            # a reference to what is gone gives None
+            if tensor is not ref() or tensor.shape != shape:
                 return False
             if is_kept and version is not None and tensor._version != version:
                 return False
@@ -103,8 +115,8 @@ def _tensors_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
 
 
-# An object for each call of `keep_block_mask`, and what was made since.
-_promises: weakref.WeakKeyDictionary[BlockMask, object] = weakref.WeakKeyDictionary()
+# Of block masks that their callers keep, and what was made since.
+_promises: weakref.WeakKeyDictionary[BlockMask, _Promise] = weakref.WeakKeyDictionary()
 _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
 
 
@@ -133,7 +145,10 @@ def keep_block_mask(block_mask: BlockMask) -> BlockMask:
             "block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
             f"{type(block_mask).__name__}"
         )
-    _promises[block_mask] = object()
+    before = _promises.get(block_mask)
+    if before is not None:
+        before.is_over = True
+    _promises[block_mask] = _Promise()
     _kept.pop(block_mask, None)
     return block_mask
 
