@@ -304,13 +304,14 @@ def _state(tensor: Tensor | None) -> Any:
 def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     if not _runs_kernels(lists.mask_block_idx):
         return _sorted_lists(lists)
-    given = [x if x is None or x.dtype == torch.int32 else x.int() for x in lists[:4]]
-    mask_cnt, mask_idx, full_cnt, full_idx = given
+    mask_cnt, mask_idx = _as_int32(lists.mask_block_cnt), _as_int32(lists.mask_block_idx)
+    full_cnt = None if lists.full_block_cnt is None else _as_int32(lists.full_block_cnt)
+    full_idx = None if lists.full_block_idx is None else _as_int32(lists.full_block_idx)
     shape = mask_idx.shape
     fits = mask_cnt.shape == shape[:3] and (full_cnt is None) is (full_idx is None)
     if full_cnt is not None and full_idx is not None:
         fits &= full_idx.shape == shape and full_cnt.shape == shape[:3]
-    tensors = [x for x in given if x is not None]
+    tensors = [x for x in (mask_cnt, mask_idx, full_cnt, full_idx) if x is not None]
     if not fits or len(shape) != 4 or not are_plain(*tensors):
         # to be refused by name
         return lists
@@ -319,6 +320,10 @@ def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     block_q, block_k = lists.block_size or (1, 1)
     know_block_bits(ordered, LogicalBits(*made.bits, block_q, block_k))
     return ordered
+
+
+def _as_int32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
 def _runs_kernels(tensor: Tensor) -> bool:

@@ -27,12 +27,12 @@ class OrderedTensors(NamedTuple):
     def empty_like(mask_idx: Tensor, has_full: bool) -> OrderedTensors:
         """Outputs for entries of the shape of mask_idx, (batch, heads, q_blocks, k_blocks)."""
         shape = mask_idx.shape
-        ints = {"dtype": torch.int32, "device": mask_idx.device}
         words = *shape[:3], -(-shape[3] // WORD)
-        mask = torch.empty(shape[:3], **ints), torch.empty(shape, **ints)
-        full = (torch.empty_like(mask[0]), torch.empty_like(mask[1])) if has_full else (None, None)
-        visible = torch.empty(words, **ints)
-        return OrderedTensors((*mask, *full), (visible, torch.empty_like(visible)))
+        cnt = mask_idx.new_empty(shape[:3], dtype=torch.int32)
+        idx = mask_idx.new_empty(shape, dtype=torch.int32)
+        full = (torch.empty_like(cnt), torch.empty_like(idx)) if has_full else (None, None)
+        visible = mask_idx.new_empty(words, dtype=torch.int32)
+        return OrderedTensors((cnt, idx, *full), (visible, torch.empty_like(visible)))
 
 
 def order_lists(
