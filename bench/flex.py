@@ -2,13 +2,14 @@
 
 A case is a mod at a length and a head dimension, forward and backward. In one run, in turns:
 
-ours   `flash_mask_cute.flex_attention` with the mod and its block mask
+ours   `flash_mask_cute.flex_attention` with the mod and its block mask, which is kept
 own    `flash_attn_func` told the same in its own way: flags, column intervals, a CuTe mod by hand;
        where there is none (`by_hand` false in the row), the lowered mod with the same lists
 torch  torch.compile(flex_attention), which compiles to Triton
 
 Beside them `prep-*`, wall time of `create_block_mask`, ours and torch's compiled one, and `host-*`,
-host time of a warm forward, flex_attention against flash_attn_func with the same lowered mods.
+host time of a warm forward, flex_attention against flash_attn_func with the same lowered mods;
+`unkept_us`: flex_attention with a block mask that is not kept.
 
 Nothing is timed before the results are right: rows of O against float64, gradients against torch's.
 A row is a line of JSON in --out; cases of this commit that --out or --resume hold already are left
@@ -20,6 +21,7 @@ every case, small and on the CPU, and times nothing. `--report` prints what rows
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
 import importlib
 import json
@@ -96,7 +98,7 @@ class Problem:
         from torch.nn.attention.flex_attention import BlockMask
 
         from bench.flex_mods import NAMED, OTHERS, Sizes
-        from flash_mask_cute import create_block_mask
+        from flash_mask_cute import create_block_mask, keep_block_mask
 
         self.case = case
         self.entry = next(x for x in (*NAMED, *OTHERS) if x.name == case.mod)
@@ -113,9 +115,8 @@ class Problem:
             batch = case.batch if "b" in self.entry.by else None
             heads = case.heads if "h" in self.entry.by else None
             lists = create_block_mask(self.made.mask_mod, batch, heads, case.n, case.n, device)
-            self.block_mask = BlockMask.from_kv_blocks(
-                *lists[:4], 128, self.made.mask_mod, (case.n, case.n)
-            )
+            sizes = 128, self.made.mask_mod, (case.n, case.n)
+            self.block_mask = keep_block_mask(BlockMask.from_kv_blocks(*lists[:4], *sizes))
 
     @property
     def leaves(self) -> list[Any]:
@@ -263,6 +264,9 @@ def measure_host(problem: Problem) -> Json:
     problem.made = made._replace(own=None)
     direct = problem.call_of("own")
     calls = {"ours": torch.no_grad()(ours), "own": torch.no_grad()(direct)}
+    if problem.block_mask is not None:
+        problem.block_mask = copy.copy(problem.block_mask)
+        calls["unkept"] = torch.no_grad()(problem.call_of("ours"))
     samples = timing.time_host(calls)
     row: Json = {"case": problem.case.name}
     return row | {f"{peer}_us": round(timing.median(x), 3) for peer, x in samples.items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 # was: from torch.nn.attention.flex_attention import flex_attention
-from flash_mask_cute import flex_attention, mod_source
+from flash_mask_cute import flex_attention, keep_block_mask, mod_source
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -50,6 +50,8 @@ def main() -> None:
         ids = (row // length)[None]
         mask = and_masks(same_document(ids), causal)
         block_mask = create_block_mask(mask, 1, None, seqlen, seqlen, device=device.type)
+        # the ids do not change while it is used, so it may become documents
+        keep_block_mask(block_mask)
         out = flex_attention(q, k, v, score_mod=t5_bias, block_mask=block_mask)
         out.float().square().mean().backward()
         assert table.grad is not None

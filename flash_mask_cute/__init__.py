@@ -16,7 +16,12 @@ from flash_mask_cute.runtime.cache import compile_count
 if TYPE_CHECKING:
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
     from flash_mask_cute.compute_block_sparsity import create_block_mask
-    from flash_mask_cute.flex import flex_attention, mod_source, patch_flex_attention
+    from flash_mask_cute.flex import (
+        flex_attention,
+        keep_block_mask,
+        mod_source,
+        patch_flex_attention,
+    )
     from flash_mask_cute.functional import (
         flash_attn_func,
         flash_attn_varlen_func,
@@ -44,6 +49,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flashmask_attention",
     "flex_attention",
+    "keep_block_mask",
     "mod_source",
     "patch_flex_attention",
     "plot",
@@ -61,6 +67,7 @@ _HOME = {
     "flash_attn_with_kvcache": "flash_mask_cute.serving",
     "flashmask_attention": "flash_mask_cute.functional",
     "flex_attention": "flash_mask_cute.flex",
+    "keep_block_mask": "flash_mask_cute.flex",
     "mod_source": "flash_mask_cute.flex",
     "patch_flex_attention": "flash_mask_cute.flex",
     "plot": "flash_mask_cute.plotting",

@@ -471,15 +471,12 @@ def retile_lists(
 
     The result is kept as long as the tensors live, so a model that passes the same lists in each
     layer pays once. After an in-place change it is computed anew. Nothing is kept for tensors
-    created in inference mode, because their changes cannot be seen, nor during the capture of a
-    CUDA graph. torch does not notice writes by a replayed graph.
+    created in inference mode, because their changes cannot be seen. In the capture of a CUDA graph
+    nothing that was kept is used: the capture retiles the lists, and every replay does so again.
+    torch does not notice writes by a replayed graph, through `.data`, or by a collective.
 
     The result is computed on the stream of the first call. Later calls on other streams do not wait
-    for it: order them after that call. If lists were retiled before a CUDA graph is captured, each
-    replay reads that copy. The copy must stay alive, and later writes to the logical lists do not
-    change it. Blocks of whole tiles have no copy. For other blocks, an in-place change just before
-    the capture (`mask_block_cnt.add_(0)`) makes the capture retile the lists, and every replay does
-    so again.
+    for it: order them after that call. Blocks of whole tiles have no copy.
 
     Raises:
         ValueError: `block_size` is None.
@@ -505,7 +502,26 @@ def block_bits(lists: BlockSparseTensorsTorch) -> LogicalBits:
     return _bits.get(lists, ())
 
 
+def know_block_bits(lists: BlockSparseTensorsTorch, bits: LogicalBits) -> None:
+    """Let `block_bits` return bits that were made together with the tensors of lists."""
+    _bits.put(lists, (), bits)
+
+
 _Made = TypeVar("_Made")
+
+
+class _Entry(NamedTuple, Generic[_Made]):
+    """A result, and the tensors and versions that it was made of. is_captured: in the capture of a
+    CUDA graph, which alone may use it."""
+
+    references: list[weakref.ref[Tensor]]
+    versions: list[int]
+    is_captured: bool
+    result: _Made
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Kept(Generic[_Made]):
@@ -514,7 +530,7 @@ class _Kept(Generic[_Made]):
 
     def __init__(self, make: Callable[..., _Made]) -> None:
         self._make = make
-        self._entries: dict[Any, tuple[Any, Any, _Made]] = {}
+        self._entries: dict[Any, _Entry[_Made]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -524,21 +540,29 @@ class _Kept(Generic[_Made]):
         if any(tensor.is_inference() for tensor in tensors):
             return self._make(lists, *sizes)
         key = tuple(map(id, tensors)), lists.block_size, sizes
-        versions = [tensor._version for tensor in tensors]
+        is_captured = _is_capturing(tensors[0])
         entry = self._entries.get(key)
         if entry is not None:
-            references, made_from, result = entry
+            references, made_from, was_captured, result = entry
             # an id alone may belong to a newer tensor
             alive = all(ref() is x for ref, x in zip(references, tensors, strict=True))
-            if alive and made_from == versions:
+            versions = [tensor._version for tensor in tensors]
+            if alive and made_from == versions and was_captured is is_captured:
                 return result
         with torch.inference_mode(False), torch.no_grad():
             result = self._make(lists, *sizes)
-        if not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            # memory of a graph being captured holds nothing yet
-            references = [weakref.ref(tensor, lambda _: self._drop(key)) for tensor in tensors]
-            self._entries[key] = references, versions, result
+        if not is_captured:
+            # memory of a graph being captured holds nothing yet, and a replay may find other lists
+            self.put(lists, sizes, result)
         return result
+
+    def put(self, lists: BlockSparseTensorsTorch, sizes: tuple[int, ...], result: _Made) -> None:
+        """Keep a result for these tensors, as they are now."""
+        tensors = [tensor for _, tensor in _named_tensors(lists) if tensor is not None]
+        key = tuple(map(id, tensors)), lists.block_size, sizes
+        references = [weakref.ref(tensor, lambda _: self._drop(key)) for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
+        self._entries[key] = _Entry(references, versions, _is_capturing(tensors[0]), result)
 
     def _drop(self, key: Any) -> None:
         self._entries.pop(key, None)

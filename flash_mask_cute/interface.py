@@ -313,7 +313,10 @@ def explain(
     explained = explain_fwd(call, None if target is None else Target.named(target))
     if mods.mask_mod is masks.mask_mod:
         return explained
-    note = f"mask_mod is torch's, and flex_attention would run it as {form_of(masks.mask_mod)}"
+    form = form_of(masks.mask_mod)
+    note = f"mask_mod is torch's, and flex_attention would run it as {form}"
+    if form != "a mask_mod":
+        note += " if its block mask is kept (keep_block_mask)"
     return replace(explained, note=f"{explained.note}; {note}" if explained.note else note)
 
 

@@ -225,16 +225,22 @@ def _with_configs(call: AttentionCall) -> AttentionCall:
 
 
 class PlannedMasks:
-    """A call without lengths whose masks are known, all but the scale and the aux tensors.
+    """A call without lengths whose masks are known, all but the scale, the aux tensors and maybe
+    the block lists.
 
     `results` is `attend` on it, of which a forward of plain tensors without a graph needs little.
     """
 
     __slots__ = ("_key", "_masks", "_options")
 
-    def __init__(self, masks: Masks | None, causal: bool, window: tuple[Any, Any]) -> None:
-        """masks: with the aux tensors of the first call; later ones have the same metadata."""
+    def __init__(
+        self, masks: Masks | None, causal: bool, window: tuple[Any, Any], keeps_lists: bool
+    ) -> None:
+        """masks: with the aux tensors and the block lists of the first call; later ones have the
+        same metadata. keeps_lists: all calls have these lists."""
         self._masks = None if masks is None else masks._replace(aux_tensors=None)
+        if self._masks is not None and not keeps_lists:
+            self._masks = self._masks._replace(block_sparse_tensors_torch=None)
         left, right = window
         self._options = NO_OPTIONS._replace(
             causal=causal, window_size_left=left, window_size_right=right
@@ -251,10 +257,15 @@ class PlannedMasks:
         scale: float | None,
         return_lse: bool,
         return_max: bool,
+        lists: Any = None,
     ) -> Results:
+        """lists: block lists of this call, if it has its own."""
         masks = self._masks
         if masks is not None:
-            masks = masks._replace(aux_tensors=aux_tensors)
+            if lists is None:
+                lists = masks.block_sparse_tensors_torch
+            columns = masks.startend_row_indices
+            masks = Masks(masks.score_mod, masks.mask_mod, aux_tensors, lists, columns)
         options = self._options._replace(softmax_scale=scale, return_lse=return_lse)
         call = AttentionCall(tensors, masks, options)
         if return_max or not _is_forward_alone(tensors, aux_tensors):

@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_mask_cute.flex.attention import flex_attention
+    from flash_mask_cute.flex.block_mask import keep_block_mask
     from flash_mask_cute.flex.patch import patch_flex_attention
     from flash_mask_cute.lowering.lower import LoweredMod, lower_mod, mod_source
 
-__all__ = ["LoweredMod", "flex_attention", "lower_mod", "mod_source", "patch_flex_attention"]
+__all__ = [
+    "LoweredMod",
+    "flex_attention",
+    "keep_block_mask",
+    "lower_mod",
+    "mod_source",
+    "patch_flex_attention",
+]
 
 _HOME = {
     "flex_attention": "flash_mask_cute.flex.attention",
+    "keep_block_mask": "flash_mask_cute.flex.block_mask",
     "LoweredMod": "flash_mask_cute.lowering.lower",
     "lower_mod": "flash_mask_cute.lowering.lower",
     "mod_source": "flash_mask_cute.lowering.lower",

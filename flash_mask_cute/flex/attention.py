@@ -17,6 +17,7 @@ from flash_mask_cute.flex.block_mask import (
     SeenLists,
     as_block_mask,
     intervals_of,
+    is_kept,
     lists_in_graph,
     lists_of,
     says_no_more,
@@ -102,6 +103,10 @@ def flex_attention(
     captured by a score_mod have gradients. block_mask may also be what `create_block_mask` of this
     package returned. kernel_options are hints for torch's kernels, and are ignored.
 
+    Each call reads the lists of block_mask and the tensors that the mods captured as they are when
+    it runs, on their device. `keep_block_mask(block_mask)` says that they do not change, which is
+    faster for most masks.
+
     Returns:
         out (B, Hq, L, Ev), with its strides in the order of the query's strides. With return_lse,
         (out, lse): lse is fp32 (B, Hq, L), natural log, -inf for queries that see nothing. With
@@ -126,7 +131,7 @@ def flex_attention(
         _check_results(return_lse, return_aux)
         _check_options(kernel_options)
         return _in_graph(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
-    told, place = None, None
+    told = place = lists = None
     try:
         place = (
             id(score_mod), id(block_mask), None if block_mask is None else id(block_mask.mask_mod),
@@ -144,7 +149,9 @@ def flex_attention(
         _check_options(kernel_options)
     if told is None:
         _check(query, key, value, block_mask, enable_gqa)
-        told, aux_tensors = _told(query, key, score_mod, block_mask, place)
+        told, aux_tensors, lists = _told(query, key, score_mod, block_mask, place)
+    elif block_mask is not None and not told.is_kept:
+        lists = lists_of(block_mask)
     if scale is not None and type(scale) is not float:
         scale = number_of("scale", scale)
     wants_lse, wants_max = return_lse, False
@@ -154,7 +161,9 @@ def flex_attention(
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
     tensors = Tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     try:
-        out, lse, max_scores = told.ready.results(tensors, aux_tensors, scale, wants_lse, wants_max)
+        out, lse, max_scores = told.ready.results(
+            tensors, aux_tensors, scale, wants_lse, wants_max, lists
+        )
     except IndexError as error:
         mods = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
         raise named_as_captured(error, told.origins, mods) from error
@@ -167,10 +176,11 @@ def flex_attention(
 class _Told:
     """What attention is told for two mods, a block mask and lengths.
 
-    expands: keys and values of one batch entry serve all. origins: of the aux tensors.
+    expands: keys and values of one batch entry serve all. origins: of the aux tensors. is_kept: the
+    block mask was kept by its caller, and `ready` says all that it shows.
     """
 
-    __slots__ = ("_lists", "expands", "origins", "ready")
+    __slots__ = ("_lists", "expands", "is_kept", "origins", "ready")
 
     def __init__(
         self, ready: PlannedMasks, expands: bool, origins: tuple[Path, ...], lists: SeenLists | None
@@ -178,6 +188,7 @@ class _Told:
         self.ready = ready
         self.expands = expands
         self.origins = origins
+        self.is_kept = lists is not None and lists.is_kept
         self._lists = lists
 
     def has(self, block_mask: BlockMask | None) -> bool:
@@ -189,9 +200,11 @@ _kept: Kept[_Told] = Kept()
 
 def _told(
     query: Tensor, key: Tensor, score_mod: Any, block_mask: BlockMask | None, place: Any
-) -> tuple[_Told, list[Tensor] | None]:
-    """What attention is told, and the aux tensors. place: where to keep it; None: nowhere."""
+) -> tuple[_Told, list[Tensor] | None, BlockSparseTensorsTorch | None]:
+    """What attention is told, the aux tensors, and the lists. place: where to keep what is told;
+    None: nowhere."""
     score = mask = lists = window = columns = None
+    keeps = block_mask is not None and is_kept(block_mask)
     seen = None if block_mask is None else SeenLists(block_mask)
     lowered: list[tuple[Any, LoweredMod, bool]] = []
     if score_mod is not None:
@@ -204,11 +217,12 @@ def _told(
     if block_mask is not None:
         check_torch_mod(block_mask.mask_mod, "mask_mod")
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
-        lowered.append((block_mask.mask_mod, mask, mask.columns is not None))
+        lowered.append((block_mask.mask_mod, mask, keeps and mask.columns is not None))
         seqlens = query.shape[2], key.shape[2]
-        if mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
+        # what is found of contents is wrong once they change
+        if keeps and mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
             window = mask.band.as_window(*seqlens)
-        if window is None and mask.columns is not None:
+        if keeps and window is None and mask.columns is not None:
             columns = intervals_of(block_mask, mask.columns, seqlens, query.shape[0])
         if window is None and columns is None:
             lists = lists_of(block_mask)
@@ -224,12 +238,12 @@ def _told(
     masks = masks_of(mods.score_mod, mods.mask_mod, aux_tensors, lists, columns)
     origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
     expands = key.shape[0] != query.shape[0]
-    told = _Told(PlannedMasks(masks, causal, (left, right)), expands, origins, seen)
+    told = _Told(PlannedMasks(masks, causal, (left, right), keeps), expands, origins, seen)
     if place is not None:
         known = known_of(told, lowered, aux_tensors)
         if known is not None:
             _kept.keep(place, known, [x for x in (score_mod, block_mask) if x is not None])
-    return told, aux_tensors
+    return told, aux_tensors, lists
 
 
 def _in_graph(

@@ -1,4 +1,10 @@
-"""The lists of a torch `BlockMask`, converted to the form of this package."""
+"""The lists of a torch `BlockMask`, converted to the form of this package.
+
+Contents of tensors may change in ways that nobody counts: in inference mode, through `.data` or
+numpy, by a collective, in a replayed CUDA graph. So lists are converted at each call, on their
+device, and nothing is found of contents, unless the caller says that they do not change
+(`keep_block_mask`).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +21,18 @@ from flash_mask_cute.block_sparsity import (
     FULL,
     BlockSparseTensorsTorch,
     ComputedLists,
+    LogicalBits,
     dense_states,
     from_block_mask,
+    know_block_bits,
 )
 from flash_mask_cute.lowering.intervals import Rows
 from flash_mask_cute.lowering.lower import Columns
 from flash_mask_cute.lowering.simplify import Band
 from flash_mask_cute.lowering.watch import is_capturing
+from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
 class _Intervals(NamedTuple):
@@ -37,7 +47,7 @@ class _Intervals(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was made of a block mask, for one state of its tensors.
+    """What was made of a block mask that its caller keeps, for one state of its tensors.
 
     says_no_more: by band and by the numbers of queries and keys. intervals: at most one entry.
     """
@@ -95,30 +105,53 @@ def _block_mask_of(lists: BlockSparseTensorsTorch) -> BlockMask:
     )
 
 
-class SeenLists:
-    """The tensors and sizes of a block mask, to be compared with those at a later call."""
+class _Promise:
+    """A call of `keep_block_mask`. is_over: there was another one since."""
 
-    __slots__ = ("_block_mask", "_sizes", "_tensors")
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+class SeenLists:
+    """The tensors and sizes of a block mask, to be compared with those at a later call.
+
+    is_kept: its caller keeps it, and changes that torch counts matter.
+    """
+
+    __slots__ = ("_block_mask", "_promise", "_sizes", "_tensors", "is_kept")
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._block_mask = weakref.ref(block_mask)
+        self._promise = _promises.get(block_mask)
+        self.is_kept = self._promise is not None
         self._sizes: Any = (block_mask.BLOCK_SIZE, block_mask.seq_lengths)
         self._tensors = [
-            (weakref.ref(x) if x is not None else type(None), *(_state(x) or (None,) * 3)[1:])
+            (None, None, None) if x is None else (weakref.ref(x), *_state(x)[1:])
             for x in _tensors_of(block_mask)
         ]
 
     def are_in(self, block_mask: BlockMask) -> bool:
-        """Whether block_mask is the same object, with the same tensors, not written to since."""
+        """Whether block_mask is the same object, with the same tensors; if it is kept, also not
+        written to since."""
         if self._block_mask() is not block_mask:
+            return False
+        promise = self._promise
+        is_kept = promise is not None
+        # looking it up is slower
+        if block_mask in _promises if promise is None else promise.is_over:
             return False
         found = zip(_tensors_of(block_mask), self._tensors, strict=True)
         for tensor, (ref, version, shape) in found:
-            if tensor is not ref():
+            if tensor is None or ref is None:
+                if tensor is not ref:
+                    return False
+                continue
+            # a reference to what is gone gives None
+            if tensor is not ref() or tensor.shape != shape:
                 return False
-            if tensor is not None and (
-                (version is not None and tensor._version != version) or tensor.shape != shape
-            ):
+            if is_kept and version is not None and tensor._version != version:
                 return False
         sizes: Any = block_mask.BLOCK_SIZE, block_mask.seq_lengths
         return bool(sizes == self._sizes)
@@ -131,15 +164,57 @@ def _tensors_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
 
 
+# Of block masks that their callers keep, and what was made since.
+_promises: weakref.WeakKeyDictionary[BlockMask, _Promise] = weakref.WeakKeyDictionary()
 _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
+
+
+def keep_block_mask(block_mask: BlockMask) -> BlockMask:
+    """Say that a block mask does not change, so that `flex_attention` keeps what it finds of it.
+
+    This is about the contents of its lists and of the tensors that its mask_mod captured. The first
+    call of `flex_attention` then waits for the device once, and finds whether the mask is a window
+    or column intervals (docs/flex.md). All later calls, such as those of other layers, run it in
+    that form. They notice changes that torch counts. torch does not count changes in inference mode
+    of what was made there, through `.data` or numpy, by collectives of torch.distributed, and by a
+    replayed CUDA graph. After such a change call this function again, which drops what was kept; a
+    graph must be captured again.
+
+    Returns:
+        block_mask itself.
+
+    Raises:
+        TypeError: block_mask is no `BlockMask` of torch.
+
+    Example:
+        >>> mask = keep_block_mask(create_block_mask(mask_mod, None, None, 1024, 1024))
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            "block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "
+            f"{type(block_mask).__name__}"
+        )
+    before = _promises.get(block_mask)
+    if before is not None:
+        before.is_over = True
+    _promises[block_mask] = _Promise()
+    _kept.pop(block_mask, None)
+    return block_mask
+
+
+def is_kept(block_mask: BlockMask) -> bool:
+    """Whether the caller said that the contents of a block mask do not change."""
+    return block_mask in _promises
 
 
 def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     """int32 lists with ascending entries up to the count, as kernels walk them.
 
-    torch's lists may have any order. The lists are made once for a block mask and the contents of
-    its tensors, without waiting for a device.
+    torch's lists may have any order. The lists are made anew, on their device without waiting for
+    it, unless the block mask is kept. They share no memory with the block mask.
     """
+    if not is_kept(block_mask):
+        return _ordered_lists(from_block_mask(block_mask))
     return _kept_of(block_mask).lists
 
 
@@ -154,13 +229,14 @@ def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
 
 
 def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) -> bool:
-    """Whether the lists add nothing to a band, so that they may be left out.
+    """Whether the lists of a kept block mask add nothing to a band, so that they may be left out.
 
     The lists then hide nothing that the band shows, and call no block full that the band cuts.
     seqlens: queries and keys.
 
-    The answer is found once for a block mask, the contents of its tensors and a band; finding it
-    waits for the device. It is False during the capture of a CUDA graph if it is not known yet.
+    The answer is found once for a block mask, as long as torch counts no change of its tensors, and
+    a band; finding it waits for the device. It is False during the capture of a CUDA graph if it is
+    not known yet.
     """
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
@@ -174,11 +250,12 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
 def intervals_of(
     block_mask: BlockMask, columns: Columns, seqlens: tuple[int, int], batch: int
 ) -> ColumnMask | None:
-    """The mask as column intervals, if they express what the mod says and the lists add nothing.
+    """A kept block mask as column intervals, if they express what the mod says and the lists add
+    nothing.
 
-    The intervals are found once for a block mask, the contents of its tensors and of the captured
-    tensors; finding them waits for the device. The result is None during the capture of a CUDA
-    graph if it is not known yet.
+    The intervals are found once for a block mask, as long as torch counts no change of its tensors
+    and of the captured ones; finding them waits for the device. The result is None during the
+    capture of a CUDA graph if it is not known yet.
     """
     kept = _kept_of(block_mask)
     captured = tuple(_state(x) for x in columns.captured)
@@ -259,18 +336,48 @@ def _kept_of(block_mask: BlockMask) -> _Kept:
     state = tuple(_state(x) for x in given[:4]), given.block_size, given.seqlens
     kept = _kept.get(block_mask)
     if kept is None or kept.state != state:
-        kept = _Kept(state, _sorted_lists(given), {}, [])
+        kept = _Kept(state, _ordered_lists(given), {}, [])
         if not is_capturing():
             _kept[block_mask] = kept
     return kept
 
 
 def _state(tensor: Tensor | None) -> Any:
-    """A value that changes when the tensor is replaced or written to."""
+    """A value that changes when the tensor is replaced, or when torch counts a change."""
     if tensor is None:
         return None
     version = None if tensor.is_inference() else tensor._version
     return id(tensor), version, tensor.shape
+
+
+def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
+    if not _runs_kernels(lists.mask_block_idx):
+        return _sorted_lists(lists)
+    mask_cnt, mask_idx = _as_int32(lists.mask_block_cnt), _as_int32(lists.mask_block_idx)
+    full_cnt = None if lists.full_block_cnt is None else _as_int32(lists.full_block_cnt)
+    full_idx = None if lists.full_block_idx is None else _as_int32(lists.full_block_idx)
+    shape = mask_idx.shape
+    fits = mask_cnt.shape == shape[:3] and (full_cnt is None) is (full_idx is None)
+    if full_cnt is not None and full_idx is not None:
+        fits &= full_idx.shape == shape and full_cnt.shape == shape[:3]
+    tensors = [x for x in (mask_cnt, mask_idx, full_cnt, full_idx) if x is not None]
+    if not fits or len(shape) != 4 or not are_plain(*tensors):
+        # to be refused by name
+        return lists
+    made = order_lists(mask_cnt, mask_idx, full_cnt, full_idx)
+    ordered = BlockSparseTensorsTorch(*made.lists, lists.block_size, lists.seqlens)
+    block_q, block_k = lists.block_size or (1, 1)
+    know_block_bits(ordered, LogicalBits(*made.bits, block_q, block_k))
+    return ordered
+
+
+def _as_int32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.int32 else tensor.int()
+
+
+def _runs_kernels(tensor: Tensor) -> bool:
+    # a dispatch mode may stand for other tensors
+    return tensor.is_cuda and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _sorted_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
@@ -287,4 +394,5 @@ def _sorted(count: Tensor | None, indices: Tensor | None) -> tuple[Any, Any]:
     column = torch.arange(blocks, device=indices.device)
     is_used = column < count[..., None]
     ordered = torch.where(is_used, indices, blocks).sort(dim=-1).values
-    return count.to(torch.int32), torch.where(is_used, ordered, 0).to(torch.int32)
+    ordered = torch.where(is_used, ordered, 0).to(torch.int32)
+    return count.to(torch.int32, copy=True), ordered

@@ -332,7 +332,7 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
     start = is_real.int() * MAX_INT32
     vectors = (start,) if causal else (start, torch.zeros_like(start))
     indices = torch.stack(vectors, dim=-1)[:, None]
-    return ColumnMask(indices, causal, documents=False, seqlen_q=ANY)
+    return ColumnMask(_counted(indices), causal, documents=False, seqlen_q=ANY)
 
 
 def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
@@ -381,7 +381,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
             "hold two"
         )
     indices = fit_vectors(runs, diagonal, seqlen_q, is_causal)
-    return ColumnMask(indices, is_causal, seqlen_q=seqlen_q, one_sequence=True)
+    return ColumnMask(_counted(indices), is_causal, seqlen_q=seqlen_q, one_sequence=True)
 
 
 def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
@@ -417,7 +417,17 @@ def _runs(hidden: Tensor) -> HiddenRuns:
 
 
 def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> ColumnMask:
-    return ColumnMask(indices, causal, documents, seqlen_q=indices.shape[2], one_sequence=True)
+    rows = indices.shape[2]
+    return ColumnMask(_counted(indices), causal, documents, seqlen_q=rows, one_sequence=True)
+
+
+def _counted(indices: Tensor) -> Tensor:
+    """The same as a tensor whose changes torch counts, so that the mask keeps what is computed of
+    it. torch counts none for what is made in inference mode."""
+    if not indices.is_inference():
+        return indices
+    with torch.inference_mode(False):
+        return indices.clone()
 
 
 # -- arguments ----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ ANY: Literal["any"] = "any"
 _SAVED = "startend_row_indices", "causal", "documents", "seqlen_q", "one_sequence"
 
 Versions: TypeAlias = tuple[int, int]
+"""Of startend_row_indices and cu_seqlens_k, as torch counts their changes."""
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -87,7 +88,9 @@ class ColumnMask:
     Bounds and documents are kept. They are computed on the stream of the first call that needs
     them. Later calls on other streams do not wait for it: order them after it by an event or
     `wait_stream`, and again after each change. A captured CUDA graph reads what was computed before
-    the capture; with `refresh()` inside the capture, each replay computes it anew.
+    the capture; with `refresh()` inside the capture, each replay computes it anew. torch counts no
+    changes of a tensor that was made in inference mode, so each call computes them for such a
+    tensor. The builders make none.
 
     Raises:
         TypeError: an argument has another type or dtype.
@@ -334,9 +337,10 @@ class ColumnMask:
 
         The tensor is kept: the next call with the same tile_n (and the same cu_seqlens_k) returns
         it again, after one comparison on the host. If torch has recorded an in-place change of
-        startend_row_indices or cu_seqlens_k since, the values are computed again first. Changes
-        that torch does not record (through `.data`, in a replayed graph, in inference mode) need
-        `refresh()`.
+        startend_row_indices or cu_seqlens_k since, the values are computed again first. They are
+        always computed again if one of the two was made in inference mode, because torch records
+        none of its changes. Other changes that torch does not record (through `.data` or numpy, by
+        a collective of torch.distributed, in a replayed graph) need `refresh()`.
 
         Everything runs on the current stream without waiting, in one launch. A call captured into a
         CUDA graph captures the launch only if the bounds are not there yet.
@@ -352,7 +356,7 @@ class ColumnMask:
         if kept is None or not kept.is_for(cu_seqlens_k):
             kept = self._bounds[key] = self._allocate(tile_n, cu_seqlens_k)
         versions = self._versions(cu_seqlens_k)
-        if kept.versions != versions:
+        if versions is None or kept.versions != versions:
             self._compute(kept, cu_seqlens_k, versions)
         return kept.values
 
@@ -373,7 +377,8 @@ class ColumnMask:
         kept = self._documents.get(batch)
         if kept is None:
             kept = self._documents[batch] = self._allocate_documents(batch)
-        if kept.version != _version(self.startend_row_indices):
+        version = _version(self.startend_row_indices)
+        if version is None or kept.version != version:
             self._find_documents(kept)
         return kept.documents
 
@@ -425,9 +430,11 @@ class ColumnMask:
             kept.version = _version(self.startend_row_indices)
             kept.bounds.versions = mask._versions(cu_seqlens)
 
-    def _versions(self, cu_seqlens_k: Tensor | None) -> Versions:
-        indices = self.startend_row_indices
-        return _version(indices), 0 if cu_seqlens_k is None else _version(cu_seqlens_k)
+    def _versions(self, cu_seqlens_k: Tensor | None) -> Versions | None:
+        """None if torch does not count the changes of one of them."""
+        of_indices = _version(self.startend_row_indices)
+        of_lengths = 0 if cu_seqlens_k is None else _version(cu_seqlens_k)
+        return None if of_indices is None or of_lengths is None else (of_indices, of_lengths)
 
     @_outside_inference_mode
     def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
@@ -467,7 +474,9 @@ class ColumnMask:
             )
 
     @_outside_inference_mode
-    def _compute(self, kept: _Bounds, cu_seqlens_k: Tensor | None, versions: Versions) -> None:
+    def _compute(
+        self, kept: _Bounds, cu_seqlens_k: Tensor | None, versions: Versions | None
+    ) -> None:
         is_used = cu_seqlens_k is None or len(cu_seqlens_k) > 1
         if is_used and kept.values.numel() and self.startend_row_indices.numel():
             if self.device.type == "cuda":
@@ -581,5 +590,6 @@ class _Bounds:
 torch.serialization.add_safe_globals([ColumnMask])
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> int | None:
+    """The number of changes that torch counted; None if it counts none, in inference mode."""
+    return None if tensor.is_inference() else tensor._version

@@ -103,7 +103,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # torch's FlexAttention call
     "flex": (
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
-        *("mods", "runtime"),
+        *("mask_prep.block_lists", "mods", "runtime"),
     ),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),

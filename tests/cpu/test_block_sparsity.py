@@ -22,6 +22,7 @@ from flash_mask_cute.block_sparsity import (
     PARTIAL,
     BlockSparseTensorsTorch,
     RetiledLists,
+    block_bits,
     check_block_lists,
     dense_states,
     from_block_mask,
@@ -479,6 +480,24 @@ def test_nothing_is_kept_of_lists_that_are_gone() -> None:
         del lists, made, expected
         gc.collect()
     assert len(block_sparsity._retiled) == before
+
+
+def test_a_capture_uses_nothing_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each replay would read lists as they were before the capture."""
+    lists = fresh()
+    sizes = 192, 80, 384, 640
+    first, first_bits = retile_lists(lists, *sizes), block_bits(lists)
+    monkeypatch.setattr(block_sparsity, "_is_capturing", lambda tensor: True)
+    captured = [retile_lists(lists, *sizes) for _ in range(2)]
+    assert all(made is not first for made in captured) and captured[0] is not captured[1]
+    assert block_bits(lists) is not first_bits
+    # what a capture itself made of tensors of its own
+    block_sparsity.know_block_bits(lists, first_bits)
+    assert block_bits(lists) is first_bits
+    monkeypatch.undo()
+    again = block_bits(lists)
+    assert again is not first_bits and block_bits(lists) is again
+    assert retile_lists(lists, *sizes) is first
 
 
 def test_inference_mode() -> None:

@@ -11,7 +11,7 @@ import waves
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask
 
-from flash_mask_cute import flash_attn_func, flex_attention
+from flash_mask_cute import ColumnMask, flash_attn_func, flex_attention, keep_block_mask
 
 # Allocations are not poisoned: Dynamo looks up torch's functions once in a process, and would find
 # those that poison.
@@ -86,11 +86,12 @@ def test_both_directions(name: str, compiled: bool) -> None:
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_captured_graph(name: str, is_known: bool) -> None:
-    """Captured before and after it is known what the mask becomes; replayed on other values."""
+    """Of a kept mask, captured before and after it is known what it becomes; replayed on other
+    values."""
     mod = MODS[name]()
     q, k, v = (x.detach() for x in tensors())
     # compiles; of another object where the mask is not to be known
-    known = mask_of(mod)
+    known = keep_block_mask(mask_of(mod))
     flex_attention(q, k, v, block_mask=known)
     mask = known if is_known else mask_of(mod)
     with torch.no_grad():
@@ -106,6 +107,128 @@ def test_a_captured_graph(name: str, is_known: bool) -> None:
     graph.replay()
     wanted = expected(q, k, v, mod)
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def in_one_block(size: int, mod: Mod) -> BlockMask:
+    """All blocks are partial, so that the mod decides alone."""
+    blocks = -(-N // size)
+    count = torch.full((1, 1, blocks), blocks, device="cuda", dtype=torch.int32)
+    index = torch.arange(blocks, device="cuda", dtype=torch.int32).repeat(1, 1, blocks, 1)
+    return BlockMask.from_kv_blocks(count, index, None, None, size, mod, (N, N))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("size", [128, 64])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_a_replay_sees_other_contents(heads: int, size: int, inference: bool) -> None:
+    """Of ids, a number and lists, all written to after a warm-up and a capture. With two heads no
+    bits are stored for all heads; blocks of 64 are converted to tiles."""
+    with torch.inference_mode(inference):
+        ids = torch.arange(N, device="cuda") // 150
+        most = torch.tensor(N, device="cuda")
+
+        def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (ids[q] == ids[k]) & (k < most)
+
+        q, k, v = (x.detach()[:, :heads].clone() for x in tensors())
+        mask = in_one_block(size, mod)
+        for _ in range(2):
+            out = flex_attention(q, k, v, block_mask=mask)
+        torch.testing.assert_close(out.double(), expected(q, k, v, mod), rtol=2e-2, atol=2e-2)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flex_attention(q, k, v, block_mask=mask)
+        for length, keys in ((90, N), (90, 600), (1 << 20, 333)):
+            ids.copy_(torch.arange(N, device="cuda") // length)
+            most.fill_(keys)
+            # a permutation of the blocks, of which the last one is cut off where nothing is seen
+            order = torch.randperm(mask.kv_indices.shape[-1], device="cuda").int()
+            mask.kv_indices.copy_(order.expand_as(mask.kv_indices))
+            for _ in range(2):
+                graph.replay()
+                wanted = expected(q, k, v, lambda *at: mod(*at)).nan_to_num()
+                torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+                eager = flex_attention(q, k, v, block_mask=mask)
+                torch.testing.assert_close(eager.double(), wanted, rtol=2e-2, atol=2e-2)
+        # no block of any row
+        mask.kv_num_blocks.zero_()
+        graph.replay()
+        assert (out == 0).all()
+        assert (flex_attention(q, k, v, block_mask=mask) == 0).all()
+
+
+def rewritten(way: str, tensor: Tensor, new: Tensor) -> None:
+    """By ways that torch does not count."""
+    if way == "data":
+        tensor.data = new.clone()
+    elif way == "through data":
+        tensor.data.copy_(new)
+    else:
+        with torch.inference_mode():
+            tensor.copy_(new)
+
+
+@pytest.mark.parametrize("way", ["data", "through data", "inference"])
+def test_contents_that_change_unseen(way: str) -> None:
+    with torch.inference_mode(way == "inference"):
+        ids = torch.arange(N, device="cuda") // 150
+        mod: Mod = lambda b, h, q, k: ids[q] == ids[k]  # noqa: E731
+        mask = in_one_block(128, mod)
+        q, k, v = (x.detach() for x in tensors())
+        for length in (150, 90, 333):
+            rewritten(way, ids, torch.arange(N, device="cuda") // length)
+            out = flex_attention(q, k, v, block_mask=mask)
+            wanted = expected(q, k, v, mod)
+            torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_column_mask_of_inference_mode(captures: bool) -> None:
+    with torch.inference_mode():
+        rows = torch.full((1, 1, N, 1), N, dtype=torch.int32, device="cuda")
+        mask = ColumnMask(rows, True)
+        q, k, v = (x.detach() for x in tensors())
+        flat = [x.transpose(1, 2) for x in (q, k, v)]
+        call: Callable[[], Tensor] = lambda: flash_attn_func(*flat, startend_row_indices=mask)  # noqa: E731
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if captures:
+            with torch.cuda.graph(graph):
+                out = call()
+        for length in (150, 90):
+            at = torch.arange(N, device="cuda")
+            rows.copy_(((at // length + 1) * length).view_as(rows))
+            if captures:
+                graph.replay()
+            else:
+                out = call()
+            ids = at // length
+            wanted = expected(q, k, v, lambda b, h, q, k, ids=ids: (q >= k) & (ids[q] == ids[k]))
+            found = out.transpose(1, 2).double()
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("has_full", [False, True])
+def test_lists_are_ordered_on_the_device(has_full: bool) -> None:
+    from flash_mask_cute.block_sparsity import _make_bits, block_bits
+    from flash_mask_cute.flex.block_mask import _sorted_lists, lists_of
+
+    g = torch.Generator().manual_seed(0)
+    states = torch.randint(0, 3 if has_full else 2, (2, 3, 7, 77), generator=g)
+    lists: list[Any] = []
+    for state in (1, 2):
+        is_listed = states == state
+        index = (torch.rand(states.shape, generator=g) + 2 * ~is_listed).argsort(-1)
+        lists += [is_listed.sum(-1).cuda(), index.cuda()] if state == 1 or has_full else [None] * 2
+    mask = BlockMask.from_kv_blocks(*lists, 16, causal, (112, 77 * 16), compute_q_blocks=False)
+    made = lists_of(mask)
+    wanted = _sorted_lists(made._replace(**dict(zip(made._fields[:4], lists, strict=True))))
+    for got, right in zip(made[:4], wanted[:4], strict=True):
+        assert got is right is None or torch.equal(got, right)
+    for got, right in zip(block_bits(made)[:2], _make_bits(wanted)[:2], strict=True):
+        assert torch.equal(got, right)
 
 
 def test_compiled_with_graphs() -> None:

@@ -1,4 +1,4 @@
-"""Masks that are column intervals run without a callable, and see what torch's mask sees."""
+"""Kept masks that are column intervals run without a callable, and see what torch's mask sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch_values import dense_attention
 
-from flash_mask_cute import explain
+from flash_mask_cute import explain, keep_block_mask
 from flash_mask_cute.autograd.attend import PlannedMasks
 from flash_mask_cute.call.arguments import NO_MASKS, Masks
 from flash_mask_cute.flex import flex_attention, lower_mod
@@ -83,7 +83,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Masks]:
 
 
 def made(mod: Mod, lq: int = N, lk: int = N) -> BlockMask:
-    return create_block_mask(mod, 2, None, lq, lk, device="cpu", BLOCK_SIZE=32)
+    mask = create_block_mask(mod, 2, None, lq, lk, device="cpu", BLOCK_SIZE=32)
+    return keep_block_mask(mask)
 
 
 def check(mask: BlockMask, visible: Tensor, *seqlens: int) -> None:
@@ -166,7 +167,7 @@ def test_lists_that_hide_more_are_applied(calls: list[Any]) -> None:
 def test_an_index_outside_of_a_table() -> None:
     short = torch.arange(100)
     mod = lambda b, h, q, k: short[q] == short[k]  # noqa: E731
-    mask = BlockMask.from_kv_blocks(*_lists(), 32, mod, (N, N))
+    mask = keep_block_mask(BlockMask.from_kv_blocks(*_lists(), 32, mod, (N, N)))
     q = torch.randn(2, 2, N, 8)
     with pytest.raises(IndexError, match="short"):
         flex_attention(q, q, q, block_mask=mask)
@@ -186,4 +187,7 @@ def test_explain_says_the_form() -> None:
         (LEFT["remainder"], "a mask_mod"),
     ):
         assert lower_mod(mod, "mask_mod").form == said
-        assert f"flex_attention would run it as {said}" in explain(q, q, q, mask_mod=mod).note
+        note = explain(q, q, q, mask_mod=mod).note
+        if said != "a mask_mod":
+            said += " if its block mask is kept (keep_block_mask)"
+        assert note.endswith(f"flex_attention would run it as {said}")

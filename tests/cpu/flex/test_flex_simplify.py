@@ -20,7 +20,7 @@ from torch_values import dense_attention
 
 from flash_mask_cute.autograd.attend import PlannedMasks
 from flash_mask_cute.call.arguments import NO_MASKS
-from flash_mask_cute.flex import flex_attention, lower_mod
+from flash_mask_cute.flex import flex_attention, keep_block_mask, lower_mod
 from flash_mask_cute.lowering.simplify import Band
 
 Mod = Callable[..., Tensor]
@@ -118,6 +118,8 @@ def test_bands_of_unequal_lengths(name: str, lq: int, lk: int, calls: list[dict[
     mod, band = BANDS[name]
     mask = create_block_mask(mod, None, None, lq, lk, device="cpu", BLOCK_SIZE=32)
     check(mask, mod, lq, lk)
+    assert calls[-1]["mask_mod"] is not None
+    check(keep_block_mask(mask), mod, lq, lk)
     if band.as_window(lq, lk) is not None:
         assert calls[-1]["mask_mod"] is None and calls[-1]["block_sparse_tensors_torch"] is None
 
@@ -133,7 +135,7 @@ def test_causal_is_our_causal_where_lengths_agree_only() -> None:
 
 def test_lists_that_hide_more_are_applied(calls: list[dict[str, Any]]) -> None:
     mask = create_block_mask(causal, None, None, 150, 150, device="cpu", BLOCK_SIZE=32)
-    check(mask, causal, 150, 150)
+    check(keep_block_mask(mask), causal, 150, 150)
     assert calls[-1]["block_sparse_tensors_torch"] is None
     assert mask.full_kv_num_blocks is not None
     mask.full_kv_num_blocks[0, 0, 3] -= 1
@@ -151,4 +153,5 @@ def test_blocks_that_are_called_full_are_not_cut(calls: list[dict[str, Any]]) ->
         torch.zeros_like(everything), blocks, everything, blocks, 32, causal, lists.seq_lengths
     )
     check(mask, noop_mask, 150, 150)
+    check(keep_block_mask(mask), noop_mask, 150, 150)
     assert calls[-1]["block_sparse_tensors_torch"] is not None

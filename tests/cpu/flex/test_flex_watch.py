@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch_values import dense_attention
 
-from flash_mask_cute import flash_attn_func
+from flash_mask_cute import flash_attn_func, keep_block_mask
 from flash_mask_cute.flex import attention, flex_attention
 from flash_mask_cute.lowering import lower, watch
 from flash_mask_cute.lowering import pair as together
@@ -268,17 +268,17 @@ def check(score_mod: Any, mask: BlockMask | None, n: int = N) -> None:
 
 
 @pytest.fixture
-def nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes whatever a warm call has no need of fail."""
+def nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes whatever a warm call has no need of fail. keeps: its block mask is kept."""
 
-    def forbid() -> None:
+    def forbid(keeps: bool = True) -> None:
         def called(*given: Any, **more: Any) -> Any:
             raise AssertionError("a warm call looked again")
 
+        names = ["intervals_of", "says_no_more", "put_together"] + ["lists_of"] * keeps
         for module, name in (
             (attention, "lower_mod"), (lower, "lower_mod"), (lower, "find_captures"),
-            (attention, "lists_of"), (attention, "intervals_of"), (attention, "says_no_more"),
-            (together, "put_together"), (attention, "put_together"),
+            (together, "put_together"), *((attention, name) for name in names),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, called)
 
@@ -306,18 +306,21 @@ WARM: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("has_graph", [False, True])
 @pytest.mark.parametrize("name", WARM)
 def test_a_warm_call_looks_nothing_up(
-    name: str, has_graph: bool, nothing_is_lowered: Callable[[], None]
+    name: str, has_graph: bool, keeps: bool, nothing_is_lowered: Callable[..., None]
 ) -> None:
     score_mod, mask_mod = WARM[name]
     mask = None if mask_mod is None else mask_of(mask_mod)
+    if mask is not None and keeps:
+        keep_block_mask(mask)
     q, k, v = (x.requires_grad_(has_graph) for x in qkv())
     flat = [x.transpose(1, 2) for x in (q, k, v)]
     first = flex_attention(q, k, v, score_mod, mask)
     direct = flash_attn_func(*flat, score_mod=score_mod, mask_mod=mask_mod)
-    nothing_is_lowered()
+    nothing_is_lowered(keeps)
     again = flex_attention(q, k, v, score_mod, mask)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
     again = flash_attn_func(*flat, score_mod=score_mod, mask_mod=mask_mod)
@@ -341,7 +344,8 @@ def test_results_follow_a_change(name: str) -> None:
     check(mod, None)
 
 
-def test_other_contents_of_a_mask_are_followed() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_other_contents_of_a_mask_are_followed(keeps: bool) -> None:
     """Whether they are intervals or not."""
     ids = torch.arange(N) // 13
     mod = documents(ids)
@@ -349,6 +353,8 @@ def test_other_contents_of_a_mask_are_followed() -> None:
     counts = torch.full((1, 1, 3), 3, dtype=torch.int32)
     indices = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3).contiguous()
     mask = BlockMask.from_kv_blocks(counts, indices, None, None, 16, mod, (N, N))
+    if keeps:
+        keep_block_mask(mask)
     for contents in (torch.arange(N) // 7, torch.arange(N) % 3, torch.zeros(N, dtype=ids.dtype)):
         check(None, mask)
         ids.copy_(contents)
@@ -368,11 +374,14 @@ EDITS: dict[str, Callable[[BlockMask], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("mod", [causal, odd(3), documents(IDS)], ids=["band", "mod", "columns"])
-def test_an_edited_block_mask_is_seen(name: str, mod: Callable[..., Tensor]) -> None:
+def test_an_edited_block_mask_is_seen(name: str, mod: Callable[..., Tensor], keeps: bool) -> None:
     q, k, v = qkv()
     mask = mask_of(mod)
+    if keeps:
+        keep_block_mask(mask)
     for _ in range(2):
         flex_attention(q, k, v, None, mask)
     EDITS[name](mask)

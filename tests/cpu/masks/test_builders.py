@@ -427,6 +427,21 @@ def test_every_mask_tells_its_queries() -> None:
     assert builders.from_dense(torch.ones(2, 5, 9, dtype=torch.bool)).seqlen_q == 5
 
 
+@torch.inference_mode()
+def test_changes_of_a_mask_made_in_inference_mode_are_counted() -> None:
+    """So that what is computed of it is kept, and computed again after a change."""
+    rng = random.Random(0)
+    masks = {name: draw(rng, 13).mask for name, draw in DRAW.items()}
+    masks["random_eviction"] = builders.random_eviction(9, 3)
+    masks["from_dense"] = builders.from_dense(torch.ones(2, 5, 9, dtype=torch.bool))
+    for name, mask in masks.items():
+        kept = mask.bounds(4)
+        version = kept._version
+        assert mask.bounds(4) is kept and kept._version == version, name
+        mask.startend_row_indices.fill_(77)
+        assert (mask.bounds(4) == 77).all(), name
+
+
 def test_seqlen_is_what_lists_add_up_to() -> None:
     assert builders.document([[3, 4], [2]]).startend_row_indices.shape == (2, 1, 7, 2)
     assert builders.from_cu_seqlens([0, 3, 5]).startend_row_indices.shape == (1, 1, 5, 1)

@@ -299,8 +299,37 @@ def test_inference_mode() -> None:
     assert (kept == 77).all()
     with torch.inference_mode():
         unversioned.startend_row_indices.fill_(5)
-    unversioned.refresh()
     assert (unversioned.bounds(4) == 5).all()
+    unversioned.startend_row_indices.numpy()[...] = 6
+    assert (unversioned.bounds(4) == 6).all()
+
+
+@pytest.mark.parametrize("what", ["mask", "lengths"])
+def test_bounds_of_packed_sequences_in_inference_mode(what: str) -> None:
+    """Whichever of the two was made there."""
+    with torch.inference_mode(what == "lengths"):
+        cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
+    with torch.inference_mode(what == "mask"):
+        mask = ColumnMask(draw_indices(0, 1, 1, 7, 2), True)
+    mask.bounds(4, cu_seqlens)
+    with torch.inference_mode():
+        cu_seqlens.copy_(torch.tensor([0, 5, 7]))
+        mask.startend_row_indices.fill_(8)
+        mask.startend_row_indices[:, :, 4:] = 9
+        bounds = mask.bounds(4, cu_seqlens)
+    for block, keys in enumerate((slice(0, 4), slice(4, 5), slice(5, 7))):
+        assert_bounds(bounds[..., block], mask.startend_row_indices[:, :, keys])
+
+
+def test_documents_in_inference_mode() -> None:
+    with torch.inference_mode():
+        ends = torch.full((1, 1, 1100, 1), 1100, dtype=torch.int32)
+        mask = ColumnMask(ends, True, documents=True)
+        assert mask.split(1).cu_seqlens.unique().tolist() == [0, 1100]
+        ends[:, :, :600] = 600
+        assert mask.split(1).cu_seqlens.unique().tolist() == [0, 600, 1100]
+    ends.numpy()[:, :, :600] = 1100
+    assert mask.split(1).cu_seqlens.unique().tolist() == [0, 1100]
 
 
 @pytest.mark.parametrize("total", [0, 9])
