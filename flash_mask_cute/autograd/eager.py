@@ -14,6 +14,7 @@ from flash_mask_cute.autograd.passes import (
     new_lse_low,
     new_max_scores,
     refuse_second_derivative,
+    restore,
     run_backward,
     run_forward,
     save,
@@ -55,7 +56,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # only create_graph=True runs this with gradients enabled
         run = _AttentionBackward.apply if torch.is_grad_enabled() else _run_backward_of_any
-        gradients, daux = gradients_of(ctx, grads, run, ctx.wants_aux)
+        gradients, daux = gradients_of(ctx, grads, restore, run, ctx.wants_aux)
         return *gradients, None, None, None, *map(daux.get, ctx.wants_aux)
 
     @staticmethod

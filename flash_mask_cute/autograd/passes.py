@@ -228,6 +228,7 @@ def _mask_tensors(call: Call) -> list[Tensor]:
 def gradients_of(
     ctx: Any,
     grads: tuple[Tensor | None, ...],
+    restored: Callable[[Any], tuple[Any, ...]],
     run: Callable[..., Any],
     wants_aux: Sequence[int],
 ) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
@@ -235,12 +236,13 @@ def gradients_of(
 
     They are dq, dk, dv and dsink (None unless requested), and those of wanted aux tensors by index.
 
-    run: `run_backward`, or a wrapper of it.
+    restored: `restore`, or what gives the call in another form. run: `run_backward`, or what takes
+    that form.
     """
     dout, dlse, *_ = grads
     if dout is None and dlse is None:
         return [None] * 4, {}
-    q, k, v, sink, out, lse, lse_low, call = restore(ctx)
+    q, k, v, sink, out, lse, lse_low, call = restored(ctx)
     if not ctx.needs_input_grad[3]:
         # lse tells the backward of the sink
         sink = None

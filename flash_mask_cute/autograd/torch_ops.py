@@ -24,7 +24,6 @@ from flash_mask_cute.autograd.passes import (
     refuse_second_derivative,
     run_backward,
     run_forward,
-    save,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.call.arguments import QStart
@@ -476,28 +475,58 @@ IMPLEMENTATIONS = frozenset(
 
 
 def run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, sink, *others, call = arguments
+    """As `run_backward`, by the operator."""
+    *others, call = arguments
+    return _run_backward_operator(*others, to_operator(call))
+
+
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the operator's arguments as they are. In a trace their numbers may be symbols, which no
+    `Call`, and no mask, is made of."""
+    q, k, v, sink, *arguments = inputs
+    out, lse, lse_low, _ = output
+    given = OperatorCall._make(arguments)
+    if given.score_mod is None:
+        lse_low = None
+    # inference tensors cannot be saved, and nothing tells when they change
+    ctx.places = [
+        i for i, x in enumerate(given) if isinstance(x, Tensor) and not x.is_inference()
+    ]
+    tensors = [given[i] for i in ctx.places]
+    ctx.save_for_backward(q, k, v, sink, out, lse, lse_low, *given.aux_tensors, *tensors)
+    others: list[Any] = [None if i in ctx.places else x for i, x in enumerate(given)]
+    ctx.given = OperatorCall._make(others)._replace(aux_tensors=[])
+    ctx.num_aux = len(given.aux_tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _restored(ctx: Any) -> tuple[Any, ...]:
+    """q, k, v, sink, out, lse, lse_low and the other arguments of the operator."""
+    q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
+    arguments: list[Any] = list(ctx.given)
+    arguments[_AUX_POSITION] = more[: ctx.num_aux]
+    for i, x in zip(ctx.places, more[ctx.num_aux :], strict=True):
+        arguments[i] = x
+    return q, k, v, sink, out, lse, lse_low, OperatorCall._make(arguments)
+
+
+def _run_backward_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sink, *others, given = arguments
     dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
-        q, k, v, sink, *others, *to_operator(call)
+        q, k, v, sink, *others, *given
     )
     return dq, dk, dv, None if sink is None else dsink, *daux
 
 
-def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sink, *arguments = inputs
-    out, lse, lse_low, _ = output
-    call = _from_operator(OperatorCall._make(arguments))
-    save(ctx, q, k, v, sink, out, lse, None if call.score_mod is None else lse_low, call)
-    ctx.num_arguments = len(arguments)
-
-
 def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    others: list[Any] = [None] * ctx.num_arguments
+    others: list[Any] = [None] * len(OperatorCall._fields)
     _, _, _, _, *wanted_inputs = ctx.needs_input_grad
     wanted = wanted_inputs[_AUX_POSITION]
     wants_aux = [i for i, is_wanted in enumerate(wanted) if is_wanted]
     dout, dlse, *_ = grads
-    gradients, daux = gradients_of(ctx, (dout, dlse), run_backward_operator, wants_aux)
+    gradients, daux = gradients_of(
+        ctx, (dout, dlse), _restored, _run_backward_operator, wants_aux
+    )
     others[_AUX_POSITION] = [daux.get(i) for i in range(len(wanted))]
     return *gradients, *others
 

@@ -9,12 +9,15 @@ same code, as a training loop makes one each step, compiles nothing new.
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from flash_mask_cute.autograd.mod_names import optional_name
 from flash_mask_cute.flex.captures import CapturedTensor, Captures, Path, described
@@ -34,6 +37,8 @@ from flash_mask_cute.runtime.constant_result import (
 _Steps = tuple[tuple[str, Any], ...]
 # in place of the name of a CuTe mod
 OF_CUTE = "cute"
+# of what is computed of captured numbers alone
+_MODULES: dict[str, Any] = {"operator": operator, "math": math, "torch": torch}
 # whether Dynamo says that what the traced region defines lacks attributes
 _LACKS_GLOBALS = VERSION >= "2.12"
 _MADE_INSIDE = (
@@ -75,12 +80,15 @@ def mods_in_graph(
         if _reached(mods[which], steps) != value:
             raise RuntimeError("what a mod captured has changed while it was traced")
     aux = [] if aux_tensors is None else list(aux_tensors)
-    for which, steps, value, dtype, is_detached in sources:
-        if which is None:
-            aux.append(torch.tensor(value, dtype=getattr(torch, dtype), device=device))
+    for which, kind, told, dtype in sources:
+        if kind == "constant":
+            aux.append(torch.tensor(told, dtype=getattr(torch, dtype), device=device))
+        elif kind == "number":
+            number = _evaluated(mods[which], told)
+            aux.append(torch.full((1,), number, dtype=getattr(torch, dtype), device=device))
         else:
-            tensor = _reached(mods[which], steps)
-            tensor = tensor.detach() if is_detached else tensor
+            tensor = _reached(mods[which], told)
+            tensor = tensor.detach() if kind == "detached" else tensor
             aux.append(tensor if tensor.dim() else tensor.to(device).view(1))
     return CuteMods(
         score_name,
@@ -129,6 +137,17 @@ def _reached(value: Any, steps: _Steps) -> Any:
     return value
 
 
+def _evaluated(mod: Any, expression: tuple[Any, ...]) -> Any:
+    """An expression of `_expression`, computed of what the mod captures now."""
+    kind, given, *arguments = expression
+    if kind == "value":
+        return given
+    if kind == "captured":
+        return _reached(mod, given)
+    # Dynamo takes names of functions as constants, but not functions
+    return getattr(_MODULES[kind], given)(*[_evaluated(mod, x) for x in arguments])
+
+
 @assume_constant_result
 def _told_of_mods(
     score_function: Any,
@@ -175,7 +194,11 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
         for source in program.sources:
             sources.append(_told_of_source(source, program, captures, mod, which))
         functions += [(which, _steps(mod, path)) for path in captures.functions]
-        numbers += [(which, _steps(mod, x.path), x.number) for x in captures.numbers]
+        numbers += [
+            (which, _steps(mod, x.path), x.number)
+            for i, x in enumerate(captures.numbers)
+            if i not in program.varying
+        ]
         numbers += [
             (which, _steps(mod, path), value)
             for path, value in captures.constants
@@ -198,20 +221,41 @@ def _told_of_source(
     mod: Callable[..., Any],
     which: int,
 ) -> tuple[Any, ...]:
-    """(number of the mod, steps, None, None, is detached), or (None, (), value, dtype, False)."""
+    """(number of the mod, kind, what is told of it, name of its dtype). Told are the steps to a
+    "captured" or "detached" tensor, the values of a "constant", or the expression of a "number"."""
     if source.captured is not None:
         found: CapturedTensor = captures.tensors[source.captured]
-        is_detached = source.detached or which == 1
-        return which, _steps(mod, found.path), None, None, is_detached
+        kind = "detached" if source.detached or which == 1 else "captured"
+        return which, kind, _steps(mod, found.path), ""
     if source.constant is not None:
         tensor = source.constant
         value = tensor.tolist() if tensor.dim() else [tensor.item()]
-        return None, (), _as_tuple(value), _dtype_name(tensor.dtype), False
+        return which, "constant", _as_tuple(value), _dtype_name(tensor.dtype)
     if source.number is not None:
-        return None, (), (program.number_of(source, captures),), _dtype_name(source.number), False
+        assert source.computed is not None
+        given = program.module.graph.find_nodes(op="placeholder")[-len(program.varying) :]
+        paths = (captures.numbers[i].path for i in program.varying)
+        steps = dict(zip(given, (_steps(mod, path) for path in paths), strict=True))
+        return which, "number", _expression(source.computed, steps), _dtype_name(source.number)
     raise NotImplementedError(
         f"{name_of(mod)} computes {source.computed} of what it captured alone, which is not "
         "compiled: compute it before, outside of torch.compile, and capture the result"
+    )
+
+
+def _expression(node: Any, steps: Mapping[Node, _Steps]) -> tuple[Any, ...]:
+    """What a node computes of captured numbers: ("captured", steps), ("value", number), or (name of
+    a module, name of its function, expressions ...)."""
+    if not isinstance(node, Node):
+        return "value", node
+    if node in steps:
+        return "captured", steps[node]
+    function: Any = node.target
+    for name, module in _MODULES.items():
+        if getattr(module, getattr(function, "__name__", ""), None) is function:
+            return name, function.__name__, *(_expression(x, steps) for x in node.args)
+    raise NotImplementedError(
+        f"a mod computes {function} of captured numbers, which is not compiled: capture the result"
     )
 
 
