@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute.autograd.arguments import Call
+from flash_mask_cute.autograd.arguments import Call, splits_recorded
 from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import (
@@ -524,7 +524,8 @@ def attend(
     """Differentiable attention. return_max: also return the largest score of each row."""
     check_bool("return_lse", return_lse)
     check_bool("return_max_logit", return_max)
-    if not (call.score_mod is call.mask_mod is None):
+    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    if call.score_mod is not None or call.mask_mod is not None:
         call = _with_cute_mods(call, q)
     check_gradient_settings(call.deterministic, call.score_mod_bwd, call.score_mod)
     if torch._C._is_any_autocast_enabled():
@@ -627,7 +628,7 @@ def _attend_by_operators(
     )  # fmt: skip
     if wants_aux or _needs_graph(q, k, v, sink):
         _refuse_pages(call)
-        call = call._replace(num_splits=call.num_splits_recorded)
+        call = call._replace(num_splits=splits_recorded(call.num_splits))
     # a limit on lengths would be a guard of the trace, so none decides about undeclared documents
     mask = call.startend_row_indices
     is_declared = isinstance(mask, ColumnMask) and mask.documents is True

@@ -72,12 +72,6 @@ class Call(NamedTuple):
         return NO_CONFIGS if self.config is None else Configs.create(self.config)
 
     @property
-    def num_splits_recorded(self) -> int:
-        """`num_splits` if autograd records a graph: the library then takes one pass, of whose bits
-        the backward is the derivative."""
-        return self.num_splits or 1
-
-    @property
     def has_tensors(self) -> bool:
         return not (
             self.cu_seqlens_q is self.cu_seqlens_k is self.seqused_q is self.seqused_k is None
@@ -85,6 +79,15 @@ class Call(NamedTuple):
             and self.startend_row_indices is None
             and not isinstance(self.q_start, Tensor)
         )
+
+
+def splits_recorded(num_splits: int) -> int:
+    """`num_splits` of a call of which autograd records a graph: where it is left to the library,
+    that takes one pass, of whose bits the backward is the derivative.
+
+    No property of `Call`: Dynamo of torch 2.9 does not evaluate those of a NamedTuple.
+    """
+    return num_splits or 1
 
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_mask_cute.autograd.arguments import NO_LENGTHS, Call
+from flash_mask_cute.autograd.arguments import NO_LENGTHS, Call, splits_recorded
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import split_q_start
 from flash_mask_cute.interface import (
@@ -43,7 +43,7 @@ def run_forward(
     """is_recorded: autograd records a graph."""
     keywords = _forward_keywords(sink, call, return_lse)
     if is_recorded:
-        keywords["num_splits"] = call.num_splits_recorded
+        keywords["num_splits"] = splits_recorded(call.num_splits)
     return _flash_attn_fwd(q, k, v, lse_low=lse_low, max_scores=max_scores, **keywords)
 
 
