@@ -40,7 +40,7 @@ from flash_mask_cute.flex.together import as_cute_mods
 from flash_mask_cute.interface import run_bundles
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
-from flash_mask_cute.runtime.checks import check_bool, number_of
+from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
@@ -479,7 +479,10 @@ def _aux_that_require_grad(call: Call) -> tuple[int, ...]:
 
 
 def scale_number(softmax_scale: Any) -> Any:
-    """The scale as a Python number. It is read once and serves the backward too."""
+    """The scale as a Python number. It is read once and serves the backward too.
+
+    In a traced region it stays a tensor, which an operator reads when it runs.
+    """
     if (
         isinstance(softmax_scale, Tensor)
         and softmax_scale.requires_grad
@@ -489,6 +492,9 @@ def scale_number(softmax_scale: Any) -> Any:
             "softmax_scale requires grad, and attention has no gradient by it: multiply q by the "
             f"tensor instead, or detach it; got {softmax_scale}"
         )
+    if torch.compiler.is_compiling():
+        check_number("softmax_scale", softmax_scale)
+        return softmax_scale
     return number_of("softmax_scale", softmax_scale)
 
 

@@ -36,7 +36,7 @@ from flash_mask_cute.interface import (
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
-from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
@@ -56,7 +56,7 @@ _CALL_SCHEMA = (
     "SymInt? column_seqlen_q, "
     "Tensor? document_starts, Tensor? document_rows, Tensor? document_bounds, "
     "str? score_mod_bwd, bool deterministic, bool? pack_gqa, str? config, SymInt? q_start, "
-    "Tensor? q_starts, Tensor? page_table, int num_splits, bool wants_max"
+    "Tensor? q_starts, Tensor? page_table, int num_splits, bool wants_max, Tensor? scale"
 )
 # what stands for `ANY` and for `END` there
 _ANY_SEQLEN = _END_POSITION = -1
@@ -64,7 +64,8 @@ _ANY_SEQLEN = _END_POSITION = -1
 
 class OperatorCall(NamedTuple):
     """The arguments of an operator by `_CALL_SCHEMA`, in its order. Callables are names of
-    `mod_names`, config is text. Arguments without a default are in `Call` as well."""
+    `mod_names`, config is text. Arguments without a default are in `Call` as well. scale: a 0-dim CPU
+    tensor with the softmax_scale, where that is an input of a graph."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -103,6 +104,7 @@ class OperatorCall(NamedTuple):
     page_table: Tensor | None = None
     num_splits: int = 0
     wants_max: bool = False
+    scale: Tensor | None = None
 
 
 _AUX_POSITION = OperatorCall._fields.index("aux_tensors")
@@ -183,7 +185,7 @@ def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -
         seqused_k=call.seqused_k,
         max_seqlen_q=call.max_seqlen_q,
         max_seqlen_k=call.max_seqlen_k,
-        softmax_scale=call.softmax_scale,
+        **_operator_scale(call.softmax_scale),
         causal=call.causal,
         window_size_left=call.window_size_left,
         window_size_right=call.window_size_right,
@@ -202,6 +204,18 @@ def to_operator(call: Call, batch: int | None = None, wants_max: bool = False) -
         **_operator_lists(call),
         **_operator_columns(call, batch),
     )
+
+
+def _operator_scale(scale: Any) -> dict[str, Any]:
+    """The argument softmax_scale for an operator. Numbers of operators are constants of a graph if
+    they are floats, so a float that changes goes in a tensor."""
+    if isinstance(scale, Tensor):
+        # a copy: what the caller's tensor holds when the backward runs does not matter
+        return {"softmax_scale": None, "scale": scale.detach().clone()}
+    if is_symbol(scale):
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        return {"softmax_scale": None, "scale": one * scale}
+    return {"softmax_scale": scale}
 
 
 def _operator_start(q_start: Any) -> dict[str, Any]:
@@ -304,7 +318,7 @@ def _from_operator(given: OperatorCall) -> Call:
         seqused_k=x.seqused_k,
         max_seqlen_q=x.max_seqlen_q,
         max_seqlen_k=x.max_seqlen_k,
-        softmax_scale=x.softmax_scale,
+        softmax_scale=x.softmax_scale if x.scale is None else x.scale.item(),
         causal=x.causal,
         window_size_left=x.window_size_left,
         window_size_right=x.window_size_right,

@@ -84,8 +84,12 @@ def mods_in_graph(
         if kind == "constant":
             aux.append(torch.tensor(told, dtype=getattr(torch, dtype), device=device))
         elif kind == "number":
-            number = _evaluated(mods[which], told)
-            aux.append(torch.full((1,), number, dtype=getattr(torch, dtype), device=device))
+            number, form = _evaluated(mods[which], told), getattr(torch, dtype)
+            if form.is_floating_point:
+                # torch takes symbols of floats into a product, and makes constants of others
+                aux.append(torch.ones((1,), dtype=form, device=device) * number)
+            else:
+                aux.append(torch.full((1,), number, dtype=form, device=device))
         else:
             tensor = _reached(mods[which], told)
             tensor = tensor.detach() if kind == "detached" else tensor
@@ -166,7 +170,7 @@ def _told(
         if must:
             check_torch_mod(mod, kind)
         elif not is_torch_mod(mod, kind):
-            names[which] = OF_CUTE
+            names[which] = OF_CUTE if inside[which] is None else _name_of_cute(inside[which], kind)
             continue
         # extents are no constants of a graph
         lowered[-1] = with_checks(lower_mod(mod, kind, device))
@@ -208,6 +212,16 @@ def _told(
         names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
         tuple(sources), tuple(functions), tuple(numbers), tuple(shapes),
     )  # fmt: skip
+
+
+def _name_of_cute(inside: MadeInside, kind: str) -> str | None:
+    if not inside.is_constant:
+        raise NotImplementedError(
+            f"{kind} {name_of(inside.mod)} is a CuTe mod that the compiled region defines, and holds "
+            "tensors or numbers of this region: pass tensors as aux_tensors, and define the mod "
+            "outside if it holds numbers"
+        )
+    return optional_name(inside.mod)
 
 
 def _told_of_source(

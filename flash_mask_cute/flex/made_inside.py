@@ -27,11 +27,13 @@ _numbers = count()
 
 class MadeInside(NamedTuple):
     """mod: of the same code. places: by the steps to a value, its place among the parts. functions:
-    steps to the functions that the region defines, whose code never differs."""
+    steps to the functions that the region defines, whose code never differs. is_constant: it holds
+    no tensors and no symbols."""
 
     mod: Callable[..., Any]
     places: dict[Steps, int]
     functions: frozenset[Steps]
+    is_constant: bool
 
     def steps_from_parts(self, steps: Steps) -> Steps:
         """Steps from the mod as steps from its parts. Raises NotImplementedError where there are
@@ -84,7 +86,9 @@ def _look(context: Any) -> None:
         found.items += [ConstantVariable.create(x) for x in (_REFUSED, str(error))]
         return
     key = f"made inside {next(_numbers)}"
-    _known[key] = MadeInside(mod, reader.places, frozenset(reader.functions))
+    _known[key] = MadeInside(
+        mod, reader.places, frozenset(reader.functions), reader.is_constant
+    )
     found.items += [ConstantVariable.create(key), *reader.parts]
 
 
@@ -99,6 +103,7 @@ class _Reader:
         self.parts: list[Any] = []
         self.places: dict[Steps, int] = {}
         self.functions: dict[Steps, types.FunctionType] = {}
+        self.is_constant = True
         self._translator = translator
 
     def is_made_inside(self, value: Any) -> bool:
@@ -129,6 +134,8 @@ class _Reader:
         # 0 is the key
         self.places[steps] = len(self.parts) + 1
         self.parts.append(value)
+        if isinstance(value, variables.TensorVariable | variables.SymNodeVariable):
+            self.is_constant = False
         if isinstance(value, variables.TensorVariable):
             return _placeholder(value.proxy.node.meta["example_value"])
         if isinstance(value, variables.SymNodeVariable):
