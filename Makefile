@@ -1,5 +1,7 @@
 # make demo   run the examples (on the GPU if there is one)
 # make test   CPU tests, the kernels on the software GPU, GPU tests where there is a Hopper GPU
+# make test-all   also the tests that depend on the version of torch, with the oldest and the newest one of
+#             docs/support.md, and the whole table of compiled calls (an hour, and 6 GB for each torch)
 # make lint   ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -19,7 +21,11 @@ needs_venv = $(if $(filter $(VENV)/%,$(1)),venv)
 RUN := $(or $(PYTHON),$(call python_with,$(RUNTIME)))
 DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
 
-.PHONY: demo test test-cpu test-sim test-gpu lint venv
+# of docs/support.md
+TORCHES := 2.9.1 2.14.1
+OF_TORCH := tests/cpu/autograd tests/cpu/flex
+
+.PHONY: demo test test-all test-cpu test-sim test-gpu lint venv $(TORCHES:%=test-torch-%)
 
 demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/01_causal.py
@@ -39,6 +45,17 @@ demo: $(call needs_venv,$(RUN))
 # architecture, so there are two of it.
 # The GPU tests go first, so that the last words of a machine without a GPU are about tests that ran.
 test: test-gpu test-sim test-cpu
+
+test-all: test $(TORCHES:%=test-torch-%)
+	FLASH_MASK_COMPILED_CALLS=all $(DEV) -m pytest tests/cpu/autograd/test_compiled_calls.py -n $(WORKERS)
+
+$(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
+	$(VENV)-torch-$*/bin/python -m pytest $(OF_TORCH) -n $(WORKERS)
+
+$(VENV)-torch-%/.installed: pyproject.toml
+	python3 -m venv $(VENV)-torch-$*
+	$(VENV)-torch-$*/bin/python -m pip install "torch==$*" -e ".[dev,cu13]"
+	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/cpu -n $(WORKERS)

@@ -64,8 +64,8 @@ _ANY_SEQLEN = _END_POSITION = -1
 
 class OperatorCall(NamedTuple):
     """The arguments of an operator by `_CALL_SCHEMA`, in its order. Callables are names of
-    `mod_names`, config is text. Arguments without a default are in `Call` as well. scale: a 0-dim CPU
-    tensor with the softmax_scale, where that is an input of a graph."""
+    `mod_names`, config is text. Arguments without a default are in `Call` as well. scale: the
+    softmax_scale in a 0-dim CPU tensor, where it is an input of a graph."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -130,7 +130,9 @@ _library.define(
 class _BoundedMask(ColumnMask):
     """A mask of one call with its bounds for `_TILE_N`, computed by operators, and its documents.
 
-    seqlen_q: in the form of an operator (`_operator_seqlen`).
+    given: the bounds with their last two dimensions as one. Operators return them so, because torch
+    makes another graph where a dimension is 1, as the number of blocks may be. seqlen_q: in the
+    form of an operator (`_operator_seqlen`).
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class _BoundedMask(ColumnMask):
     ) -> None:
         rows = ANY if seqlen_q == _ANY_SEQLEN else seqlen_q
         super().__init__(startend_row_indices, causal, documents is not None, rows)
+        extents = 2 * self.num_vectors
+        given = given.unflatten(2, (extents, given.shape[2] // extents))
         object.__setattr__(self, "given", given)
         object.__setattr__(self, "given_documents", documents)
 
@@ -163,7 +167,7 @@ class _BoundedMask(ColumnMask):
         return {
             "document_starts": documents.cu_seqlens,
             "document_rows": rows.startend_row_indices,
-            "document_bounds": rows.bounds(_TILE_N),
+            "document_bounds": rows.bounds(_TILE_N).flatten(2),
         }
 
 
@@ -261,7 +265,7 @@ def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
     if isinstance(mask, _BoundedMask):
         return {
             "startend_row_indices": mask.startend_row_indices,
-            "column_bounds": mask.bounds(_TILE_N),
+            "column_bounds": mask.bounds(_TILE_N).flatten(2),
             "columns_causal": mask.causal,
             "column_seqlen_q": _operator_seqlen(mask.seqlen_q),
             **mask.operator_documents(),
@@ -386,26 +390,26 @@ def _own_memory(arguments: Iterable[Any]) -> list[Any]:
 @torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
 def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     indices, cu_seqlens_k = _own_memory((indices, cu_seqlens_k))
-    return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k)
+    return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k).flatten(2)
 
 
 @torch.library.register_fake("flash_mask_cute::column_bounds", lib=_library)
 def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     batch, heads, seqlen_k, num_vectors = indices.shape
     num_blocks = num_key_blocks(seqlen_k, _TILE_N, cu_seqlens_k)
-    return indices.new_empty((batch, heads, 2 * num_vectors, num_blocks))
+    return indices.new_empty((batch, heads, 2 * num_vectors * num_blocks))
 
 
 @torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
 def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
     starts, mask = ColumnMask(own_memory(indices), causal).split(batch)
-    return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts)
+    return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts).flatten(2)
 
 
 @torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
 def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
     split = DocumentTensors.empty_like(indices, batch)
-    return split.cu_seqlens, split.rows, split.bounds
+    return split.cu_seqlens, split.rows, split.bounds.flatten(2)
 
 
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
@@ -503,9 +507,7 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     if given.score_mod is None:
         lse_low = None
     # inference tensors cannot be saved, and nothing tells when they change
-    ctx.places = [
-        i for i, x in enumerate(given) if isinstance(x, Tensor) and not x.is_inference()
-    ]
+    ctx.places = [i for i, x in enumerate(given) if isinstance(x, Tensor) and not x.is_inference()]
     tensors = [given[i] for i in ctx.places]
     ctx.save_for_backward(q, k, v, sink, out, lse, lse_low, *given.aux_tensors, *tensors)
     others: list[Any] = [None if i in ctx.places else x for i, x in enumerate(given)]
@@ -538,9 +540,7 @@ def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     wanted = wanted_inputs[_AUX_POSITION]
     wants_aux = [i for i, is_wanted in enumerate(wanted) if is_wanted]
     dout, dlse, *_ = grads
-    gradients, daux = gradients_of(
-        ctx, (dout, dlse), _restored, _run_backward_operator, wants_aux
-    )
+    gradients, daux = gradients_of(ctx, (dout, dlse), _restored, _run_backward_operator, wants_aux)
     others[_AUX_POSITION] = [daux.get(i) for i in range(len(wanted))]
     return *gradients, *others
 

@@ -201,9 +201,7 @@ def _told(
             if path[-1][0] in ("closure variable", "global", "default of argument")
         ]
         if program.knows_shapes:
-            shapes += [
-                (which, steps_of(x.path), tuple(x.tensor.shape)) for x in captures.tensors
-            ]
+            shapes += [(which, steps_of(x.path), tuple(x.tensor.shape)) for x in captures.tensors]
     if lowered[0] is not None and lowered[0].is_identity:
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
@@ -217,9 +215,9 @@ def _told(
 def _name_of_cute(inside: MadeInside, kind: str) -> str | None:
     if not inside.is_constant:
         raise NotImplementedError(
-            f"{kind} {name_of(inside.mod)} is a CuTe mod that the compiled region defines, and holds "
-            "tensors or numbers of this region: pass tensors as aux_tensors, and define the mod "
-            "outside if it holds numbers"
+            f"{kind} {name_of(inside.mod)} is a CuTe mod that the compiled region defines, and "
+            "holds tensors or numbers of this region: pass tensors as aux_tensors, and define the "
+            "mod outside if it holds numbers"
         )
     return optional_name(inside.mod)
 

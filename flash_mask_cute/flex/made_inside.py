@@ -86,9 +86,7 @@ def _look(context: Any) -> None:
         found.items += [ConstantVariable.create(x) for x in (_REFUSED, str(error))]
         return
     key = f"made inside {next(_numbers)}"
-    _known[key] = MadeInside(
-        mod, reader.places, frozenset(reader.functions), reader.is_constant
-    )
+    _known[key] = MadeInside(mod, reader.places, frozenset(reader.functions), reader.is_constant)
     found.items += [ConstantVariable.create(key), *reader.parts]
 
 
@@ -125,12 +123,10 @@ class _Reader:
             if isinstance(value, variables.FunctoolsPartialVariable):
                 return self._partial(value, steps)
             return self._function(value, steps)
-        if isinstance(value, variables.TupleVariable | variables.ListVariable):
-            if value.source is None:
-                items = [
-                    self.read(x, (*steps, ("item", i))) for i, x in enumerate(value.items)
-                ]
-                return items if isinstance(value, variables.ListVariable) else tuple(items)
+        is_sequence = isinstance(value, variables.TupleVariable | variables.ListVariable)
+        if is_sequence and value.source is None:
+            items = [self.read(x, (*steps, ("item", i))) for i, x in enumerate(value.items)]
+            return items if isinstance(value, variables.ListVariable) else tuple(items)
         # 0 is the key
         self.places[steps] = len(self.parts) + 1
         self.parts.append(value)

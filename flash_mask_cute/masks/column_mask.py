@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
 from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.runtime.checks import INTS
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
 NUM_VECTORS = (1, 2, 4)
@@ -123,7 +123,7 @@ class ColumnMask:
             if rows != ANY:
                 raise ValueError(f"seqlen_q={rows!r} is not an int, {ANY!r} or None")
         elif rows is not None:
-            if isinstance(rows, bool) or not isinstance(rows, Integral):
+            if isinstance(rows, bool) or not isinstance(rows, INTS):
                 raise TypeError(f"seqlen_q={rows!r} is not an int, {ANY!r} or None")
             if rows < 0:
                 raise ValueError(f"seqlen_q={rows} is negative")
@@ -178,11 +178,11 @@ class ColumnMask:
         """
         indices = self.startend_row_indices
         for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-            if length is not None and not isinstance(length, Integral):
+            if length is not None and not isinstance(length, INTS):
                 raise TypeError(f"{name}={length!r} is not an int")
         if seqlen_q < 0:
             raise ValueError(f"seqlen_q={seqlen_q} is negative")
-        if isinstance(self.seqlen_q, Integral) and seqlen_q > self.seqlen_q:
+        if isinstance(self.seqlen_q, INTS) and seqlen_q > self.seqlen_q:
             raise ValueError(f"seqlen_q={seqlen_q} of a mask with {self.seqlen_q} queries")
         if seqlen_k is None:
             seqlen_k = indices.shape[2]

@@ -13,6 +13,8 @@ from flash_mask_cute.limits import STRIDE_STEP
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
 _BASE_ALIGNMENT = 16  # bytes
+# for isinstance: in a trace, a length may be a symbol; no union, which Dynamo of torch 2.9 lacks
+INTS: tuple[Any, ...] = (Integral, torch.SymInt)
 
 
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
