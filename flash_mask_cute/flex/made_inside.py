@@ -136,6 +136,8 @@ class _Reader:
             return _placeholder(value.proxy.node.meta["example_value"])
         if isinstance(value, variables.SymNodeVariable):
             return value.sym_num.node.hint
+        if isinstance(value, variables.UserMethodVariable) and hasattr(value.obj, "value"):
+            return types.MethodType(value.fn, value.obj.value)
         for known in ("value", "fn"):
             # objects and functions from outside
             if value.source is not None and hasattr(value, known):

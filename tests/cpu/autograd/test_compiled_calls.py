@@ -145,6 +145,32 @@ def test_gradients_by_what_a_mod_from_inside_holds() -> None:
         torch.testing.assert_close(got, wanted)
 
 
+def test_a_mod_from_inside_that_holds_functions() -> None:
+    class Biases(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(2, 64))
+
+        def of(self, h: Tensor, j: Tensor) -> Tensor:
+            return self.table[h, j]
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            method, factors = self.of, (2.0, q.mean())
+
+            def scaled(x: Tensor) -> Tensor:
+                return x * factors[0] + factors[1]
+
+            return flex_attention(q, k, v, lambda s, b, h, i, j: scaled(s) + method(h, j))
+
+    biases, inputs = Biases(), heads_first()
+    results = []
+    for function in (biases, compiled(biases)):
+        out = function(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [biases.table])])
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_a_mod_from_inside_that_holds_what_cannot_be_followed() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         table = {"level": q.mean()}
