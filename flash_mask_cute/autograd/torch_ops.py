@@ -504,12 +504,11 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     q, k, v, sink, *arguments = inputs
     out, lse, lse_low, _ = output
     given = OperatorCall._make(arguments)
-    if given.score_mod is None:
-        lse_low = None
     # inference tensors cannot be saved, and nothing tells when they change
     ctx.places = [i for i, x in enumerate(given) if isinstance(x, Tensor) and not x.is_inference()]
     tensors = [given[i] for i in ctx.places]
-    ctx.save_for_backward(q, k, v, sink, out, lse, lse_low, *given.aux_tensors, *tensors)
+    low = None if given.score_mod is None else lse_low
+    ctx.save_for_backward(q, k, v, sink, out, lse, low, *given.aux_tensors, *tensors)
     others: list[Any] = [None if i in ctx.places else x for i, x in enumerate(given)]
     ctx.given = OperatorCall._make(others)._replace(aux_tensors=[])
     ctx.num_aux = len(given.aux_tensors)

@@ -35,8 +35,13 @@ class Cache(NamedTuple):
     @property
     def capacity(self) -> int:
         """Rows of a sequence."""
-        rows = self.k.shape[1]
-        return rows if self.page_table is None else rows * self.page_table.shape[1]
+        return _capacity_of(self.k, self.page_table)
+
+
+def _capacity_of(k: Tensor, page_table: Tensor | None) -> int:
+    # in traced code: Dynamo of torch 2.9 does not evaluate properties of a NamedTuple
+    rows = k.shape[1]
+    return rows if page_table is None else rows * page_table.shape[1]
 
 
 class CacheView(NamedTuple):
@@ -86,7 +91,8 @@ def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
     """
     if cache_seqlens is None:
         return None
-    batch, capacity, device = cache.batch, cache.capacity, cache.k.device
+    batch, device = cache.batch, cache.k.device
+    capacity = _capacity_of(cache.k, cache.page_table)
     if isinstance(cache_seqlens, Tensor):
         if torch.compiler.is_compiling():
             return cache_seqlens

@@ -58,7 +58,7 @@ def mods_in_graph(
     """
     given = 0 if aux_tensors is None else len(aux_tensors)
     score_parts, mask_parts = parts_made_inside(score_mod), parts_made_inside(mask_mod)
-    parts = (
+    parts: tuple[Any, Any, Any, Any] = (
         *(as_constants(score_mod) if not score_parts else (score_parts[0], None)),
         *(as_constants(mask_mod) if not mask_parts else (mask_parts[0], None)),
     )
@@ -165,12 +165,13 @@ def _told(
     shapes: list[tuple[int, Steps, tuple[int, ...]]] = []
     for which, (mod, kind) in enumerate(((score_mod, "score_mod"), (mask_mod, "mask_mod"))):
         lowered.append(None)
+        made = inside[which]
         if mod is None:
             continue
         if must:
             check_torch_mod(mod, kind)
         elif not is_torch_mod(mod, kind):
-            names[which] = OF_CUTE if inside[which] is None else _name_of_cute(inside[which], kind)
+            names[which] = OF_CUTE if made is None else _name_of_cute(made, kind)
             continue
         # extents are no constants of a graph
         lowered[-1] = with_checks(lower_mod(mod, kind, device))
@@ -181,10 +182,10 @@ def _told(
                 f"({captures.reason or 'tensors in places that are not walked'}); capture tensors "
                 "by closure variables, attributes or globals"
             )
-        steps_of = functools.partial(_steps_from_root, mod, inside[which])
+        steps_of = functools.partial(_steps_from_root, mod, made)
         for source in program.sources:
             sources.append(_told_of_source(source, program, captures, mod, which, steps_of))
-        defined = frozenset() if inside[which] is None else inside[which].functions
+        defined = frozenset() if made is None else made.functions
         functions += [
             (which, steps_of(path))
             for path in captures.functions
@@ -261,8 +262,9 @@ def _expression(node: Any, steps: Mapping[Node, Steps]) -> tuple[Any, ...]:
         return "captured", steps[node]
     function: Any = node.target
     for name, module in _MODULES.items():
-        if getattr(module, getattr(function, "__name__", ""), None) is function:
-            return name, function.__name__, *(_expression(x, steps) for x in node.args)
+        called = getattr(function, "__name__", "")
+        if getattr(module, called, None) is function:
+            return name, called, *(_expression(x, steps) for x in node.args)
     raise NotImplementedError(
         f"a mod computes {function} of captured numbers, which is not compiled: capture the result"
     )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_mask_cute.flex.captures import find_captures
+from flash_mask_cute.flex.trace import name_of
 
 # A step from an object to what it holds: what to take of it, and a name or a number.
 Steps = tuple[tuple[str, Any], ...]
@@ -43,7 +44,7 @@ class MadeInside(NamedTuple):
             if place is not None:
                 return (("item", place), *steps[length:])
         raise NotImplementedError(
-            f"what {self.mod.__qualname__} reaches by {steps} cannot be followed in a compiled "
+            f"what {name_of(self.mod)} reaches by {steps} cannot be followed in a compiled "
             "region that defines the mod: capture it by a closure variable"
         )
 
@@ -157,7 +158,7 @@ class _Reader:
     def add_globals(self, mod: Any) -> None:
         """Find the values that functions from inside reach by globals of their modules."""
         captures = find_captures(mod)
-        paths = [x.path for x in (*captures.tensors, *captures.numbers)]
+        paths = [x.path for x in captures.tensors] + [x.path for x in captures.numbers]
         paths += [*captures.functions, *(path for path, _ in captures.constants)]
         names = {name for path in paths for label, name in path if label == "global"}
         for steps, function in self.functions.items():
@@ -203,18 +204,12 @@ class _Reader:
                 for i, x in enumerate(value.defaults.realize().items)
             )
         if value.kwdefaults:
+            given = value.kwdefaults.realize().keys_as_python_constant()
             function.__kwdefaults__ = {
-                name.value.as_python_constant(): self.read(
-                    x, (*steps, ("keyword default", name.value.as_python_constant()))
-                )
-                for name, x in _pairs_of(value.kwdefaults.realize())
+                name: self.read(x, (*steps, ("keyword default", name))) for name, x in given.items()
             }
         self.functions[steps] = function
         return function
-
-
-def _pairs_of(value: Any) -> list[tuple[Any, Any]]:
-    return [(name, x.realize()) for name, x in value.items.items()]
 
 
 def _placeholder(example: torch.Tensor) -> torch.Tensor:
