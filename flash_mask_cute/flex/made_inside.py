@@ -87,7 +87,9 @@ def _look(context: Any) -> None:
         found.items += [ConstantVariable.create(x) for x in (_REFUSED, str(error))]
         return
     key = f"made inside {next(_numbers)}"
-    _known[key] = MadeInside(mod, reader.places, frozenset(reader.functions), reader.is_constant)
+    _known[key] = MadeInside(
+        mod, reader.places, frozenset((*reader.functions, *reader.partials)), reader.is_constant
+    )
     found.items += [ConstantVariable.create(key), *reader.parts]
 
 
@@ -102,6 +104,8 @@ class _Reader:
         self.parts: list[Any] = []
         self.places: dict[Steps, int] = {}
         self.functions: dict[Steps, types.FunctionType] = {}
+        # the walk of captures gives the path of a partial object to what that calls
+        self.partials: list[Steps] = []
         self.is_constant = True
         self._translator = translator
 
@@ -176,6 +180,7 @@ class _Reader:
         self.parts.append(value.realize())
 
     def _partial(self, value: Any, steps: Steps) -> Any:
+        self.partials.append(steps)
         args = [
             self.read(x, (*steps, ("attribute", "args"), ("item", i)))
             for i, x in enumerate(value.args)
