@@ -50,7 +50,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
-    "masks": ("mask_prep", "runtime.plain_tensors", *INDEX_RULES),
+    "masks": ("mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
     "cpu": ("masks.column_mask", "block_sparsity", "mods.on_cpu", *INDEX_RULES),
     "call": (
