@@ -54,7 +54,6 @@ class NewRows(NamedTuple):
     rotary_seqlens: Tensor | None
     interleaved: bool
 
-    @property
     def has_rows(self) -> bool:
         """Whether there are new rows.
 
@@ -205,7 +204,7 @@ def _attend_over(
     if not (call.score_mod is call.mask_mod is None or torch.compiler.is_compiling()):
         mods = as_cute_mods(call.score_mod, call.mask_mod, call.aux_tensors, q.device)
         call = call._replace(**mods._asdict())
-    if not new.has_rows:
+    if not new.has_rows():
         if cache.batch_idx is not None or cache.leftpad is not None:
             reason = "there are no gradients beside cache_batch_idx and cache_leftpad"
             tensors = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "learnable_sink": sink}
