@@ -109,11 +109,13 @@ class OperatorCall(NamedTuple):
 
 _AUX_POSITION = OperatorCall._fields.index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
+# Caches of compiled graphs on disk know operators by name and schema: one whose results change
+# their form gets another name.
 _library.define(
-    "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
+    "block_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
 )
 _library.define(
-    "column_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
+    "split_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
     "-> (Tensor cu_seqlens, Tensor rows, Tensor bounds)"
 )
 _library.define(
@@ -276,14 +278,12 @@ def _operator_columns(call: Call, batch: int | None) -> dict[str, Any]:
         seqlen_q = _operator_seqlen(mask.seqlen_q)
     columns = {
         "startend_row_indices": indices,
-        "column_bounds": torch.ops.flash_mask_cute.column_bounds(
-            indices, causal, call.cu_seqlens_k
-        ),
+        "column_bounds": torch.ops.flash_mask_cute.block_bounds(indices, causal, call.cu_seqlens_k),
         "columns_causal": causal,
         "column_seqlen_q": seqlen_q,
     }
     if batch is not None:
-        starts, rows, bounds = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
+        starts, rows, bounds = torch.ops.flash_mask_cute.split_documents(indices, causal, batch)
         columns |= {
             "document_starts": starts, "document_rows": rows, "document_bounds": bounds,
         }  # fmt: skip
@@ -387,26 +387,26 @@ def _own_memory(arguments: Iterable[Any]) -> list[Any]:
     return found
 
 
-@torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "block_bounds", "CompositeExplicitAutograd")
 def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     indices, cu_seqlens_k = _own_memory((indices, cu_seqlens_k))
     return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k).flatten(2)
 
 
-@torch.library.register_fake("flash_mask_cute::column_bounds", lib=_library)
+@torch.library.register_fake("flash_mask_cute::block_bounds", lib=_library)
 def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     batch, heads, seqlen_k, num_vectors = indices.shape
     num_blocks = num_key_blocks(seqlen_k, _TILE_N, cu_seqlens_k)
     return indices.new_empty((batch, heads, 2 * num_vectors * num_blocks))
 
 
-@torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "split_documents", "CompositeExplicitAutograd")
 def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
     starts, mask = ColumnMask(own_memory(indices), causal).split(batch)
     return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts).flatten(2)
 
 
-@torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
+@torch.library.register_fake("flash_mask_cute::split_documents", lib=_library)
 def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
     split = DocumentTensors.empty_like(indices, batch)
     return split.cu_seqlens, split.rows, split.bounds.flatten(2)
