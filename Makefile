@@ -1,7 +1,8 @@
 # make demo       run the examples (on the GPU if there is one)
 # make test       GPU tests where there is a Hopper GPU, a share of the kernels on the software GPU (drawn anew each
 #                 day, FLASH_MASK_SIM_SEED=N draws another; none if nothing that they depend on changed), CPU tests
-# make test-all   the same, and every test of them
+# make test-all   the same, and every test of them; then those that depend on torch with the oldest and the newest
+#                 torch of docs/support.md (6 GB each), and the whole table of compiled calls
 # make lint       ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -24,7 +25,11 @@ DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint venv
+.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint venv $(TORCHES:%=test-torch-%)
+# of docs/support.md
+TORCHES := 2.9.1 2.14.1
+OF_TORCH := tests/cpu/autograd tests/cpu/flex
+
 
 demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/01_causal.py
@@ -47,7 +52,16 @@ test: export FLASH_MASK_SIM_SEED := $(or $(FLASH_MASK_SIM_SEED),$(shell expr $$(
 test: test-gpu test-sim-if-needed test-cpu
 
 test-all: export FLASH_MASK_SIM_SEED := all
-test-all: test-gpu test-sim test-cpu
+test-all: test-gpu test-sim test-cpu $(TORCHES:%=test-torch-%)
+	FLASH_MASK_COMPILED_CALLS=all $(DEV) -m pytest tests/cpu/autograd/test_compiled_calls.py -n $(WORKERS)
+
+$(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
+	$(VENV)-torch-$*/bin/python -m pytest $(OF_TORCH) -n $(WORKERS)
+
+$(VENV)-torch-%/.installed: pyproject.toml
+	python3 -m venv $(VENV)-torch-$*
+	$(VENV)-torch-$*/bin/python -m pip install "torch==$*" -e ".[dev,cu13]"
+	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))
 	$(PYTEST_ON_WORKERS) tests/cpu

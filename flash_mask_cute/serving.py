@@ -73,7 +73,6 @@ class NewRows(NamedTuple):
     rotary_seqlens: Tensor | None
     interleaved: bool
 
-    @property
     def has_rows(self) -> bool:
         """Whether there are new rows.
 
@@ -227,11 +226,11 @@ def _attend_over(
     cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
     if not is_compiling and wrapped is None:
         wrapped = kind_refused(check_contents, cache)
-    if not (masks.score_mod is masks.mask_mod is None or is_compiling):
+    if not is_compiling and not (masks.score_mod is masks.mask_mod is None):
         mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, x.q.device)
         call = call._replace(masks=masks._replace(**mods._asdict()))
     write = None
-    if new.has_rows:
+    if new.has_rows():
         reason = "new rows are written into the cache, of which there are no gradients"
         refuse_gradients(reason, x, k=new.k, v=new.v)
         write = _append_of(cache, new, call)
@@ -281,7 +280,8 @@ def _append_and_attend(
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
     masks = call.masks
-    if masks is not None and not (masks.score_mod is masks.mask_mod is None):
+    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    if masks is not None and (masks.score_mod is not None or masks.mask_mod is not None):
         call = with_cute_mods(call, masks)
     out, lse = append_and_attend_by_operator(write, call)
     return (out, lse) if call.options.return_lse else out

@@ -33,7 +33,7 @@ from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.signature import check_mod
-from flash_mask_cute.runtime.checks import check_bool, number_of
+from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
 
@@ -66,7 +66,8 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         masks = call.masks.with_own_mod()
         if masks is not call.masks:
             call = call._replace(masks=masks)
-        if not (masks.score_mod is masks.mask_mod is None):
+        # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+        if masks.score_mod is not None or masks.mask_mod is not None:
             call = with_cute_mods(call, masks)
         score_mod = (call.masks or NO_MASKS).score_mod
     score_mod_bwd, deterministic, _ = call.backward
@@ -99,7 +100,10 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
 
 
 def scale_number(softmax_scale: Any) -> Any:
-    """The scale as a Python number. It is read once and serves the backward too."""
+    """The scale as a Python number. It is read once and serves the backward too.
+
+    In a traced region it stays a tensor, which an operator reads when it runs.
+    """
     if (
         isinstance(softmax_scale, Tensor)
         and softmax_scale.requires_grad
@@ -109,6 +113,9 @@ def scale_number(softmax_scale: Any) -> Any:
             "softmax_scale requires grad, and attention has no gradient by it: multiply q by the "
             f"tensor instead, or detach it; got {softmax_scale}"
         )
+    if torch.compiler.is_compiling():
+        check_number("softmax_scale", softmax_scale)
+        return softmax_scale
     return number_of("softmax_scale", softmax_scale)
 
 

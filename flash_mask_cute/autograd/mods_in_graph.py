@@ -9,13 +9,22 @@ same code, as a training loop makes one each step, compiles nothing new.
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
+from flash_mask_cute.autograd.made_inside import (
+    MadeInside,
+    Steps,
+    made_inside,
+    parts_made_inside,
+)
 from flash_mask_cute.autograd.mod_names import optional_name
 from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Path, described
 from flash_mask_cute.lowering.convention import check_torch_mod, is_torch_mod
@@ -24,22 +33,15 @@ from flash_mask_cute.lowering.pair import CuteMods, put_together
 from flash_mask_cute.lowering.text import Source
 from flash_mask_cute.lowering.trace import name_of
 from flash_mask_cute.runtime.constant_result import (
-    VERSION,
     as_constants,
     assume_constant_result,
     of_constants,
 )
 
-# A step from an object to what it holds: what to take of it, and a name or a number.
-_Steps = tuple[tuple[str, Any], ...]
 # in place of the name of a CuTe mod
 OF_CUTE = "cute"
-# whether Dynamo says that what the traced region defines lacks attributes
-_LACKS_GLOBALS = VERSION >= "2.12"
-_MADE_INSIDE = (
-    "a score_mod or mask_mod is defined inside of the region that torch.compile traces: "
-    "define it, and make its block mask, outside, and pass them in"
-)
+# of what is computed of captured numbers alone
+_MODULES: dict[str, Any] = {"operator": operator, "math": math, "torch": torch}
 
 
 def mods_in_graph(
@@ -52,35 +54,45 @@ def mods_in_graph(
 
     Raises:
         TypeError, NotImplementedError: as `as_cute_mods`; what a mod computes of captured tensors
-            alone, what cannot be followed, and a function of torch that the traced region itself
-            defines are refused.
+            alone, and what cannot be followed, are refused.
     """
     given = 0 if aux_tensors is None else len(aux_tensors)
-    # CuTe mods may be made inside
-    told_score = None if _is_made_inside(score_mod, must) else score_mod
-    told_mask = None if _is_made_inside(mask_mod, must) else mask_mod
-    parts = *as_constants(told_score), *as_constants(told_mask)
+    score_parts, mask_parts = parts_made_inside(score_mod), parts_made_inside(mask_mod)
+    parts: tuple[Any, Any, Any, Any] = (
+        *(as_constants(score_mod) if not score_parts else (score_parts[0], None)),
+        *(as_constants(mask_mod) if not mask_parts else (mask_parts[0], None)),
+    )
     told = _told_of_mods(*parts, given, device, must)
-    score_name, mask_name, sources, functions, numbers = told
+    score_name, mask_name, sources, functions, numbers, shapes = told
     # named where operators take them, so that Dynamo guards which objects they are
-    if told_score is None or score_name == OF_CUTE:
+    if score_name == OF_CUTE:
         score_name = score_mod
-    if told_mask is None or mask_name == OF_CUTE:
+    if mask_name == OF_CUTE:
         mask_name = mask_mod
-    mods = score_mod, mask_mod
+    mods = score_parts or score_mod, mask_parts or mask_mod
     for which, steps in functions:
         # Dynamo guards the code of a function of which an attribute is read
         _reached(mods[which], (*steps, ("attribute", "__code__")))
     for which, steps, value in numbers:
         if _reached(mods[which], steps) != value:
             raise RuntimeError("what a mod captured has changed while it was traced")
+    for which, steps, shape in shapes:
+        if tuple(_reached(mods[which], steps).shape) != shape:
+            raise RuntimeError("the shape of what a mod captured has changed while it was traced")
     aux = [] if aux_tensors is None else list(aux_tensors)
-    for which, steps, value, dtype, is_detached in sources:
-        if which is None:
-            aux.append(torch.tensor(value, dtype=getattr(torch, dtype), device=device))
+    for which, kind, told, dtype in sources:
+        if kind == "constant":
+            aux.append(torch.tensor(told, dtype=getattr(torch, dtype), device=device))
+        elif kind == "number":
+            number, form = _evaluated(mods[which], told), getattr(torch, dtype)
+            if form.is_floating_point:
+                # torch takes symbols of floats into a product, and makes constants of others
+                aux.append(torch.ones((1,), dtype=form, device=device) * number)
+            else:
+                aux.append(torch.full((1,), number, dtype=form, device=device))
         else:
-            tensor = _reached(mods[which], steps)
-            tensor = tensor.detach() if is_detached else tensor
+            tensor = _reached(mods[which], told)
+            tensor = tensor.detach() if kind == "detached" else tensor
             aux.append(tensor if tensor.dim() else tensor.to(device).view(1))
     return CuteMods(
         score_name,
@@ -89,30 +101,7 @@ def mods_in_graph(
     )
 
 
-def _is_made_inside(mod: Any, must: bool) -> bool:
-    """Whether the traced region defines a function; refused if it is torch's.
-
-    Dynamo has no function object of what it defines itself, and does not know its globals. Before
-    torch 2.12 it also does not say that it lacks them, but then none of the attributes below is
-    None. A function from outside for which none is None either is taken for one from inside there.
-    """
-    if not isinstance(mod, types.FunctionType):
-        return False
-    if not _LACKS_GLOBALS:
-        if mod.__kwdefaults__ is None or mod.__closure__ is None or mod.__doc__ is None:
-            return False
-    else:
-        try:
-            mod.__globals__["__name__"]
-            return False
-        except AttributeError:
-            pass
-    if must:
-        raise NotImplementedError(_MADE_INSIDE)
-    return True
-
-
-def _reached(value: Any, steps: _Steps) -> Any:
+def _reached(value: Any, steps: Steps) -> Any:
     for kind, name in steps:
         if kind == "cell":
             value = value.__closure__[name].cell_contents
@@ -129,6 +118,17 @@ def _reached(value: Any, steps: _Steps) -> Any:
     return value
 
 
+def _evaluated(mod: Any, expression: tuple[Any, ...]) -> Any:
+    """An expression of `_expression`, computed of what the mod captures now."""
+    kind, given, *arguments = expression
+    if kind == "value":
+        return given
+    if kind == "captured":
+        return _reached(mod, given)
+    # Dynamo takes names of functions as constants, but not functions
+    return getattr(_MODULES[kind], given)(*[_evaluated(mod, x) for x in arguments])
+
+
 @assume_constant_result
 def _told_of_mods(
     score_function: Any,
@@ -141,27 +141,37 @@ def _told_of_mods(
 ) -> tuple[Any, ...]:
     """Constants: names of both mods (None: there is none, or it changes nothing); where each aux
     tensor comes from; where functions are whose code is guarded; numbers that are constants."""
+    mods = of_constants(score_function, score_owner), of_constants(mask_function, mask_owner)
+    inside = tuple(made_inside(x) if isinstance(x, str) else None for x in mods)
+    score_mod, mask_mod = (x if y is None else y.mod for x, y in zip(mods, inside, strict=True))
     # a mod is traced by itself, not as a part of what is traced around it
-    score_mod = of_constants(score_function, score_owner)
-    mask_mod = of_constants(mask_function, mask_owner)
     with torch._guards.tracing(None):
-        return _told(score_mod, mask_mod, given, device, must)
+        return _told(score_mod, mask_mod, given, device, must, inside)
 
 
-def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) -> tuple[Any, ...]:
+def _told(
+    score_mod: Any,
+    mask_mod: Any,
+    given: int,
+    device: str,
+    must: bool,
+    inside: tuple[MadeInside | None, ...],
+) -> tuple[Any, ...]:
     lowered: list[Any] = []
     names: list[str | None] = [None, None]
     sources: list[tuple[Any, ...]] = []
-    functions: list[tuple[int, _Steps]] = []
-    numbers: list[tuple[int, _Steps, Any]] = []
+    functions: list[tuple[int, Steps]] = []
+    numbers: list[tuple[int, Steps, Any]] = []
+    shapes: list[tuple[int, Steps, tuple[int, ...]]] = []
     for which, (mod, kind) in enumerate(((score_mod, "score_mod"), (mask_mod, "mask_mod"))):
         lowered.append(None)
+        made = inside[which]
         if mod is None:
             continue
         if must:
             check_torch_mod(mod, kind)
         elif not is_torch_mod(mod, kind):
-            names[which] = OF_CUTE
+            names[which] = OF_CUTE if made is None else _name_of_cute(made, kind)
             continue
         # extents are no constants of a graph
         lowered[-1] = with_checks(lower_mod(mod, kind, device))
@@ -172,23 +182,45 @@ def _told(score_mod: Any, mask_mod: Any, given: int, device: str, must: bool) ->
                 f"({captures.reason or 'tensors in places that are not walked'}); capture tensors "
                 "by closure variables, attributes or globals"
             )
+        steps_of = functools.partial(_steps_from_root, mod, made)
         for source in program.sources:
-            sources.append(_told_of_source(source, program, captures, mod, which))
-        functions += [(which, _steps(mod, path)) for path in captures.functions]
-        numbers += [(which, _steps(mod, x.path), x.number) for x in captures.numbers]
+            sources.append(_told_of_source(source, program, captures, mod, which, steps_of))
+        defined = frozenset() if made is None else made.functions
+        functions += [
+            (which, steps_of(path))
+            for path in captures.functions
+            if _steps(mod, path) not in defined
+        ]
         numbers += [
-            (which, _steps(mod, path), value)
+            (which, steps_of(x.path), x.number)
+            for i, x in enumerate(captures.numbers)
+            if i not in program.varying
+        ]
+        numbers += [
+            (which, steps_of(path), value)
             for path, value in captures.constants
             if path[-1][0] in ("closure variable", "global", "default of argument")
         ]
+        if program.knows_shapes:
+            shapes += [(which, steps_of(x.path), tuple(x.tensor.shape)) for x in captures.tensors]
     if lowered[0] is not None and lowered[0].is_identity:
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
     mods = put_together(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
     return (
         names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
-        tuple(sources), tuple(functions), tuple(numbers),
+        tuple(sources), tuple(functions), tuple(numbers), tuple(shapes),
     )  # fmt: skip
+
+
+def _name_of_cute(inside: MadeInside, kind: str) -> str | None:
+    if not inside.is_constant:
+        raise NotImplementedError(
+            f"{kind} {name_of(inside.mod)} is a CuTe mod that the compiled region defines, and "
+            "holds tensors or numbers of this region: pass tensors as aux_tensors, and define the "
+            "mod outside if it holds numbers"
+        )
+    return optional_name(inside.mod)
 
 
 def _told_of_source(
@@ -197,21 +229,44 @@ def _told_of_source(
     captures: Captures,
     mod: Callable[..., Any],
     which: int,
+    steps_of: Callable[[Path], Steps],
 ) -> tuple[Any, ...]:
-    """(number of the mod, steps, None, None, is detached), or (None, (), value, dtype, False)."""
+    """(number of the mod, kind, what is told of it, name of its dtype). Told are the steps to a
+    "captured" or "detached" tensor, the values of a "constant", or the expression of a "number"."""
     if source.captured is not None:
         found: CapturedTensor = captures.tensors[source.captured]
-        is_detached = source.detached or which == 1
-        return which, _steps(mod, found.path), None, None, is_detached
+        kind = "detached" if source.detached or which == 1 else "captured"
+        return which, kind, steps_of(found.path), ""
     if source.constant is not None:
         tensor = source.constant
         value = tensor.tolist() if tensor.dim() else [tensor.item()]
-        return None, (), _as_tuple(value), _dtype_name(tensor.dtype), False
+        return which, "constant", _as_tuple(value), _dtype_name(tensor.dtype)
     if source.number is not None:
-        return None, (), (program.number_of(source, captures),), _dtype_name(source.number), False
+        assert source.computed is not None
+        given = program.module.graph.find_nodes(op="placeholder")[-len(program.varying) :]
+        paths = (captures.numbers[i].path for i in program.varying)
+        steps = dict(zip(given, map(steps_of, paths), strict=True))
+        return which, "number", _expression(source.computed, steps), _dtype_name(source.number)
     raise NotImplementedError(
         f"{name_of(mod)} computes {source.computed} of what it captured alone, which is not "
         "compiled: compute it before, outside of torch.compile, and capture the result"
+    )
+
+
+def _expression(node: Any, steps: Mapping[Node, Steps]) -> tuple[Any, ...]:
+    """What a node computes of captured numbers: ("captured", steps), ("value", number), or (name of
+    a module, name of its function, expressions ...)."""
+    if not isinstance(node, Node):
+        return "value", node
+    if node in steps:
+        return "captured", steps[node]
+    function: Any = node.target
+    for name, module in _MODULES.items():
+        called = getattr(function, "__name__", "")
+        if getattr(module, called, None) is function:
+            return name, called, *(_expression(x, steps) for x in node.args)
+    raise NotImplementedError(
+        f"a mod computes {function} of captured numbers, which is not compiled: capture the result"
     )
 
 
@@ -223,7 +278,13 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def _steps(mod: Any, path: Path) -> _Steps:
+def _steps_from_root(mod: Any, inside: MadeInside | None, path: Path) -> Steps:
+    """Steps from a mod, or from the parts of one that the traced region defines."""
+    steps = _steps(mod, path)
+    return steps if inside is None else inside.steps_from_parts(steps)
+
+
+def _steps(mod: Any, path: Path) -> Steps:
     """A path of `find_captures` as Dynamo can follow it. Raises NotImplementedError where not."""
     steps: list[tuple[str, Any]] = []
     value: Any = mod

@@ -17,11 +17,9 @@ from torch import Tensor
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.mod_names import optional_mod, optional_name
 from flash_mask_cute.autograd.passes import (
-    gradients_of,
     refuse_dual_level,
     refuse_second_derivative,
     run_backward,
-    save,
     with_outputs,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
@@ -41,7 +39,7 @@ from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
-from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
@@ -74,6 +72,7 @@ _ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
     "document_bounds": "Tensor?",
     "config": "str?",
     "wants_max": "bool",
+    "scale": "Tensor?",
 }
 CALL_SCHEMA = ", ".join(f"{schema} {name}" for name, schema in _ARGUMENTS.items())
 # what stands for `ANY` and for `END` there
@@ -85,11 +84,13 @@ _RESULTS = {
 }  # fmt: skip
 _AUX_POSITION = list(_ARGUMENTS).index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
+# Caches of compiled graphs on disk know operators by name and schema: one whose results change
+# their form gets another name.
 _library.define(
-    "column_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
+    "block_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
 )
 _library.define(
-    "column_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
+    "split_documents(Tensor startend_row_indices, bool causal, SymInt batch) "
     "-> (Tensor cu_seqlens, Tensor rows, Tensor bounds)"
 )
 _library.define(
@@ -107,7 +108,9 @@ _library.define(
 class _BoundedMask(ColumnMask):
     """A mask of one call with its bounds for `_TILE_N`, computed by operators, and its documents.
 
-    seqlen_q: in the form of an operator (`_operator_seqlen`).
+    given: the bounds with their last two dimensions as one. Operators return them so, because torch
+    makes another graph where a dimension is 1, as the number of blocks may be. seqlen_q: in the
+    form of an operator (`_operator_seqlen`).
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class _BoundedMask(ColumnMask):
     ) -> None:
         rows = ANY if seqlen_q == _ANY_SEQLEN else seqlen_q
         super().__init__(startend_row_indices, causal, documents is not None, rows)
+        extents = 2 * self.num_vectors
+        given = given.unflatten(2, (extents, given.shape[2] // extents))
         object.__setattr__(self, "given", given)
         object.__setattr__(self, "given_documents", documents)
 
@@ -140,7 +145,7 @@ class _BoundedMask(ColumnMask):
         return {
             "document_starts": documents.cu_seqlens,
             "document_rows": rows.startend_row_indices,
-            "document_bounds": rows.bounds(_TILE_N),
+            "document_bounds": rows.bounds(_TILE_N).flatten(2),
         }
 
 
@@ -159,6 +164,7 @@ def to_operator(
     """
     masks, own = call.masks or NO_MASKS, call.backward
     given = plain_arguments(call)
+    given.update(_operator_scale(call.options.softmax_scale))
     given["q_start"] = _operator_start(call.options.q_start)
     given["score_mod"] = optional_name(masks.score_mod)
     given["mask_mod"] = optional_name(masks.mask_mod)
@@ -169,6 +175,18 @@ def to_operator(
     given.update(_operator_lists(masks.block_sparse_tensors_torch))
     given.update(_operator_columns(call, batch))
     return tuple([given.get(name) for name in _ARGUMENTS])
+
+
+def _operator_scale(scale: Any) -> dict[str, Any]:
+    """The argument softmax_scale for an operator. Numbers of operators are constants of a graph if
+    they are floats, so a float that changes goes in a tensor."""
+    if isinstance(scale, Tensor):
+        # a copy: what the caller's tensor holds when the backward runs does not matter
+        return {"softmax_scale": None, "scale": scale.detach().clone()}
+    if is_symbol(scale):
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        return {"softmax_scale": None, "scale": one * scale}
+    return {"softmax_scale": scale}
 
 
 def _operator_start(q_start: Any) -> int | None:
@@ -214,7 +232,7 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
     if isinstance(mask, _BoundedMask):
         return {
             "startend_row_indices": mask.startend_row_indices,
-            "column_bounds": mask.bounds(_TILE_N),
+            "column_bounds": mask.bounds(_TILE_N).flatten(2),
             "columns_causal": mask.causal,
             "column_seqlen_q": _operator_seqlen(mask.seqlen_q),
             **mask.operator_documents(),
@@ -232,14 +250,14 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
         seqlen_q = _operator_seqlen(mask.seqlen_q)
     columns = {
         "startend_row_indices": indices,
-        "column_bounds": torch.ops.flash_mask_cute.column_bounds(
+        "column_bounds": torch.ops.flash_mask_cute.block_bounds(
             indices, causal, call.tensors.cu_seqlens_k
         ),
         "columns_causal": causal,
         "column_seqlen_q": seqlen_q,
     }
     if batch is not None:
-        starts, rows, bounds = torch.ops.flash_mask_cute.column_documents(indices, causal, batch)
+        starts, rows, bounds = torch.ops.flash_mask_cute.split_documents(indices, causal, batch)
         columns |= {
             "document_starts": starts, "document_rows": rows, "document_bounds": bounds,
         }  # fmt: skip
@@ -273,6 +291,8 @@ def _from_operator(
         mask = _BoundedMask(x["startend_row_indices"], causal, bounds, documents, seqlen_q)
     config, config_bwd = (None, None) if x["config"] is None else _configs_of(x["config"])
     mods = optional_mod(x["score_mod"]), optional_mod(x["mask_mod"])
+    if x["scale"] is not None:
+        x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
         Tensors(q, k, v, learnable_sink=sink, **of_bundle("tensors", x)),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
@@ -342,29 +362,29 @@ def _own_memory(arguments: Iterable[Any]) -> list[Any]:
     return found
 
 
-@torch.library.impl(_library, "column_bounds", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "block_bounds", "CompositeExplicitAutograd")
 def _column_bounds(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     indices, cu_seqlens_k = _own_memory((indices, cu_seqlens_k))
-    return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k)
+    return ColumnMask(indices, causal).bounds(_TILE_N, cu_seqlens_k).flatten(2)
 
 
-@torch.library.register_fake("flash_mask_cute::column_bounds", lib=_library)
+@torch.library.register_fake("flash_mask_cute::block_bounds", lib=_library)
 def _(indices: Tensor, causal: bool, cu_seqlens_k: Tensor | None) -> Tensor:
     batch, heads, seqlen_k, num_vectors = indices.shape
     num_blocks = num_key_blocks(seqlen_k, _TILE_N, cu_seqlens_k)
-    return indices.new_empty((batch, heads, 2 * num_vectors, num_blocks))
+    return indices.new_empty((batch, heads, 2 * num_vectors * num_blocks))
 
 
-@torch.library.impl(_library, "column_documents", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "split_documents", "CompositeExplicitAutograd")
 def _column_documents(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
     starts, mask = ColumnMask(own_memory(indices), causal).split(batch)
-    return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts)
+    return starts, mask.startend_row_indices, mask.bounds(_TILE_N, starts).flatten(2)
 
 
-@torch.library.register_fake("flash_mask_cute::column_documents", lib=_library)
+@torch.library.register_fake("flash_mask_cute::split_documents", lib=_library)
 def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
     split = DocumentTensors.empty_like(indices, batch)
-    return split.cu_seqlens, split.rows, split.bounds
+    return split.cu_seqlens, split.rows, split.bounds.flatten(2)
 
 
 @torch.library.impl(_library, "attention_fwd", "CompositeExplicitAutograd")
@@ -465,24 +485,45 @@ def run_backward_operator(
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the operator's arguments as they are. In a trace their numbers may be symbols, which no
+    call, and no mask, is made of."""
     q, k, v, sink, *arguments = inputs
     out, lse, lse_low, _ = output
-    call = _from_operator(q, k, v, sink, arguments)
-    if _argument("score_mod", arguments) is not None:
-        call = call._replace(tensors=call.tensors._replace(lse_low=lse_low))
-    save(ctx, call, out, lse)
-    ctx.num_arguments = len(arguments)
+    # inference tensors cannot be saved, and nothing tells when they change
+    ctx.places = [
+        i for i, x in enumerate(arguments) if isinstance(x, Tensor) and not x.is_inference()
+    ]
+    aux_tensors, tensors = arguments[_AUX_POSITION], [arguments[i] for i in ctx.places]
+    low = None if _argument("score_mod", arguments) is None else lse_low
+    ctx.save_for_backward(q, k, v, sink, out, lse, low, *aux_tensors, *tensors)
+    ctx.arguments = [None if i in ctx.places else x for i, x in enumerate(arguments)]
+    ctx.arguments[_AUX_POSITION] = []
+    ctx.num_aux = len(aux_tensors)
+    ctx.set_materialize_grads(False)
 
 
-def _operator_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    others: list[Any] = [None] * ctx.num_arguments
-    _, _, _, _, *wanted_inputs = ctx.needs_input_grad
+def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
+    others: list[Any] = [None] * len(_ARGUMENTS)
+    _, _, _, needs_sink, *wanted_inputs = ctx.needs_input_grad
     wanted = wanted_inputs[_AUX_POSITION]
     wants_aux = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-    dout, dlse, *_ = grads
-    gradients, daux = gradients_of(ctx, (dout, dlse), run_backward_operator, wants_aux)
-    others[_AUX_POSITION] = [daux.get(i) for i in range(len(wanted))]
-    return *gradients, *others
+    if dout is None and dlse is None:
+        others[_AUX_POSITION] = [None] * len(wanted)
+        return None, None, None, None, *others
+    q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
+    arguments = list(ctx.arguments)
+    arguments[_AUX_POSITION] = more[: ctx.num_aux]
+    for i, x in zip(ctx.places, more[ctx.num_aux :], strict=True):
+        arguments[i] = x
+    # lse tells the backward of the sink
+    sink = sink if needs_sink else None
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
+        q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, *arguments
+    )
+    of_aux = dict(zip(wants_aux, daux, strict=True))
+    others[_AUX_POSITION] = [of_aux.get(i) for i in range(len(wanted))]
+    return dq, dk, dv, None if sink is None else dsink, *others
 
 
 torch.library.register_autograd(

@@ -86,7 +86,9 @@ def masks_of(
     columns: Tensor | ColumnMask | None,
 ) -> Masks | None:
     """The masks of a call; None if there are none."""
-    if score_mod is mask_mod is aux_tensors is lists is columns is None:
+    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    has_mods = score_mod is not None or mask_mod is not None or aux_tensors is not None
+    if not has_mods and lists is None and columns is None:
         return None
     return Masks(score_mod, mask_mod, aux_tensors, lists, columns)
 

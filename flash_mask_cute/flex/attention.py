@@ -287,7 +287,11 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     if out.stride() == strides_found and strides_found[-1] == 1:
         # a new tensor has no gaps, so its strides tell the order
         return out
-    order = sorted(range(3), key=lambda i: (query.stride(i), i))
+    order = [0, 1, 2]
+    for i, j in ((0, 1), (1, 2), (0, 1)):
+        # in a graph strides are symbols, which Dynamo does not sort
+        if strides_found[order[i]] > strides_found[order[j]]:
+            order[i], order[j] = order[j], order[i]
     strides, step = [0, 0, 0, 1], out.shape[-1]
     for i in order:
         strides[i] = step

@@ -195,8 +195,8 @@ class Program:
 
     found: the captured tensors of a mod that no walk can follow; such a program is made anew at
     each call. varying: the captured numbers that are not constants of it. bounds: set for a mask
-    that is a band. form: set for a mask that column intervals may express. constants: tensors that
-    the mod makes, by device.
+    that is a band. form: set for a mask that column intervals may express. knows_shapes: it is
+    for the shapes of the captured tensors. constants: tensors that the mod makes, by device.
     """
 
     mod: Callable[..., Any]
@@ -207,6 +207,7 @@ class Program:
     varying: tuple[int, ...] = ()
     bounds: tuple[Bound, ...] | None = None
     form: Form | None = None
+    knows_shapes: bool = False
     constants: dict[Any, Tensor] = field(default_factory=dict)
 
     def at_call(
@@ -508,6 +509,7 @@ def _lowered(
         None if is_followed else text.captured, varying,
         None if is_score else find_bounds(found.module),
         None if is_score else find_form(found.module),
+        found.knows_shapes or text.knows_shapes,
     )  # fmt: skip
     return program, found, text
 

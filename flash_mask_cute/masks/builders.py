@@ -19,7 +19,6 @@ All of them raise TypeError or ValueError for unusable arguments, naming them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 from flash_mask_cute.masks.runs import MAX_INT32, HiddenRuns, fit_vectors
+from flash_mask_cute.runtime.checks import INTS
 
 Device: TypeAlias = torch.device | str | None
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -434,7 +434,7 @@ def _counted(indices: Tensor) -> Tensor:
 
 
 def _check_int(name: str, value: Any, at_least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, INTS):
         raise TypeError(f"{name}={value!r} is not an int")
     if value < at_least:
         raise ValueError(f"{name}={value} is less than {at_least}")

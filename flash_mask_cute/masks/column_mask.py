@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blo
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
 from flash_mask_cute.masks.runs import MAX_INT32, fit_vectors, hidden_runs, in_form
 from flash_mask_cute.rules.intervals import Intervals
+from flash_mask_cute.runtime.checks import INTS
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
 NUM_VECTORS = (1, 2, 4)
@@ -136,7 +136,7 @@ class ColumnMask:
             if rows != ANY:
                 raise ValueError(f"seqlen_q={rows!r} is not an int, {ANY!r} or None")
         elif rows is not None:
-            if isinstance(rows, bool) or not isinstance(rows, Integral):
+            if isinstance(rows, bool) or not isinstance(rows, INTS):
                 raise TypeError(f"seqlen_q={rows!r} is not an int, {ANY!r} or None")
             if rows < 0:
                 raise ValueError(f"seqlen_q={rows} is negative")
@@ -231,7 +231,7 @@ class ColumnMask:
             raise ValueError(f"masks have {_listed(x.shape[0] for x in indices)} batch entries")
         shape = (*(max(batches, default=1), *indices[0].shape[1:3]), -1)
         forms = [(x.expand(shape), y.causal) for x, y in zip(indices, (self, other), strict=True)]
-        num_rows = rows if isinstance(rows, Integral) else MAX_INT32
+        num_rows = rows if isinstance(rows, INTS) else MAX_INT32
         runs = hidden_runs(forms, int(num_rows))
         is_too_much = runs.num_runs > 2
         if bool(is_too_much.any()):
@@ -281,7 +281,7 @@ class ColumnMask:
                 "for all entries of a batch, so all or none of them are causal"
             )
         most = max(mask.num_vectors for mask in masks)
-        num_rows = int(rows) if isinstance(rows, Integral) else MAX_INT32
+        num_rows = int(rows) if isinstance(rows, INTS) else MAX_INT32
         forms = [in_form(x.startend_row_indices, causal, most, num_rows) for x in masks]
         return ColumnMask(
             torch.cat(_broadcast_heads(forms)),
@@ -303,11 +303,11 @@ class ColumnMask:
         """
         indices = self.startend_row_indices
         for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-            if length is not None and not isinstance(length, Integral):
+            if length is not None and not isinstance(length, INTS):
                 raise TypeError(f"{name}={length!r} is not an int")
         if seqlen_q < 0:
             raise ValueError(f"seqlen_q={seqlen_q} is negative")
-        if isinstance(self.seqlen_q, Integral) and seqlen_q > self.seqlen_q:
+        if isinstance(self.seqlen_q, INTS) and seqlen_q > self.seqlen_q:
             raise ValueError(f"seqlen_q={seqlen_q} of a mask with {self.seqlen_q} queries")
         if seqlen_k is None:
             seqlen_k = indices.shape[2]
@@ -509,7 +509,7 @@ def _common_rows(masks: Sequence[ColumnMask]) -> int | Literal["any"] | None:
         raise ValueError(f"masks have {_listed(keys)} keys")
     if len(set(devices)) > 1:
         raise ValueError(f"masks are on {_listed(devices)}")
-    known = {int(x) for x in rows if isinstance(x, Integral)}
+    known = {int(x) for x in rows if isinstance(x, INTS)}
     if len(known) > 1:
         raise ValueError(f"masks were made for {_listed(rows)} queries")
     return known.pop() if known else ANY if all(x == ANY for x in rows) else None

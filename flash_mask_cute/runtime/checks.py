@@ -14,6 +14,8 @@ from flash_mask_cute.runtime.overlap import overlaps_itself, share_elements, spa
 from flash_mask_cute.runtime.plain_tensors import are_plain, check_plain
 
 _BASE_ALIGNMENT = 16  # bytes
+# for isinstance: in a trace, a length may be a symbol; no union, which Dynamo of torch 2.9 lacks
+INTS: tuple[Any, ...] = (Integral, torch.SymInt)
 
 
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
@@ -124,14 +126,17 @@ def number_of(name: str, value: Any) -> Any:
     Raises:
         ValueError: a tensor has dimensions, or is on a device that reading it would wait for.
     """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() != 0 or value.device.type != "cpu":
+    check_number(name, value)
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse tensors that `number_of` does not read."""
+    if isinstance(value, torch.Tensor) and (value.dim() != 0 or value.device.type != "cpu"):
         raise ValueError(
             f"{name} must be a number or a 0-dim CPU tensor, got {brief(value)}; reading one of "
             "another device would wait for it: multiply q by the tensor instead"
         )
-    return value.item()
 
 
 def check_own_memory(name: str, tensor: torch.Tensor) -> None:

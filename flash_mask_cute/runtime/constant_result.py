@@ -1,5 +1,5 @@
-"""`torch.compiler.assume_constant_result` without the import of torch._dynamo, and how callables
-are handed over to such functions.
+"""`torch.compiler.assume_constant_result` without the import of torch._dynamo, how callables are
+handed over to such functions, and what else Dynamo knows of a value.
 """
 
 from __future__ import annotations
@@ -54,3 +54,28 @@ def of_constants(function: Any, owner: Any) -> Any:
     if not _HANDS_OBJECTS:
         owner = ctypes.cast(owner, ctypes.py_object).value
     return owner if function is None else types.MethodType(function, owner)
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether a float is an input of the graph that is traced.
+
+    In code that Dynamo traces, its type is that of any float.
+    """
+    if isinstance(value, torch.SymFloat):
+        return True
+    found: list[bool] = []
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.comptime.comptime(_note_symbol)
+    return bool(found)
+
+
+def _note_symbol(context: Any) -> None:
+    """Called by Dynamo in `is_symbol`."""
+    from torch._dynamo.variables import ConstantVariable, SymNodeVariable
+
+    value, found = (
+        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+        for name in ("value", "found")
+    )
+    if isinstance(value, SymNodeVariable):
+        found.items.append(ConstantVariable.create(True))

@@ -51,7 +51,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
-    "masks": ("mask_prep", "runtime.plain_tensors", *INDEX_RULES),
+    "masks": ("mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),

@@ -60,3 +60,13 @@ def test_the_demo_runs_every_example() -> None:
     """`make demo` lists them, in order."""
     named = re.findall(r"examples/(\w+\.py)", (ROOT / "Makefile").read_text())
     assert named == [path.name for path in EXAMPLES]
+
+
+def test_lanes_have_the_versions_of_torch_that_the_docs_name() -> None:
+    lanes = re.findall(r"^TORCHES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(
+        r"^\| torch \| (\S+) \| (\S+) \|$", (ROOT / "docs/support.md").read_text(), re.M
+    )
+    assert [tuple(x.split()) for x in lanes] == named
+    floor = re.findall(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert all(oldest.startswith(floor[0]) for oldest, _ in named)

@@ -40,8 +40,13 @@ class Cache(NamedTuple):
     @property
     def capacity(self) -> int:
         """Rows of a sequence."""
-        rows = self.k.shape[1]
-        return rows if self.page_table is None else rows * self.page_table.shape[1]
+        return _capacity_of(self.k, self.page_table)
+
+
+def _capacity_of(k: Tensor, page_table: Tensor | None) -> int:
+    # in traced code: Dynamo of torch 2.9 does not evaluate properties of a NamedTuple
+    rows = k.shape[1]
+    return rows if page_table is None else rows * page_table.shape[1]
 
 
 class CacheView(NamedTuple):
@@ -95,7 +100,7 @@ def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     length = check_int("cache_seqlens", cache_seqlens, "an int, an int32 tensor (batch,) or None")
-    _check_length(length, cache.capacity)
+    _check_length(length, _capacity_of(cache.k, cache.page_table))
     return torch.full((cache.batch,), length, dtype=torch.int32, device=cache.k.device)
 
 

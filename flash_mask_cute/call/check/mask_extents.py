@@ -20,6 +20,7 @@ from flash_mask_cute.call.check.lengths import check_batch_vector
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.limits import MAX_POSITION
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
+from flash_mask_cute.runtime.checks import INTS
 
 _COLUMNS, _LISTS = "startend_row_indices", "block_sparse_tensors"
 _SAYS = (
@@ -61,13 +62,13 @@ def check_position(q_start: object) -> None:
     if isinstance(q_start, str):
         if q_start != END:
             raise ValueError(f"q_start must be {_STARTS}, got {q_start!r}")
-    elif isinstance(q_start, bool) or not isinstance(q_start, Integral):
+    elif isinstance(q_start, bool) or not isinstance(q_start, INTS):
         raise TypeError(f"q_start must be {_STARTS}, got {q_start!r} ({type(q_start).__name__})")
     else:
-        _check_range(int(q_start), "as an int")
+        _check_range(q_start, "as an int")
 
 
-def _check_range(position: int, where: str) -> None:
+def _check_range(position: Any, where: str) -> None:
     if not 0 <= position < MAX_POSITION:
         raise ValueError(
             f"q_start must be at least 0 and below {MAX_POSITION} {where}, got {position}"

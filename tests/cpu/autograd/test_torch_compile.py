@@ -213,7 +213,7 @@ def operator_arguments(case: Case) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.id)
 def test_opcheck(case: Case) -> None:
     arguments = operator_arguments(case)
-    assert ("column_bounds" in arguments) == (case.column is not None)
+    assert ("block_bounds" in arguments) == (case.column is not None)
     for name, given in arguments.items():
         detached = [x.detach() if isinstance(x, Tensor) else x for x in given]
         if name == "attention_fwd":

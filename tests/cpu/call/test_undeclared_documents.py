@@ -140,7 +140,7 @@ def test_traces_look_for_none() -> None:
     exported = torch.export.export(
         Attend(), (q, INDICES), dynamic_shapes={"q": {1: length}, "indices": {2: length}}
     )
-    assert not any("column_documents" in str(node.target) for node in exported.graph.nodes)
+    assert not any("split_documents" in str(node.target) for node in exported.graph.nodes)
     longer = builders.causal_document([700, 900]).startend_row_indices
     q = torch.randn(1, 1600, 2, 16)
     torch.testing.assert_close(exported.module()(q, longer), Attend()(q, longer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -236,19 +237,23 @@ def test_export(strict: bool) -> None:
     torch.testing.assert_close(exported.module()(q, k, v), layer(q, k, v))
 
 
-def test_defined_inside_is_refused_by_name(backend: Counting) -> None:
+def test_defined_inside(backend: Counting) -> None:
     def of_a_result(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         level = q.mean()
-        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + level)
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + level * (i - j))
 
-    def of_an_argument(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device="cpu")
-        return flex_attention(q, k, v, block_mask=mask)
+    def of_a_partial(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        level = k.mean()
 
-    for function in (of_a_result, of_an_argument):
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
-        with pytest.raises(Exception, match="defined inside of the region"):
-            compiled(*tensors())
+        def mod(
+            factor: Tensor, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *, add: int = 2
+        ) -> Tensor:
+            return s * factor + add * SLOPES[h]
+
+        return flex_attention(q, k, v, score_mod=functools.partial(mod, level, add=3))
+
+    for function in (of_a_result, of_a_partial):
+        check(torch.compile(function, fullgraph=True, backend=backend), function, *tensors())
 
 
 def test_computed_of_captures_alone_is_refused_by_name(backend: Counting) -> None:

@@ -6,6 +6,7 @@ transformers takes torch's function by name when its module is imported.
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,33 @@ def test_against_eager(transformers: Any, name: str, sizes: dict[str, Any]) -> N
         eager.named_parameters(), flex.named_parameters(), strict=True
     ):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6, msg=at)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_decoding_compiles_few_graphs(
+    transformers: Any, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers itself compiles flex_attention. Its masks hold the position of each token, a
+    number that changes with the tokens."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    eager, flex = models(transformers, "LlamaForCausalLM")
+    tokens, padding = torch.randint(1, 128, (2, 11)), torch.ones(2, 11, dtype=torch.long)
+    padding[0, :3] = 0
+    found = []
+    for model in (eager, flex):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        found.append(
+            model.eval().generate(
+                tokens, attention_mask=padding, max_new_tokens=14, min_new_tokens=14,
+                do_sample=False, output_logits=True, return_dict_in_generate=True,
+                cache_implementation=cache, disable_compile=True,
+            )
+        )  # fmt: skip
+    wanted, got = found
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(wanted.logits))
+    # prefill and decode, and as many of torch's create_block_mask
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
 def test_sinks(transformers: Any) -> None:
