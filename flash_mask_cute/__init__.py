@@ -74,7 +74,7 @@ _HOME = {
 }
 
 
-if "torch" in sys.modules:
+if sys.modules.get("torch") is not None:
     # `torch.load` takes files with masks from here on
     import_module(_HOME["ColumnMask"])
 

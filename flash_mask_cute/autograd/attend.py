@@ -204,8 +204,8 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
         call = call._replace(masks=masks._replace(startend_row_indices=mask))
     if wants_aux or _needs_graph(call.tensors):
         _refuse_pages(call)
-        x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors or ()
-        wanted = [aux_tensors[i] for i in wants_aux]
+        x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
+        wanted = [aux_tensors[i] for i in wants_aux] if aux_tensors is not None else []
         out, lse, *more = Attention.apply(
             x.q, x.k, x.v, x.learnable_sink, call, wants_aux, return_max, *wanted
         )

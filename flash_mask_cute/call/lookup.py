@@ -139,8 +139,11 @@ def find_fwd(
         if address & ADDRESS_MASK:
             # what copies them is another prepared call
             key = *key, misplaced(q, k, v)
-        found = prepared.get(key)
-        if is_given and found is not None:
+        try:
+            found = prepared[key]
+        except KeyError:
+            return None, key
+        if is_given:
             if starts not in found.proved:
                 found.prove(starts, call.tensors)
             found = found.prepared
@@ -215,8 +218,11 @@ def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[Prepared
         )  # fmt: skip
         if address & ADDRESS_MASK:
             key = *key, misplaced(q, k, v, out, dout)
-        found = prepared.get(key)
-        if is_given and found is not None:
+        try:
+            found = prepared[key]
+        except KeyError:
+            return None, key
+        if is_given:
             if starts not in found.proved:
                 found.prove(starts, given)
             found = found.prepared

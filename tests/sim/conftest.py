@@ -82,24 +82,23 @@ class _Loaded:
 def _run_what_caches_load(software_gpu: ModuleType) -> None:
     """The software GPU knows what `cute.compile` returns; a cache exports that and loads it. So
     the PTX goes with it, as one of the facts about the code."""
-    count, load_unstored, load = cache._count, cache._load_unstored, cache._Entry.load
+    build_now, attempt = cache._built, cache.CompileCache._attempt
 
-    def count_with_ptx(built: cache.Compiled) -> cache.Compiled:
+    def built_with_ptx(build: Callable[[], cache.Compiled]) -> cache.Compiled:
+        built = build_now(build)
         compiled: Any = built.function
         packed = base64.b85encode(zlib.compress(compiled.__ptx__.encode(), 1)).decode()
-        return count(built._replace(meta={**built.meta, PTX: packed}))
+        return built._replace(meta={**built.meta, PTX: packed})
 
-    def runnable(loaded: cache.Compiled) -> cache.Compiled:
-        ptx = zlib.decompress(base64.b85decode(loaded.meta[PTX])).decode()
-        return loaded._replace(function=software_gpu.Compiled(_Loaded(loaded.function, ptx)))
+    def attempt_runnable(self: cache.CompileCache, *arguments: Any) -> cache.Compiled | None:
+        found = attempt(self, *arguments)
+        if found is None:
+            return None
+        ptx = zlib.decompress(base64.b85decode(found.meta[PTX])).decode()
+        return found._replace(function=software_gpu.Compiled(_Loaded(found.function, ptx)))
 
-    def load_runnable(entry: cache._Entry) -> cache.Compiled | None:
-        found = load(entry)
-        return None if found is None else runnable(found)
-
-    cache._count = count_with_ptx
-    cache._load_unstored = lambda built: runnable(load_unstored(built))
-    cache._Entry.load = load_runnable
+    cache._built = built_with_ptx
+    cache.CompileCache._attempt = attempt_runnable  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -254,9 +254,6 @@ REFUSALS = {
         "dense", {"softmax_scale": 10**400}, ValueError, ("softmax_scale", "1000000")
     ),
     "scale_text": Refusal("dense", {"softmax_scale": "1"}, TypeError, ("softmax_scale", "'1'")),
-    "scale_tensor": Refusal(
-        "dense", {"softmax_scale": torch.tensor(1.0)}, TypeError, ("softmax_scale", "tensor")
-    ),
     "pack_gqa": Refusal("dense", {"pack_gqa": 1}, TypeError, ("pack_gqa", "1 (int)")),
     # learnable_sink
     "sink_type": Refusal("dense", {"learnable_sink": 0.0}, TypeError, ("learnable_sink", "0.0")),

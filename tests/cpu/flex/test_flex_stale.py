@@ -27,7 +27,8 @@ from flash_mask_cute import (
     flash_attn_func,
     keep_block_mask,
 )
-from flash_mask_cute.autograd.attend import KnownCall
+from flash_mask_cute.autograd.attend import PlannedMasks
+from flash_mask_cute.call.arguments import NO_MASKS, Masks, Tensors
 from flash_mask_cute.flex import block_mask, flex_attention
 from flash_mask_cute.lowering import watch
 
@@ -438,7 +439,7 @@ class NoHostReads(TorchDispatchMode):
 class Asked(NamedTuple):
     """What attention is asked with."""
 
-    call: Any
+    masks: Masks
     aux_tensors: list[Tensor] | None
     lists: BlockSparseTensorsTorch | None
 
@@ -448,12 +449,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """Grows by what each call asks of attention, which is not computed."""
     seen: list[Asked] = []
 
-    def record(known: KnownCall, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Any:
+    def record(known: PlannedMasks, tensors: Tensors, *given: Any) -> Any:
         aux_tensors, *_, lists = given
-        seen.append(Asked(known.call, aux_tensors, lists))
-        return q.clone(), None, None
+        seen.append(Asked(known._masks or NO_MASKS, aux_tensors, lists))
+        return tensors.q.clone(), None, None
 
-    monkeypatch.setattr(KnownCall, "results", record)
+    monkeypatch.setattr(PlannedMasks, "results", record)
     return seen
 
 
@@ -485,8 +486,8 @@ def test_the_device_reads_contents(
         flex_attention(x, x, x, None, mask)
     before, now = asked
     for each in asked:
-        assert each.call.mask_mod is not None and each.call.startend_row_indices is None
-        assert each.call.block_sparse_tensors_torch is None
+        assert each.masks.mask_mod is not None and each.masks.startend_row_indices is None
+        assert each.masks.block_sparse_tensors_torch is None
         assert each.aux_tensors is not None and each.aux_tensors[0] is ids
     assert before.lists is not None and now.lists is not None
     places = [x.data_ptr() for x in (*before.lists[:2], *now.lists[:2], *given)]
@@ -505,14 +506,14 @@ def test_what_is_kept_is_found_once(asked: list[Asked]) -> None:
     x = torch.zeros(1, HEADS, N, D)
     for _ in range(2):
         flex_attention(x, x, x, None, mask)
-    columns = [each.call.startend_row_indices for each in asked]
+    columns = [each.masks.startend_row_indices for each in asked]
     assert columns[0] is columns[1] is not None and asked[1].lists is None
     ids.data[20:] = 9
     flex_attention(x, x, x, None, mask)
-    assert asked[-1].call.startend_row_indices is columns[0], "torch does not count it"
+    assert asked[-1].masks.startend_row_indices is columns[0], "torch does not count it"
     keep_block_mask(mask)
     flex_attention(x, x, x, None, mask)
-    found = asked[-1].call.startend_row_indices
+    found = asked[-1].masks.startend_row_indices
     assert torch.equal(found.dense(N)[0, 0], ids[:, None] == ids)
 
 

@@ -174,7 +174,7 @@ def test_a_mode_sees_operators_and_the_checks_see_tensors() -> None:
     with Watching() as mode:
         found = flash_attn_with_kvcache(**copied(given))
     assert torch.equal(found, expected)
-    assert "flash_mask_cute.append_kv.default" in mode.seen
+    assert "flash_mask_cute.append_and_attend.default" in mode.seen
     before = given["k_cache"].clone()
     with Watching() as mode, pytest.raises(ValueError, match="softcap must be 0"):
         flash_attn_with_kvcache(**given, softcap=-1.0)
