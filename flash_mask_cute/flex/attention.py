@@ -271,7 +271,8 @@ def _in_graph(
     call = AttentionCall(
         Tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
         masks_of(mods.score_mod, mods.mask_mod, mods.aux_tensors, lists, None),
-        Options(scale, return_lse=wants_lse),
+        # softcap as a constant: with dynamic=True Dynamo makes inputs of defaults that are floats
+        Options(scale, softcap=0.0, return_lse=wants_lse),
     )
     found = attend(call, wants_max)
     out = _in_order_of(query, found.out.transpose(1, 2))

@@ -424,7 +424,8 @@ def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> C
 def _counted(indices: Tensor) -> Tensor:
     """The same as a tensor whose changes torch counts, so that the mask keeps what is computed of
     it. torch counts none for what is made in inference mode."""
-    if not indices.is_inference():
+    # a graph keeps nothing, and Dynamo does not know the question
+    if torch.compiler.is_compiling() or not indices.is_inference():
         return indices
     with torch.inference_mode(False):
         return indices.clone()
