@@ -1,7 +1,7 @@
 """Dense calls with documents in their mask, computed as packed sequences.
 
 `mask_prep/documents.py` gives the reasons. Eligibility is decided here if column intervals have the
-documents, and in `mask_bits_plan.py` if they are found in a mask_mod.
+documents, and in `mask_bits.py` if they are found in a mask_mod.
 
 The host cannot know whether intervals hold documents without a wait. So they are declared, or the
 call is so large that looking for them, and packed kernels where there are none, cost little.
