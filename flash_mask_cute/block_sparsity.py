@@ -78,7 +78,7 @@ class BlockSparseTensorsTorch(NamedTuple):
     Example:
         >>> import torch
         >>> from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
-        >>> count = torch.tensor([1, 2], dtype=torch.int32).view(1, 1, 2)  # blocks of 64 x 64, causal
+        >>> count = torch.tensor([1, 2], dtype=torch.int32).view(1, 1, 2)  # causal, 64 x 64
         >>> index = torch.tensor([[0, 0], [0, 1]], dtype=torch.int32).view(1, 1, 2, 2)
         >>> lists = BlockSparseTensorsTorch(count, index, block_size=(64, 64))
         >>> q, k, v = torch.randn(3, 1, 128, 2, 8)

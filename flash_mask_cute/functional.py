@@ -1,8 +1,9 @@
 """Attention for autograd, `torch.compile` and checkpointing: the public functions.
 
-Every call becomes an `AttentionCall`, which `attend` of autograd/attend.py computes: of plain tensors
-eagerly, by an `autograd.Function` (autograd/eager.py) if a gradient is recorded. Under torch.compile,
-torch.export, a dispatch mode or with tensor subclasses it becomes operators (autograd/torch_ops.py).
+Every call becomes an `AttentionCall`, which `attend` of autograd/attend.py computes: of plain
+tensors eagerly, by an `autograd.Function` (autograd/eager.py) if a gradient is recorded. Under
+torch.compile, torch.export, a dispatch mode or with tensor subclasses it becomes operators
+(autograd/torch_ops.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_architecture import anchors
 
 import flash_mask_cute
 from flash_mask_cute import interface
@@ -68,3 +69,16 @@ def test_a_broken_link_fails_the_site(broken: bool, tmp_path: Path) -> None:
     if not broken:
         page = (tmp_path / "site" / "api" / "index.html").read_text()
         assert all(f'id="flash_mask_cute.{name}"' in page for name in PUBLIC if name[0] != "_")
+
+
+def test_pages_that_code_names_have_these_headings() -> None:
+    """`docs/page.md#heading` in a comment or docstring leads somewhere, as links of pages do."""
+    found = [
+        (path, page, anchor)
+        for path in sorted((ROOT / "flash_mask_cute").rglob("*.py"))
+        for page, anchor in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", path.read_text())
+    ]
+    assert sum(anchor != "" for _, _, anchor in found) >= 10
+    for path, page, anchor in found:
+        assert (ROOT / page).exists(), f"{path} names {page}"
+        assert not anchor or anchor in anchors(ROOT / page), f"{path}: no #{anchor} in {page}"
