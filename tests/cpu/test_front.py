@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_architecture import anchors
+from test_architecture import PAGES, anchors
 
 import flash_mask_cute
 from flash_mask_cute import interface
@@ -31,8 +31,11 @@ def test_a_public_docstring_has_errors_and_an_example_that_runs(name: str) -> No
     assert "\nRaises:\n" in text or name in RAISE_NOTHING
     found = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     assert found.examples and "\nExample:\n" in text
+    pyplot = pytest.importorskip("matplotlib.pyplot") if name == "plot" else None
     result = doctest.DocTestRunner(verbose=False).run(found)
     assert result.failed == 0
+    if pyplot is not None:
+        pyplot.close("all")
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -82,3 +85,9 @@ def test_pages_that_code_names_have_these_headings() -> None:
     for path, page, anchor in found:
         assert (ROOT / page).exists(), f"{path} names {page}"
         assert not anchor or anchor in anchors(ROOT / page), f"{path}: no #{anchor} in {page}"
+
+
+def test_scripts_of_the_site_find_every_heading() -> None:
+    """They look for `#heading`, which is no selector if it begins with a digit."""
+    for page in PAGES:
+        assert not [x for x in anchors(page) if not x[:1].isalpha() and x[:1] != "_"], page
