@@ -3,6 +3,7 @@
 #                 day, FLASH_MASK_SIM_SEED=N draws another; none if nothing that they depend on changed), CPU tests
 # make test-all   the same, and every test of them; then those that depend on torch with the oldest and the newest
 #                 torch of docs/support.md (6 GB each), and the whole table of compiled calls
+# make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
 # make lint       ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -12,6 +13,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUNTIME := torch cutlass tvm_ffi
 TOOLS := pytest xdist hypothesis numpy ruff mypy
+SITE := mkdocs mkdocstrings mkdocstrings_handlers ruff
 TORCH := torch==2.13.0
 WORKERS := 2
 
@@ -21,11 +23,12 @@ needs_venv = $(if $(filter $(VENV)/%,$(1)),venv)
 
 RUN := $(or $(PYTHON),$(call python_with,$(RUNTIME)))
 DEV := $(or $(PYTHON),$(call python_with,$(RUNTIME) $(TOOLS)))
+DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint venv $(TORCHES:%=test-torch-%)
+.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint docs venv $(TORCHES:%=test-torch-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
 OF_TORCH := tests/cpu/autograd tests/cpu/flex
@@ -82,6 +85,13 @@ lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .
 	$(DEV) -m ruff format --check .
 	$(DEV) -m mypy
+
+docs: $(if $(filter $(VENV)/%,$(DOCS)),$(VENV)/.docs)
+	$(DOCS) -m mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(STAMP)
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[docs]"
+	touch $@
 
 venv: $(STAMP)
 

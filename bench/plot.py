@@ -28,7 +28,7 @@ from bench.linearity import sweeps
 from bench.masks import MASKS
 from bench.paper import table_name
 from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
-from bench.report import bars, cudnn_table, missed_bars
+from bench.report import cudnn_table
 from bench.rows import RESULTS, read_rows
 from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline
 
@@ -156,20 +156,10 @@ def _speed(rows: Rows) -> str:
     return f"![{alt}](docs/figures/speed_d128.svg)\n\n{headline(rows, 128)}"
 
 
-def _short_beside_flash_attn(rows: Rows) -> str:
-    """Without the masks beside cuDNN, which have a table of their own."""
-    return missed_bars({x: found for x, found in bars(rows).items() if "cudnn" not in x})
-
-
 # What stands between the markers of a page, by name.
 PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
     "README.md": {"headline": _speed},
-    "docs/results.md": {
-        "d128": lambda rows: headline(rows, 128),
-        "d64": lambda rows: headline(rows, 64),
-        "cudnn": cudnn_table,
-        "misses": _short_beside_flash_attn,
-    },
+    "docs/results.md": {"d64": lambda rows: headline(rows, 64), "cudnn": cudnn_table},
 }
 
 

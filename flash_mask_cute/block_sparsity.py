@@ -74,6 +74,16 @@ class BlockSparseTensorsTorch(NamedTuple):
     mask_mod: the mask that the lists were made of, as `create_block_mask` sets it. `flex_attention`
     evaluates it in partial blocks; the other functions take a mask_mod of their own. A pickled or
     deep copy has none.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
+        >>> count = torch.tensor([1, 2], dtype=torch.int32).view(1, 1, 2)  # causal, 64 x 64
+        >>> index = torch.tensor([[0, 0], [0, 1]], dtype=torch.int32).view(1, 1, 2, 2)
+        >>> lists = BlockSparseTensorsTorch(count, index, block_size=(64, 64))
+        >>> q, k, v = torch.randn(3, 1, 128, 2, 8)
+        >>> flash_attn_func(q, k, v, block_sparse_tensors=lists).shape
+        torch.Size([1, 128, 2, 8])
     """
 
     mask_block_cnt: Tensor

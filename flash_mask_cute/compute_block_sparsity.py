@@ -113,7 +113,15 @@ def create_block_mask(
     B, H: batch and query heads; None where the mask is the same for all of them (the mod then sees
     index 0). BLOCK_SIZE: (queries, keys), or one number for both; any size works with any kernel.
     The lists keep mask_mod, with which `flex_attention` takes them as its block_mask.
-    Errors: see `compute_blocksparse_tensors`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, IndexError: as `compute_blocksparse_tensors`.
+
+    Example:
+        >>> from flash_mask_cute import create_block_mask
+        >>> lists = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu")
+        >>> lists.mask_block_cnt.tolist(), lists.full_block_cnt.tolist()  # blocks of 128 x 128
+        ([[[1, 1]]], [[[0, 1]]])
     """
     if unknown:
         refuse_keywords("create_block_mask", unknown)

@@ -1,9 +1,9 @@
 """Attention for autograd, `torch.compile` and checkpointing: the public functions.
 
-Every call has the same two halves, `run_forward` and `run_backward` of autograd/passes.py. An eager
-call on plain tensors reaches them through an `autograd.Function` (autograd/eager.py). Under
-torch.compile, torch.export, a dispatch mode or with tensor subclasses, a call becomes operators
-instead (autograd/torch_ops.py).
+Every call becomes an `AttentionCall`, which `attend` of autograd/attend.py computes: of plain
+tensors eagerly, by an `autograd.Function` (autograd/eager.py) if a gradient is recorded. Under
+torch.compile, torch.export, a dispatch mode or with tensor subclasses it becomes operators
+(autograd/torch_ops.py).
 """
 
 from __future__ import annotations
@@ -160,6 +160,16 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
             and value. Second derivatives are not supported. If an aux tensor requires grad and
             there is a score_mod, neither deterministic=True nor a score_mod_bwd is supported.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import flash_attn_func
+        >>> q = torch.randn(2, 16, 4, 8, requires_grad=True)  # (batch, seqlen, heads, head_dim)
+        >>> k, v = torch.randn(2, 2, 16, 2, 8)  # two query heads for each KV head
+        >>> out, lse = flash_attn_func(q, k, v, causal=True, window_size=(5, 0), return_lse=True)
+        >>> out.sum().backward()
+        >>> out.shape, lse.shape, q.grad.shape
+        (torch.Size([2, 16, 4, 8]), torch.Size([2, 4, 16]), torch.Size([2, 16, 4, 8]))
     """
     if unknown:
         refuse_keywords("flash_attn_func", unknown)
@@ -295,6 +305,14 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls have no
             gradients.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(3, 12, 2, 8)  # (total, heads, head_dim), of 5 and 7 tokens
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 7, 7, causal=True).shape
+        torch.Size([12, 2, 8])
     """
     if unknown:
         refuse_keywords("flash_attn_varlen_func", unknown)
@@ -380,6 +398,14 @@ def flashmask_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; dropout in training is not
             supported.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import flashmask_attention
+        >>> q, k, v = torch.randn(3, 1, 12, 2, 8)
+        >>> ends = torch.tensor([5] * 5 + [12] * 7, dtype=torch.int32)  # of each key's document
+        >>> flashmask_attention(q, k, v, ends.view(1, 1, 12, 1), causal=True).shape
+        torch.Size([1, 12, 2, 8])
     """
     if unknown:
         refuse_keywords("flashmask_attention", unknown)

@@ -141,6 +141,12 @@ def _flash_attn_fwd(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute.interface import _flash_attn_fwd
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8)
+        >>> out, lse = _flash_attn_fwd(q, k, v, causal=True, window_size_left=4)
     """
     if unknown:
         refuse_keywords("_flash_attn_fwd", unknown)
@@ -254,6 +260,13 @@ def _flash_attn_bwd(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch, naming argument and value.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+        >>> q, k, v, dout = torch.randn(4, 1, 16, 2, 8)
+        >>> out, lse = _flash_attn_fwd(q, k, v, causal=True)
+        >>> dq, dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
     """
     if unknown:
         refuse_keywords("_flash_attn_bwd", unknown)
@@ -302,6 +315,12 @@ def explain(
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would. ValueError also if there is
             no kernel for the target, or if an argument is given by both of its names.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import explain
+        >>> q, k, v = torch.randn(3, 1, 512, 2, 64, dtype=torch.bfloat16)
+        >>> print(explain(q, k, v, causal=True, target="sm_90a"))  # doctest: +SKIP
     """
     keywords = _in_host_names(keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):

@@ -120,6 +120,11 @@ def plot(
         TypeError, ValueError: the mask is of another kind, its sizes are missing or do not fit it,
             there are no tokens, a tile is empty, or nothing reads the aux tensors.
         NotImplementedError: the mask_mod uses a GPU-only instruction.
+
+    Example:
+        >>> from flash_mask_cute import builders, plot
+        >>> axes = plot(builders.causal_document([100, 156]), tile_m=64, tile_n=64)
+        >>> axes.figure.savefig("mask.png")  # doctest: +SKIP
     """
     # before a mask_mod is asked, which takes longer
     _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))

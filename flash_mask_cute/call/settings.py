@@ -57,7 +57,7 @@ class BwdConfig:
     value_cols: columns of the values that stay in registers, a multiple of 16, or 0.
     skip_blocks: as in `FwdConfig`.
     clears_dq: the sums of dQ are set to 0 first, and every CTA adds to them. Otherwise the first
-    CTA to reach a sum stores it (docs/backward_sm90.md).
+    CTA to reach a sum stores it (docs/backward_sm90.md#where-dq-goes).
     cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, head_dim above
     128, and scores that are neither modified nor capped.
     group_splits: CTAs that share the query heads of a group, each with an equal number of them. It

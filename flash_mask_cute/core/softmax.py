@@ -192,7 +192,8 @@ def rounded_difference(a: Float32, b: Float32) -> Float32:
     """a - b of two rounded numbers.
 
     The assembler merges a product and a plain difference into one multiply-add, so the product is
-    not rounded. Far from 0 the resulting error is larger than the difference.
+    not rounded. Far from 0 the resulting error is larger than the difference
+    (docs/facts/compiler.md#arithmetic).
     """
     return cute.math.add(a, -b, rounding=NEAREST)
 
@@ -503,7 +504,8 @@ def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Two 16-bit values in a word, the first in its lower half.
 
     Written as PTX: the compiler would move its own conversion behind the next join, and keep the
-    unrounded values, which take twice the registers, until then.
+    unrounded values, which take twice the registers, until then
+    (docs/facts/compiler.md#a-conversion-in-both-arms-moves-behind-the-join).
     """
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     return cute.arch.inline_ptx(
@@ -527,7 +529,11 @@ def any_in_warp(flags: tuple) -> Boolean:
 
 
 def differ_from_one(factors: tuple) -> Boolean:
-    """Whether any row of this warp has a factor other than 1; a warp-uniform value."""
+    """Whether any row of this warp has a factor other than 1; a warp-uniform value.
+
+    Not a test of the flag that was asked before
+    (docs/facts/compiler.md#two-tests-of-one-flag-are-joined).
+    """
     return any_in_warp(tuple(factor != 1.0 for factor in factors))
 
 

@@ -79,7 +79,8 @@ class TileScheduler:
     last_first: start with the last blocks, because their walks are the longest or other blocks must
     wait for them.
     varlen: blocks per sequence differ.
-    mirrored: whether, with a counter, the second tile of a CTA is the one that mirrors its first;
+    mirrored: whether, with a counter, the second tile of a CTA is the one that mirrors its first
+    (docs/facts/hopper_forward.md#few-unequal-work-tiles-are-claimed-late-and-the-second-one-is-fixed);
     None: it never is.
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.

@@ -122,7 +122,11 @@ def flex_attention(
         NotImplementedError: a mod does what no kernel can (`lower_mod`).
 
     Example:
-        >>> flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s - 0.1 * (q - k).abs())
+        >>> import torch
+        >>> from flash_mask_cute import flex_attention
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8)
+        >>> flex_attention(q, k, v, lambda s, b, h, i, j: s - 0.1 * (i - j).abs()).shape
+        torch.Size([1, 2, 16, 8])
     """
     if isinstance(block_mask, (BlockSparseTensorsTorch, ComputedLists)):
         block_mask = as_block_mask(block_mask)

@@ -187,7 +187,10 @@ def keep_block_mask(block_mask: BlockMask) -> BlockMask:
         TypeError: block_mask is no `BlockMask` of torch.
 
     Example:
-        >>> mask = keep_block_mask(create_block_mask(mask_mod, None, None, 1024, 1024))
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> from flash_mask_cute import keep_block_mask
+        >>> lists = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, "cpu")
+        >>> mask = keep_block_mask(lists)
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(

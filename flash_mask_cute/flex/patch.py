@@ -49,8 +49,9 @@ class patch_flex_attention:
         UserWarning: other modules hold torch's function by name. They keep it, and are named.
 
     Example:
+        >>> from flash_mask_cute import patch_flex_attention
         >>> with patch_flex_attention():
-        ...     model(tokens)
+        ...     pass  # what calls torch's function here runs on kernels of this package
     """
 
     def __init__(self, *modules: types.ModuleType) -> None:

@@ -14,6 +14,11 @@ otherwise, tokens past the last document see nothing and no query sees them. `se
 the sum of the lists.
 
 All of them raise TypeError or ValueError for unusable arguments, naming them.
+
+Example:
+    >>> from flash_mask_cute import builders
+    >>> builders.share_question([[2, 2, 2], [1, 2]]).dense(9)[0, 0].sum(-1).tolist()
+    [1, 2, 3, 4, 3, 4, 1, 2, 3]
 """
 
 from __future__ import annotations

@@ -96,6 +96,14 @@ class ColumnMask:
         TypeError: an argument has another type or dtype.
         ValueError: the rank or n is another one, n is 1 without causal, or seqlen_q is negative or
             a string other than "any".
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import ColumnMask
+        >>> ends = torch.tensor([3, 3, 3, 8, 8, 8, 8, 8], dtype=torch.int32)  # of two documents
+        >>> mask = ColumnMask(ends.view(1, 1, 8, 1), causal=True, documents=True, seqlen_q=8)
+        >>> mask.dense(8)[0, 0, 4].tolist()  # what query 4 sees
+        [False, False, False, True, True, False, False, False]
     """
 
     startend_row_indices: Tensor

@@ -42,7 +42,8 @@ def _vector(value: Any, dtype: type[cutlass.Numeric], width: int = 1) -> cute.Te
 
 
 def _keep_first(ssa: cute.TensorSSA) -> None:
-    """Read `[0]` of a vector first, outside any branch of a mod, because the vector caches it."""
+    """Read `[0]` of a vector first, outside any branch of a mod, because the vector caches it
+    (docs/facts/compiler.md#the-dsl)."""
     _ = ssa[0]
 
 

@@ -3,7 +3,7 @@
 A score_mod that adds a bias reads `aux_tensors[0][..., q_idx[0], kv_idx[0]]` for each score. With
 one load for each score, a warp fetches single elements from 8 or 32 rows at once. The L1 cache
 looks up a line for each row and load, and that takes longer than the products of a tile
-(docs/facts/hopper_forward.md, "Tables of the score_mod").
+(docs/facts/hopper_forward.md#score_mod).
 
 So a kernel loads the rows of a key block in as few loads as the layout of its scores allows, on
 Hopper before the scores are complete. The reads of the callable are then answered from registers.

@@ -117,8 +117,9 @@ def set_if(condition: Boolean, word: Int32, bit: int) -> Int32:
     """The word with one more bit set if the condition holds.
 
     Written as PTX to get one predicated instruction. The compiler turns a select into one select
-    for each term of the condition, and an addition (docs/facts/compiler.md). A condition that the
-    compiler finds constant becomes an immediate operand: `mov.pred` takes one, a guard does not.
+    for each term of the condition, and an addition
+    (docs/facts/compiler.md#selects-predicates-and-bits). A condition that the compiler finds
+    constant becomes an immediate operand: `mov.pred` takes one, a guard does not.
     """
     return cute.arch.inline_ptx(
         "{ .reg .pred is_set;\nmov.pred is_set, {$r1};\nmov.b32 {$w0}, {$r0};\n"
@@ -152,7 +153,11 @@ def is_set(word: Int32, bit: int) -> Boolean:
 
 @cute.jit
 def hide_unset(scores: cute.Tensor, words: tuple) -> None:
-    """Set scores (rows, cols) to -inf in columns whose bit is not set in the word of their row."""
+    """Set scores (rows, cols) to -inf in columns whose bit is not set in the word of their row.
+
+    16 bits at a time, which become predicates together
+    (docs/facts/compiler.md#selects-predicates-and-bits).
+    """
     num_cols = cute.size(scores, mode=[1])
     for r in cutlass.range_constexpr(len(words)):
         for first in cutlass.range_constexpr(0, num_cols, HALF_WORD):

@@ -198,8 +198,8 @@ class BwdPlan:
     def num_score_parts(self, num_aux_grads: int) -> int:
         """Parts of the columns of S and dP, processed in turn if aux tensors have gradients.
 
-        Such gradients need S and dP of a score at once, and all columns would not fit the
-        registers.
+        Such gradients need S and dP of a score at once, and all columns would not fit registers:
+        docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once
         """
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 

@@ -81,7 +81,7 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
-# 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md).
+# 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
 L2_SHARE = 24 * 1024 * 1024
 
 
@@ -451,6 +451,7 @@ class FlashAttentionForwardSm90:
             # One loop for partial blocks and one for full ones, of the same text: a loop that asked
             # every block would have one branch more while P V is in flight, and ptxas would
             # serialise all products.
+            # docs/facts/compiler.md#three-branches-under-a-product-in-flight-serialise-all-products
             while following != Kind.END:
                 for kind in blocks.kinds:
                     while following == kind:

@@ -1,6 +1,7 @@
 """The Hopper forward of a key block: S = Q K^T, its softmax, and P V of the block before.
 
-The order and overlap of a step are described at the top of `flash_fwd` and in docs/forward_sm90.md.
+The order and overlap of a step are described at the top of `flash_fwd` and in
+docs/forward_sm90.md#a-step-and-what-overlaps-what.
 A warpgroup has 64 query rows. P is stored in words of two probabilities (`wgmma.round_pairs`),
 which are a register operand of P V.
 
@@ -346,6 +347,7 @@ class KeyBlocks:
             cut += 1
         # tensors of their own: if they lived on from step to step, they would cost as many
         # registers again
+        # (docs/facts/compiler.md#an-accumulator-that-lives-across-loops-serialises-all-products)
         acc_S, fresh = wgmma.make_accumulator(plan.tile_n), target
         if const_expr(half is not None):
             acc_S = wgmma.make_accumulator(HALF_KEYS)
@@ -396,6 +398,7 @@ class KeyBlocks:
         if const_expr(not plan.values_first):
             # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
             # start of its basic block: above the exponentials that should overlap P V.
+            # docs/facts/compiler.md#a-wait-for-products-moves-up-to-the-start-of-its-basic-block
             warpgroup.wait_group(0)
             self.release_values(state)
             if const_expr(not plan.keeps_scores):

@@ -205,7 +205,9 @@ class FwdPlan(PackedHeads):
 
     @property
     def helper_registers(self) -> int:
-        """Registers of warpgroup 0."""
+        """Registers of warpgroup 0, which the launch bounds:
+        docs/facts/compiler.md#setmaxnreginc-hangs-if-the-sum-exceeds-what-the-launch-gave
+        """
         mask_warps = MASK_REGISTERS if self.mask_warpgroup else 0
         taken = self.mma_registers * self.num_mma_warpgroups + mask_warps
         return registers_left(self._num_warpgroups, taken)

@@ -119,7 +119,7 @@ def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> 
     """Write 16 bytes to global memory if the condition holds.
 
     Written as PTX: in a branch, each store would have its address computed anew
-    (docs/facts/compiler.md).
+    (docs/facts/compiler.md#memory-accesses).
     """
     words = cute.recast_tensor(values, Int32)
     cute.arch.inline_ptx(

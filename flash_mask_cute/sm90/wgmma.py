@@ -25,7 +25,7 @@ def tile_columns(dim: int) -> int:
     TMA loads a tile in boxes as wide as its swizzle, the widest of 64, 32 and 16 columns that
     divides it. If rows do not begin at multiples of 32 bytes, narrow boxes cost up to twice the L2
     sectors. That is more than the additional products of a wider tile cost
-    (docs/facts/hopper_forward.md).
+    (docs/facts/hopper_forward.md#tiles-and-order).
     """
     if dim <= 16 or dim in (48, 80):
         return -(-dim // 16) * 16
@@ -185,7 +185,8 @@ def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> N
     """Copy operand words in a way that is opaque to the compiler, alternating between two pipes.
 
     A plain copy would be optimised away. Then an operand of the next product would be written while
-    this product is in flight, and ptxas would serialise all products.
+    this product is in flight, and ptxas would serialise all products:
+    docs/facts/compiler.md#a-register-operand-of-the-next-product-must-not-be-written-under-a-product
     """
     opaque_zero = opaque_one - 1
     for i in range(cute.size(target)):

@@ -1,7 +1,7 @@
 """Dense calls with documents in their mask, computed as packed sequences.
 
 `mask_prep/documents.py` gives the reasons. Eligibility is decided here if column intervals have the
-documents, and in `mask_bits_plan.py` if they are found in a mask_mod.
+documents, and in `mask_bits.py` if they are found in a mask_mod.
 
 The host cannot know whether intervals hold documents without a wait. So they are declared, or the
 call is so large that looking for them, and packed kernels where there are none, cost little.
@@ -28,7 +28,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 # Documents that nobody declared are looked for in calls with at least so many tokens in a sequence
 # and so many operations in the forward. The second number does not count what the mask hides.
 # From this length on, packed kernels lose about 1 % or less if there are no documents
-# (docs/facts/masks.md).
+# (docs/facts/masks.md#packing-every-mask-costs-those-without-documents).
 MIN_UNDECLARED_SEQLEN = 16384
 # To find documents in a new mask takes 20 us, which is 1 % of 2 ms. A mask may hide three quarters
 # of the scores. So without the mask the call must take 8 ms, at 600 TFLOP/s so many operations.

@@ -1,0 +1,93 @@
+"""What a visitor meets first: public docstrings, CITATION.cff, the docs site."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_architecture import PAGES, anchors
+
+import flash_mask_cute
+from flash_mask_cute import interface
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = {
+    **{name: getattr(flash_mask_cute, name) for name in flash_mask_cute.__all__ if name[0] != "_"},
+    **{name: getattr(interface, name) for name in ("_flash_attn_fwd", "_flash_attn_bwd")},
+}
+# A name that takes nothing, one whose fields are checked where they are used, and a module.
+RAISE_NOTHING = {"compile_count", "BlockSparseTensorsTorch", "builders"}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_docstring_has_errors_and_an_example_that_runs(name: str) -> None:
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert "\nRaises:\n" in text or name in RAISE_NOTHING
+    found = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    assert found.examples and "\nExample:\n" in text
+    pyplot = pytest.importorskip("matplotlib.pyplot") if name == "plot" else None
+    result = doctest.DocTestRunner(verbose=False).run(found)
+    assert result.failed == 0
+    if pyplot is not None:
+        pyplot.close("all")
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    plain = dict(re.findall(r"^([\w-]+): (.+)$", text, flags=re.M))
+    assert plain["cff-version"] == "1.2.0" and plain["license"] == "Apache-2.0"
+    assert plain["version"] == flash_mask_cute.__version__
+    assert {"message", "title", "type"} <= plain.keys() and re.search(
+        r"^authors:\n  - ", text, re.M
+    )
+
+
+def test_the_citation_is_yaml() -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert found["version"] == flash_mask_cute.__version__
+    assert all(author["name"] for author in found["authors"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_broken_link_fails_the_site(broken: bool, tmp_path: Path) -> None:
+    """Built from a copy of what it is made of; a page and an anchor that are not there."""
+    for path in ROOT.iterdir():
+        if path.name != "site" and not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
+    if broken:
+        (tmp_path / "README.md").unlink()
+        text = (ROOT / "README.md").read_text()
+        (tmp_path / "README.md").write_text(text + "\n[gone](docs/masks.md#no-such-heading)\n")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (child.returncode != 0) == broken, child.stderr
+    if not broken:
+        page = (tmp_path / "site" / "api" / "index.html").read_text()
+        assert all(f'id="flash_mask_cute.{name}"' in page for name in PUBLIC if name[0] != "_")
+
+
+def test_pages_that_code_names_have_these_headings() -> None:
+    """`docs/page.md#heading` in a comment or docstring leads somewhere, as links of pages do."""
+    found = [
+        (path, page, anchor)
+        for path in sorted((ROOT / "flash_mask_cute").rglob("*.py"))
+        for page, anchor in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", path.read_text())
+    ]
+    assert sum(anchor != "" for _, _, anchor in found) >= 10
+    for path, page, anchor in found:
+        assert (ROOT / page).exists(), f"{path} names {page}"
+        assert not anchor or anchor in anchors(ROOT / page), f"{path}: no #{anchor} in {page}"
+
+
+def test_scripts_of_the_site_find_every_heading() -> None:
+    """They look for `#heading`, which is no selector if it begins with a digit."""
+    for page in PAGES:
+        assert not [x for x in anchors(page) if not x[:1].isalpha() and x[:1] != "_"], page
