@@ -113,7 +113,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # the package and its doctor
     "__main__": ("functional", "runtime", ""),
     "": (
-        *("flex", "lowering"),
+        *("flex", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
@@ -145,6 +145,8 @@ WITHOUT_TORCH = (
     "mods.score_chain",
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
+# Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.
+FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
 
@@ -216,7 +218,7 @@ def faults(module: str, source: str) -> list[str]:
             needs_compiler = is_device_code(inner)
         else:
             needs_compiler = top in ("cutlass", "cuda")
-            is_extra = is_lazy and EXTRAS.get(module) == top
+            is_extra = is_lazy and top in (EXTRAS.get(module), FOR_CHECKERS)
             if top not in THIRD_PARTY and top not in sys.stdlib_module_names and not is_extra:
                 found.append(f"{module} imports {target}, which is no dependency")
             is_int_only = covers(WITHOUT_TORCH, module) or is_device_code(module)
@@ -281,6 +283,7 @@ def test_no_arrow_points_up() -> None:
         ("", "from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90"),
         ("kernels.bwd_preprocess", "import torch"),
         ("plotting", "import matplotlib"),
+        ("functional", "from typing_extensions import Unpack"),
         ("call.run.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
         ("newcomer", "import math"),
