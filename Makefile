@@ -11,7 +11,7 @@
 VENV := .venv
 STAMP := $(VENV)/.installed
 RUNTIME := torch cutlass tvm_ffi
-TOOLS := pytest xdist hypothesis numpy ruff mypy
+TOOLS := pytest xdist hypothesis numpy einops ruff mypy
 TORCH := torch==2.13.0
 WORKERS := 2
 
