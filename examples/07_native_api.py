@@ -129,7 +129,7 @@ class DocumentAttention:
             TILE_M, TILE_N, batch, heads, seqlen, seqlen, window_by_document, [documents], q.device
         )
         if IS_SOFTWARE:
-            lists = BlockSparseTensors(*map(to_cute, torch_lists))
+            lists = BlockSparseTensors(*(to_cute(x) for x in torch_lists if x is not None))
         given = arguments((q, k, v, out), lse, lists, [to_cute(documents)])
         self.compiled = self.compiled or cute.compile(self.kernel, *given)
         self.compiled(*given)
