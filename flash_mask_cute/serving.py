@@ -189,8 +189,7 @@ def flash_attn_with_kvcache(
     call = AttentionCall(
         Tensors(
             q, k_cache, v_cache, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
-            q_starts=q_starts,
-        ),
+            q_starts=q_starts),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
