@@ -12,7 +12,7 @@
 VENV := .venv
 STAMP := $(VENV)/.installed
 RUNTIME := torch cutlass tvm_ffi
-TOOLS := pytest xdist hypothesis numpy ruff mypy
+TOOLS := pytest xdist hypothesis numpy einops ruff mypy
 SITE := mkdocs mkdocstrings mkdocstrings_handlers ruff
 TORCH := torch==2.13.0
 WORKERS := 2

@@ -298,7 +298,8 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
 
 
 def _store(problem: MaskBitsProblem, target: Target) -> Compiled:
-    return compile_mask_bits(sees_prefix, problem, target, Uncached())
+    columns = arch_spec(target).load_columns()
+    return compile_mask_bits(sees_prefix, problem, target, columns, Uncached())
 
 
 def _bounds(num_vectors: int, is_packed: bool, target: Target) -> Compiled:

@@ -6,7 +6,8 @@ Block lists come from the kernel of `compute_blocksparse_tensors`, attention fro
 `FlashAttentionForwardSm90`, compiled by `cute.compile`: what the appendix of the post that
 introduced FlexAttention in flash-attn-4 does. This is for those who bring their own cache and their
 own checks: nothing is validated here, and the tiles of the lists are those of the kernel.
-Needs a Hopper GPU; elsewhere it says so. Ends with an error if the result is wrong.
+Where there is no Hopper GPU, the kernel runs on the software GPU, and the lists are made on the
+CPU. Ends with an error if the result is wrong.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kernel_device import DEVICE, IS_SOFTWARE, current_stream, in_kernel_memory, print_device
+
+# isort: split
 import cutlass
 import cutlass.cute as cute
 import torch
-from dense_check import check, has_hopper
+from dense_check import check
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensors
@@ -58,14 +62,8 @@ def to_cute(tensor: Tensor, alignment: int = 4) -> cute.Tensor:
     """A view whose extents and strides are run-time values, but for the last stride, which is 1."""
     from cutlass.cute.runtime import from_dlpack
 
-    wrapped = from_dlpack(tensor, assumed_align=alignment)
+    wrapped = from_dlpack(in_kernel_memory(tensor), assumed_align=alignment)
     return wrapped.mark_layout_dynamic(leading_dim=tensor.dim() - 1)
-
-
-def current_stream() -> Any:
-    import cuda.bindings.driver as cuda
-
-    return cuda.CUstream(torch.cuda.current_stream().cuda_stream)
 
 
 def arguments(
@@ -126,33 +124,33 @@ class DocumentAttention:
         batch, seqlen, heads, _ = q.shape
         out = torch.empty_like(q)
         lse = torch.empty(batch, heads, seqlen, dtype=torch.float32, device=q.device)
-        aux_tensors = [to_cute(documents)]
-        # the torch tensors own the memory of the lists
+        # the same lists twice: for the kernel, and as the torch tensors that own their memory
         lists, torch_lists = compute_blocksparse_tensors(
-            TILE_M, TILE_N, batch, heads, seqlen, seqlen, window_by_document, aux_tensors, q.device
+            TILE_M, TILE_N, batch, heads, seqlen, seqlen, window_by_document, [documents], q.device
         )
-        given = arguments((q, k, v, out), lse, lists, aux_tensors)
+        if IS_SOFTWARE:
+            lists = BlockSparseTensors(*(to_cute(x) for x in torch_lists if x is not None))
+        given = arguments((q, k, v, out), lse, lists, [to_cute(documents)])
         self.compiled = self.compiled or cute.compile(self.kernel, *given)
         self.compiled(*given)
         return out, lse, int(torch_lists[0].sum())
 
 
 def main() -> None:
-    if not has_hopper():
-        print("07_native_api needs a Hopper GPU, and there is none here: nothing was run")
-        return
+    print_device()
     torch.manual_seed(0)
-    heads, d = 8, 128
+    d = 128
     attention = DocumentAttention(d)
     # other sizes and other contents: the same compiled kernel
-    for batch, seqlen in ((2, 1024), (1, 2500)):
-        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    on_gpu, on_software = ((2, 1024, 8), (1, 2500, 8)), ((2, 255, 1), (1, 450, 2))
+    for batch, seqlen, heads in on_software if IS_SOFTWARE else on_gpu:
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
         q, k, v = (torch.randn(batch, seqlen, heads, d, **options) for _ in range(3))
         # documents of 300 tokens on average
-        starts = torch.rand(batch, seqlen, device="cuda") < 1 / 300
+        starts = torch.rand(batch, seqlen, device=DEVICE) < 1 / 300
         documents = starts.cumsum(dim=1, dtype=torch.int32)
         out, _, num_blocks = attention(q, k, v, documents)
-        row = torch.arange(seqlen, device="cuda")
+        row = torch.arange(seqlen, device=DEVICE)
         distance = (row - row[:, None]).abs()
         is_same = documents[:, None, :, None] == documents[:, None, None, :]
         visible = is_same & (distance <= WINDOW)

@@ -5,7 +5,8 @@
 Three kernels run one after the other: `BwdPreprocess` writes LSE and delta of each row block,
 `FlashAttentionBackwardSm90` dK, dV and the sums of dQ, `BwdPostprocess` turns these into dQ. As in
 07_native_api.py nothing is validated, and the scratch tensors between the kernels are the caller's.
-Needs a Hopper GPU; elsewhere it says so. Ends with an error if a gradient is wrong.
+Where there is no Hopper GPU, they run on the software GPU, and the forward before them on the
+CPU. Ends with an error if a gradient is wrong.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kernel_device import DEVICE, IS_SOFTWARE, print_device
+
+# isort: split
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from dense_check import attend, compare, has_hopper
+from dense_check import attend, compare
 from torch import Tensor
 
 from flash_mask_cute.flash_bwd import BwdPostprocess, BwdPreprocess, FlashAttentionBackwardSm90
@@ -123,16 +127,15 @@ def written_out(
 
 
 def main() -> None:
-    if not has_hopper():
-        print("10_native_backward needs a Hopper GPU, and there is none here: nothing was run")
-        return
+    print_device()
     torch.manual_seed(0)
     d = 128
     kernels = compile_kernels(d)
     # other sizes and groups of heads: the same compiled kernels
-    for batch, seqlen, heads_q, heads_kv in ((2, 1000, 4, 4), (1, 2500, 8, 2)):
+    on_gpu, on_software = ((2, 1000, 4, 4), (1, 2500, 8, 2)), ((2, 65, 1, 1), (1, 200, 4, 2))
+    for batch, seqlen, heads_q, heads_kv in on_software if IS_SOFTWARE else on_gpu:
         shapes = ((batch, seqlen, heads, d) for heads in (heads_q, heads_kv, heads_kv, heads_q))
-        q, k, v, dout = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in shapes)
+        q, k, v, dout = (torch.randn(s, dtype=torch.bfloat16, device=DEVICE) for s in shapes)
         out, lse = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
         assert lse is not None
         found = backward(kernels, q, k, v, out, lse, dout)

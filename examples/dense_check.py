@@ -15,16 +15,14 @@ from torch import Tensor
 
 
 def has_hopper() -> bool:
-    """Whether torch sees a Hopper GPU; says which."""
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
-        return False
-    print(f"device: {torch.cuda.get_device_name()}")
-    return True
+    """Whether torch sees a Hopper GPU."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def pick_device() -> torch.device:
     """A Hopper GPU if torch sees one, else the CPU; says which."""
     if has_hopper():
+        print(f"device: {torch.cuda.get_device_name()}")
         return torch.device("cuda")
     print("device: CPU (no Hopper GPU here), in float64 over the tiles that the kernel would visit")
     return torch.device("cpu")

@@ -15,6 +15,7 @@ from flash_mask_cute.runtime.cache import compile_count
 
 if TYPE_CHECKING:
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_mask_cute.call.settings import BwdConfig, FwdConfig
     from flash_mask_cute.compute_block_sparsity import create_block_mask
     from flash_mask_cute.flex import (
         flex_attention,
@@ -37,7 +38,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockSparseTensorsTorch",
+    "BwdConfig",
     "ColumnMask",
+    "FwdConfig",
     "__version__",
     "builders",
     "compile_count",
@@ -58,7 +61,9 @@ __all__ = [
 _MODULES = {"builders": "flash_mask_cute.masks.builders"}
 _HOME = {
     "BlockSparseTensorsTorch": "flash_mask_cute.block_sparsity",
+    "BwdConfig": "flash_mask_cute.call.settings",
     "ColumnMask": "flash_mask_cute.masks.column_mask",
+    "FwdConfig": "flash_mask_cute.call.settings",
     "create_block_mask": "flash_mask_cute.compute_block_sparsity",
     "explain": "flash_mask_cute.interface",
     "flash_attn_combine": "flash_mask_cute.serving",

@@ -15,7 +15,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -80,11 +80,11 @@ def compute_blocksparse_tensors(
             GPU-only instruction.
         IndexError: on the CPU, the mod reads outside an aux tensor.
     """
+    extents = (batch_size, num_heads), (seqlen_q, seqlen_k)
+    block_size = as_block_size((tile_m, tile_n), "(tile_m, tile_n)")
     lists = _scan(
         mask_mod,
-        (batch_size, num_heads),
-        (seqlen_q, seqlen_k),
-        as_block_size((tile_m, tile_n), "(tile_m, tile_n)"),
+        _Scanned(*extents, block_size),
         aux_tensors,
         _as_device(device),
         has_full=compute_full_blocks,
@@ -125,15 +125,9 @@ def create_block_mask(
     """
     if unknown:
         refuse_keywords("create_block_mask", unknown)
-    lists = _scan(
-        mask_mod,
-        (1 if B is None else B, 1 if H is None else H),
-        (seqlen_q, seqlen_k),
-        as_block_size(BLOCK_SIZE, "BLOCK_SIZE"),
-        aux_tensors,
-        _as_device(device),
-        names=("B", "H"),
-    )
+    extents = (1 if B is None else B, 1 if H is None else H), (seqlen_q, seqlen_k)
+    scanned = _Scanned(*extents, as_block_size(BLOCK_SIZE, "BLOCK_SIZE"), names=("B", "H"))
+    lists = _scan(mask_mod, scanned, aux_tensors, _as_device(device))
     return lists._replace(mask_mod=mask_mod)
 
 
@@ -148,19 +142,25 @@ def _as_device(value: str | torch.device) -> torch.device:
     return device
 
 
+class _Scanned(NamedTuple):
+    """The scores that a scan looks at, and their blocks. names: the caller's, for batch_heads."""
+
+    batch_heads: tuple[int, int]
+    seqlens: tuple[int, int]
+    block_size: tuple[int, int]
+    names: tuple[str, str] = ("batch_size", "num_heads")
+
+
 def _scan(
     mask_mod: Callable[..., Any],
-    batch_heads: tuple[int, int],
-    seqlens: tuple[int, int],
-    block_size: tuple[int, int],
+    scanned: _Scanned,
     aux_tensors: Any,
     device: torch.device,
     *,
     has_full: bool = True,
     samples: bool = False,
-    names: tuple[str, str] = ("batch_size", "num_heads"),
 ) -> BlockSparseTensorsTorch:
-    """Run the scan. names: the caller's names for batch_heads."""
+    batch_heads, seqlens, block_size, names = scanned
     if mask_mod is None:
         raise TypeError("mask_mod must be a callable, got None")
     given = None, mask_mod, aux_tensors, device

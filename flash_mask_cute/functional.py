@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
 from torch import Tensor
 
@@ -28,9 +28,7 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.check.validate import (
-    check_num_splits,
-)
+from flash_mask_cute.call.check.validate import check_num_splits
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import check_bool
 
@@ -339,30 +337,51 @@ def flash_attn_varlen_func(
     return results.chosen(q, return_lse, return_max_logit)
 
 
+if TYPE_CHECKING:
+    # part of what checkers know of any Python, so nothing has to be installed
+    from typing_extensions import TypedDict, Unpack
+
+    class _FlashmaskOptions(TypedDict, total=False):
+        """Arguments of `flashmask_attention` on which its result's type does not depend."""
+
+        dropout: float
+        causal: bool
+        window_size: int | WindowSize | None
+        training: bool
+        softmax_scale: float | None
+        deterministic: bool
+        q_start: QStart
+
+
 @overload
 def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
-    dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
-    return_softmax_lse: Literal[False] = False, training: bool = True,
-    softmax_scale: float | None = None, deterministic: bool = False, q_start: QStart = None,
+    return_lse: Literal[False] = False, return_softmax_lse: Literal[False] = False,
+    **options: Unpack[_FlashmaskOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
-    dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
-    return_softmax_lse: Literal[True], training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: QStart = None,
+    return_lse: Literal[True], return_softmax_lse: bool = False,
+    **options: Unpack[_FlashmaskOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
-    dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
-    return_softmax_lse: bool = False, training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: QStart = None,
+    return_lse: bool = False, return_softmax_lse: Literal[True],
+    **options: Unpack[_FlashmaskOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flashmask_attention(
+    q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
+    return_lse: bool = False, return_softmax_lse: bool = False,
+    **options: Unpack[_FlashmaskOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -381,6 +400,7 @@ def flashmask_attention(
     softmax_scale: float | None = None,
     deterministic: bool = False,
     q_start: QStart = None,
+    return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with column intervals, with the signature of PaddlePaddle's function of this name.
@@ -393,7 +413,8 @@ def flashmask_attention(
     at the last key.
 
     Returns:
-        out, or (out, lse) with return_softmax_lse, as `flash_attn_func`.
+        out, or (out, lse) with return_lse or return_softmax_lse, which mean the same, as
+        `flash_attn_func`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; dropout in training is not
@@ -411,6 +432,7 @@ def flashmask_attention(
         refuse_keywords("flashmask_attention", unknown)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
+    check_bool("return_lse", return_lse)
     check_bool("return_softmax_lse", return_softmax_lse)
     # a tuple here and below: Dynamo of torch 2.9 does not know unions
     if not isinstance(window_size, (tuple, list)):
@@ -430,5 +452,5 @@ def flashmask_attention(
         deterministic=deterministic,
         startend_row_indices=startend_row_indices,
         q_start=q_start,
-        return_lse=return_softmax_lse,
+        return_lse=return_lse or return_softmax_lse,
     )

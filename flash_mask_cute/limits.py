@@ -1,4 +1,4 @@
-"""Limits of kernels and of the memory that they can read; how heads share a tile."""
+"""Limits of kernels and of the memory that they can read."""
 
 # elements of 16 bits between TMA rows: 16 bytes
 STRIDE_STEP = 8
@@ -22,32 +22,3 @@ MAX_COLUMNS = 128
 MAX_PACKED_SEQLEN = 1 << 26
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
-
-
-def padded_group(heads: int) -> int:
-    """Tile rows of one position when `heads` query heads share a tile.
-
-    A power of two, so that a tile holds whole positions.
-    """
-    return 1 << (heads - 1).bit_length()
-
-
-class PackedHeads:
-    """How the query heads of a KV head share a tile, for plans.
-
-    packed_heads: rows of a position, `padded_group` of the heads; 1: heads do not share a tile.
-    heads_there: the number of rows of a position that are heads, the first ones; None: all.
-    """
-
-    packed_heads: int
-    heads_there: int | None
-
-    @property
-    def group_size(self) -> int:
-        """Query heads of a KV head that share a tile."""
-        return self.packed_heads if self.heads_there is None else self.heads_there
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a tile has padding rows of no head, which must not be stored."""
-        return self.group_size != self.packed_heads

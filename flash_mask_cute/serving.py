@@ -187,9 +187,9 @@ def flash_attn_with_kvcache(
     q_starts, start = split_q_start(q_start)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
-        Tensors(q, k_cache, v_cache, None, None, None, learnable_sink, cu_seqlens_q)._replace(
-            q_starts=q_starts
-        ),
+        Tensors(
+            q, k_cache, v_cache, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
+            q_starts=q_starts),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
@@ -262,10 +262,12 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
     x, options = call.tensors, call.options
     has_window = not (options.window_size_left is options.window_size_right is None)
     return Append(
-        cache.k, cache.v, new.k, new.v, x.q, cache.seqlens, cache.leftpad, cache.batch_idx,
-        cache.page_table, new.cu_seqlens, x.cu_seqlens_q, new.cos, new.sin,
-        None if new.cos is None else new.rotary_seqlens, new.interleaved,
-        bool(options.causal) or has_window,
+        cache.k, cache.v, new.k, new.v, x.q, cache.seqlens,
+        leftpad=cache.leftpad, batch_idx=cache.batch_idx, page_table=cache.page_table,
+        cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.cu_seqlens_q,
+        cos=new.cos, sin=new.sin, interleaved=new.interleaved,
+        rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
+        advances=bool(options.causal) or has_window,
     )  # fmt: skip
 
 

@@ -128,7 +128,8 @@ def activate(arch="sm_90a", sms=132, **options):
     """To call before the first `import cutlass`. Returns cutlass.cute.
 
     From then on cute.compile(..., options="--enable-tvm-ffi") returns objects that run on the
-    software GPU when they are called with torch tensors on the CPU. Options: as of run().
+    software GPU when they are called with torch tensors on the CPU. Functions without kernels run
+    on the CPU, as always. Options: as of run().
     """
     driver.install(arch, sms)
     import cutlass  # noqa: F401
@@ -153,4 +154,5 @@ class _Compile:
         return _Compile(self.inner[opts])
 
     def __call__(self, *a, **kw):
-        return Compiled(self.inner(*a, **kw))
+        compiled = self.inner(*a, **kw)
+        return Compiled(compiled) if driver.has_kernels(compiled) else compiled

@@ -352,11 +352,18 @@ class _Capture:
             kw.get("options") or ""
         ) + f" --keep-ptx --keep-cubin --dump-dir={self.dump_dir}"
         c = self.inner(*a, **kw)
+        if not has_kernels(c):
+            return c
         for name in register_ptx(c.__ptx__):
             ptx_texts[name] = c.__ptx__
         if c.__cubin__:
             _ptx_by_image[bytes(c.__cubin__)] = c.__ptx__
         return c
+
+
+def has_kernels(compiled) -> bool:
+    """Whether a compiled object launches kernels; a function for the host does not."""
+    return bool(compiled.kernel_info)
 
 
 def capture_ptx() -> dict[str, str]:
@@ -365,7 +372,7 @@ def capture_ptx() -> dict[str, str]:
     """
     import cutlass.cute as cute
 
-    if not isinstance(cute.compile, _Capture):
+    if "dump" not in _state:
         _state["dump"] = tempfile.TemporaryDirectory(prefix="softgpu-ptx-")  # removed at exit
         cute.compile = _Capture(cute.compile, _state["dump"].name)
     return ptx_texts

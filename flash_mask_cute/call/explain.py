@@ -26,9 +26,9 @@ from flash_mask_cute.call.choose.tile_classes import (
     judge_row,
 )
 from flash_mask_cute.call.prepare import compiled_fwd
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.cpu.tiles import start_of
-from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.runtime.target import Target

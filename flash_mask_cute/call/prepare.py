@@ -8,6 +8,7 @@ from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedF
 from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd
 from flash_mask_cute.call.build.forward import compile_fwd
 from flash_mask_cute.call.check.validate import refuse_transforms
+from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, KernelBackward
@@ -98,7 +99,8 @@ def _compiled_store(plan: ExecutionPlan) -> MakeMaskBits | None:
         return None
     mask_mod, mask_bits = plan.masks.mask_mod, plan.mask_bits
     assert mask_mod is not None
-    function = compile_mask_bits(mask_mod, mask_bits.problem, plan.target).function
+    columns = arch_spec(plan.target).load_columns()
+    function = compile_mask_bits(mask_mod, mask_bits.problem, plan.target, columns).function
     return partial(mask_bits.query_chunks, function)
 
 

@@ -146,6 +146,23 @@ def vector_of(tensor: cute.Tensor, index: Int32, size: int) -> cute.Tensor:
     return cute.local_tile(tensor, (size,), (index,))
 
 
+class PreprocessArgs(NamedTuple):
+    """Arguments of the kernel, see `BwdPreprocess.__call__`."""
+
+    mO: cute.Tensor
+    mdO: cute.Tensor
+    mLSE: cute.Tensor
+    mdLSE: cute.Tensor | None
+    mStats: cute.Tensor
+    mdQaccum: cute.Tensor | None
+    mSemaphores: cute.Tensor | None
+    mSink: cute.Tensor | None
+    mSinkParts: cute.Tensor | None
+    lengths: Lengths
+    mQ: cute.Tensor | None
+    mLSELow: cute.Tensor | None
+
+
 class BwdPreprocess:
     """Fills the row statistics, and prepares the sums of dQ; to be passed to `cute.compile`.
 
@@ -224,37 +241,19 @@ class BwdPreprocess:
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
-        self.kernel(
-            mO,
-            mdO,
-            mLSE,
-            mdLSE,
-            mStats,
-            mdQaccum,
-            mSemaphores,
-            mSink,
-            mSinkParts,
-            lengths,
-            mQ,
-            mLSELow,
-        ).launch(grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream)
+        args = PreprocessArgs(
+            mO=mO, mdO=mdO, mLSE=mLSE, mdLSE=mdLSE, mStats=mStats, mdQaccum=mdQaccum,
+            mSemaphores=mSemaphores, mSink=mSink, mSinkParts=mSinkParts, lengths=lengths, mQ=mQ,
+            mLSELow=mLSELow,
+        )  # fmt: skip
+        self.kernel(args).launch(
+            grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdLSE: cute.Tensor | None,
-        mStats: cute.Tensor,
-        mdQaccum: cute.Tensor | None,
-        mSemaphores: cute.Tensor | None,
-        mSink: cute.Tensor | None,
-        mSinkParts: cute.Tensor | None,
-        lengths: Lengths,
-        mQ: cute.Tensor | None,
-        mLSELow: cute.Tensor | None,
-    ):
+    def kernel(self, args: PreprocessArgs):
+        mO, mdO, mQ, mSink = args.mO, args.mdO, args.mQ, args.mSink
+        mStats, mdQaccum, mSemaphores = args.mStats, args.mdQaccum, args.mSemaphores
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         # heads change fastest, as they do in memory
@@ -278,10 +277,10 @@ class BwdPreprocess:
             marks = marks_of(
                 mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
             )
-        rows = rows_of(block, lengths, self.tile_m)
+        rows = rows_of(block, args.lengths, self.tile_m)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
-            of_row = self._read_lse(mLSE, mLSELow, mdLSE, head_idx, rows, thread)
+            of_row = self._read_lse(args, head_idx, rows, thread)
             gO = rows_of_head(mO, head_idx, rows)
             if const_expr(mQ is not None):
                 is_empty = of_row.lse == -Float32.inf
@@ -325,27 +324,21 @@ class BwdPreprocess:
                     marks[thread] = Int32(0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
             if thread == 0:
-                mSinkParts[head_idx, block] = sink_part
+                args.mSinkParts[head_idx, block] = sink_part
 
     @cute.jit
     def _read_lse(
-        self,
-        mLSE: cute.Tensor,
-        mLSELow: cute.Tensor | None,
-        mdLSE: cute.Tensor | None,
-        head_idx: Int32,
-        rows: BlockRows,
-        thread: Int32,
+        self, args: PreprocessArgs, head_idx: Int32, rows: BlockRows, thread: Int32
     ) -> LseOfRow:
         """The `LseOfRow` of the thread's row."""
         lse, low, dlse = -Float32.inf, Float32(0.0), Float32(0.0)
         if thread < rows.in_use:
-            lse = self._row_value(mLSE, head_idx, rows, thread)
-            if const_expr(mLSELow is not None):
-                low = self._row_value(mLSELow, head_idx, rows, thread)
-            if const_expr(mdLSE is not None):
-                dlse = self._row_value(mdLSE, head_idx, rows, thread)
-        return LseOfRow(lse, low if const_expr(mLSELow is not None) else None, dlse)
+            lse = self._row_value(args.mLSE, head_idx, rows, thread)
+            if const_expr(args.mLSELow is not None):
+                low = self._row_value(args.mLSELow, head_idx, rows, thread)
+            if const_expr(args.mdLSE is not None):
+                dlse = self._row_value(args.mdLSE, head_idx, rows, thread)
+        return LseOfRow(lse, low if const_expr(args.mLSELow is not None) else None, dlse)
 
     @cute.jit
     def _store_statistics(

@@ -66,10 +66,12 @@ def compile_mask_bits(
     mask_mod: Callable[..., Any],
     problem: MaskBitsProblem,
     target: Target,
+    columns: Any,
     cache: CompileCache = CACHE,
 ) -> Compiled:
     """The compiled kernels, from the cache or built now.
 
+    columns: the `Columns` of the target's attention kernels, which read the bits.
     `function` takes positional arguments that depend on the form:
 
     entries: tiles and states (a pair), seqlen_q, seqlen_k, mask_inputs, window, query_chunk.
@@ -86,25 +88,26 @@ def compile_mask_bits(
     return cache.get(
         KERNEL_NAME,
         lambda: {"problem": asdict(problem), "mask_mod": identity},
-        lambda: _build(mask_mod, problem, target),
+        lambda: _build(mask_mod, problem, target, columns),
         arch=target.arch,
         options=options_of(target),
         token=(problem, identity),
     )
 
 
-def _build(mask_mod: Callable[..., Any], problem: MaskBitsProblem, target: Target) -> Compiled:
+def _build(
+    mask_mod: Callable[..., Any], problem: MaskBitsProblem, target: Target, columns: Any
+) -> Compiled:
     import cutlass
 
     from flash_mask_cute.mask_prep.mask_bits_documents_kernel import DocumentMaskBits
     from flash_mask_cute.mask_prep.mask_bits_kernel import KeyMaskBits, QueryMaskBits
     from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
-    from flash_mask_cute.sm90.wgmma import COLUMNS
 
     tiles, form = problem.tiles, problem.form
     kind = KeyMaskBits if tiles.by_key else QueryMaskBits
     band = problem.is_causal, problem.has_window_left or problem.has_window_right
-    kernel: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, COLUMNS, bool(problem.aux), *band)
+    kernel: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, columns, bool(problem.aux), *band)
     arguments: list[Any] = [fake_mask_bits(tiles, has_places=form != "entries")]
     mask_inputs = (
         fake_tensors.block_bits(problem),

@@ -54,13 +54,13 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
-from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mods.calling import (
     RowPlace,
     ScoreModTraits,

@@ -26,11 +26,11 @@ from flash_mask_cute.core.cta import (
     registers_left,
     swizzled,
 )
+from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
-from flash_mask_cute.limits import PackedHeads
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
 

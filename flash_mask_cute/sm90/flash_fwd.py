@@ -58,13 +58,13 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import PIECE_FIELDS
-from flash_mask_cute.limits import padded_group
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals

@@ -24,9 +24,9 @@ from flash_mask_cute.core.cta import (
     registers_left,
 )
 from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
+from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.limits import PackedHeads
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (

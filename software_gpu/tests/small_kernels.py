@@ -1,4 +1,4 @@
-"""Runs a small kernel of CuTe DSL against torch: small_kernels.py attention|softmax ARCH"""
+"""Runs a small kernel of CuTe DSL against torch: small_kernels.py attention|softmax|host ARCH"""
 
 import sys
 
@@ -53,5 +53,30 @@ def softmax(arch):
     softmax_simt.check(cute, software_gpu)
 
 
+def host(arch):
+    """A function without kernels runs on CPU tensors as it is, also after a second `activate`,
+    which changes nothing; kernels compiled after that run once."""
+    import software_gpu
+
+    software_gpu.activate(arch)
+    cute = software_gpu.activate(arch)
+    import cutlass
+    import softmax_simt
+    import torch
+    from cutlass.cute.runtime import make_fake_tensor
+
+    @cute.jit
+    def double(x: cute.Tensor):
+        for i in range(cute.size(x)):
+            x[i] = x[i] * 2
+
+    space = cutlass.AddressSpace.generic
+    fake = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), memspace=space, assumed_align=4)
+    x = torch.arange(5, dtype=torch.int32)
+    cute.compile(double, fake, options="--enable-tvm-ffi")(x)
+    assert x.tolist() == [0, 2, 4, 6, 8] and not software_gpu.RESULTS
+    softmax_simt.check(cute, software_gpu)
+
+
 if __name__ == "__main__":
-    {"attention": attention, "softmax": softmax}[sys.argv[1]](sys.argv[2])
+    {"attention": attention, "softmax": softmax, "host": host}[sys.argv[1]](sys.argv[2])

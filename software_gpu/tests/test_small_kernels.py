@@ -5,6 +5,6 @@ from own_process import run_program
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("kernel", ["attention", "softmax"])
+@pytest.mark.parametrize("kernel", ["attention", "softmax", "host"])
 def test_against_torch(kernel, arch):
     run_program("small_kernels.py", kernel, arch, arch=arch)

@@ -27,6 +27,7 @@ INDEX_RULES = (
     "index_math",
     "limits",
     "seqlen_info",
+    "core.packed_heads",
     "core.shares",
     "rules.band",
     "rules.block_info",
@@ -50,7 +51,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "kernels": ("core", "seqlen_info", "index_math", "limits"),
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
-    "mask_prep": ("sm90.wgmma", "rules", "mods", "core", "runtime", *INDEX_RULES),
+    "mask_prep": ("rules", "mods", "core", "runtime", *INDEX_RULES),
     "masks": ("mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
@@ -113,7 +114,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # the package and its doctor
     "__main__": ("functional", "runtime", ""),
     "": (
-        *("flex", "lowering"),
+        *("flex", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
@@ -145,6 +146,8 @@ WITHOUT_TORCH = (
     "mods.score_chain",
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
+# Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.
+FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
 
@@ -216,7 +219,7 @@ def faults(module: str, source: str) -> list[str]:
             needs_compiler = is_device_code(inner)
         else:
             needs_compiler = top in ("cutlass", "cuda")
-            is_extra = is_lazy and EXTRAS.get(module) == top
+            is_extra = is_lazy and top in (EXTRAS.get(module), FOR_CHECKERS)
             if top not in THIRD_PARTY and top not in sys.stdlib_module_names and not is_extra:
                 found.append(f"{module} imports {target}, which is no dependency")
             is_int_only = covers(WITHOUT_TORCH, module) or is_device_code(module)
@@ -267,6 +270,7 @@ def test_no_arrow_points_up() -> None:
         ("mods.on_cpu", "from flash_mask_cute.mods.calling import call_mask_mod"),
         ("mods.traits", "from flash_mask_cute.call.problem import AttentionProblem"),
         ("mask_prep.mask_bits", "from flash_mask_cute.call.choose.plan import plan"),
+        ("mask_prep.mask_bits", "def f():\n    from flash_mask_cute.sm90.wgmma import COLUMNS"),
         ("mask_prep.documents", "from flash_mask_cute.mask_prep import documents_kernel"),
         ("mask_prep.documents_kernel", "import torch"),
         ("masks.builders", "from flash_mask_cute.call.check import validate"),
@@ -281,6 +285,7 @@ def test_no_arrow_points_up() -> None:
         ("", "from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90"),
         ("kernels.bwd_preprocess", "import torch"),
         ("plotting", "import matplotlib"),
+        ("functional", "from typing_extensions import Unpack"),
         ("call.run.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
         ("newcomer", "import math"),

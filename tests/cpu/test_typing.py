@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -18,7 +20,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import flash_mask_cute
 from flash_mask_cute import (
+    BwdConfig,
     ColumnMask,
+    FwdConfig,
     builders,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -39,6 +43,7 @@ def user(q: Tensor, asks: bool, mask: ColumnMask) -> None:
     reveal_type(flash_attn_varlen_func(q, q, q, return_lse=asks))  # Tensor | tuple[Tensor, Tensor]
     reveal_type(flashmask_attention(q, q, q, mask))  # Tensor
     reveal_type(flashmask_attention(q, q, q, return_softmax_lse=True))  # tuple[Tensor, Tensor]
+    reveal_type(flashmask_attention(q, q, q, mask, causal=True, return_lse=True))  # tuple[Tensor, Tensor]
     reveal_type(flashmask_attention(q, q, q, return_softmax_lse=asks))  # Tensor | tuple[Tensor, Tensor]
     reveal_type(flex_attention(q, q, q, lambda s, b, h, i, j: s * 2))  # Tensor
     reveal_type(flex_attention(q, q, q, return_lse=True))  # tuple[Tensor, Tensor]
@@ -48,6 +53,9 @@ def user(q: Tensor, asks: bool, mask: ColumnMask) -> None:
     flash_attn_func(q, q, q, softmax_scale="half")  # error: call-overload
     flash_attn_func(q, q, q, is_causal=True)  # error: call-overload
     flash_attn_func(q, q)  # error: call-overload
+    flashmask_attention(q, q, q, mask, dropout="half")  # error: call-overload
+    flash_attn_func(q, q, q, config=(FwdConfig(tile_m=64), BwdConfig(tile_m=64)))
+    FwdConfig(tile_k=64)  # error: call-arg
 """  # noqa: E501
 
 
@@ -80,7 +88,7 @@ def test_mypy_of_a_user(tmp_path: Path) -> None:
         for number, line in enumerate(SAMPLE.splitlines(), 1)
         if "  # " in line
     }
-    assert len(expected) == 20
+    assert len(expected) == 23
     assert told(child.stdout) == expected, child.stdout + child.stderr
 
 
@@ -88,8 +96,12 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "flash_mask_cute" / "py.typed").is_file()
 
 
-def declared(node: ast.FunctionDef) -> dict[str, tuple[str | None, str | None]]:
-    """Annotation and default of each argument."""
+Declared: TypeAlias = tuple[str | None, str | None]
+
+
+def declared(node: ast.FunctionDef, others: Mapping[str, Mapping[str, str]]) -> dict[str, Declared]:
+    """Annotation and default of each argument. others: the fields of typed dictionaries, whose
+    defaults are in the definition only."""
     arguments = node.args
     plain = [*arguments.posonlyargs, *arguments.args]
     padding: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
@@ -98,7 +110,16 @@ def declared(node: ast.FunctionDef) -> dict[str, tuple[str | None, str | None]]:
     for argument, default in zip([*plain, *arguments.kwonlyargs], defaults, strict=True):
         annotation = None if argument.annotation is None else ast.unparse(argument.annotation)
         found[argument.arg] = (annotation, None if default is None else ast.unparse(default))
+    unpacked = arguments.kwarg and arguments.kwarg.annotation
+    if isinstance(unpacked, ast.Subscript) and ast.unparse(unpacked.value) == "Unpack":
+        found |= {name: (kind, None) for name, kind in others[ast.unparse(unpacked.slice)].items()}
     return found
+
+
+def fields(node: ast.ClassDef) -> dict[str, str]:
+    """Name and annotation."""
+    rows = [row for row in node.body if isinstance(row, ast.AnnAssign)]
+    return {ast.unparse(row.target): ast.unparse(row.annotation) for row in rows}
 
 
 @pytest.mark.parametrize("path", ["functional.py", "flex/attention.py"])
@@ -108,16 +129,21 @@ def test_declarations_have_the_arguments_of_the_function(path: str) -> None:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = {node.name for node in functions if "overload" in map(ast.unparse, node.decorator_list)}
     assert names
+    classes = {x.name: fields(x) for x in ast.walk(tree) if isinstance(x, ast.ClassDef)}
     what_is_asked = {"return_lse", "return_softmax_lse", "return_aux", "return_max_logit"}
     for name in names:
         *variants, definition = [node for node in functions if node.name == name]
         assert len(variants) >= 3
-        expected = declared(definition)
+        expected = declared(definition, classes)
         for variant in variants:
-            found = declared(variant)
-            assert list(found) == list(expected)
+            found, own = declared(variant, classes), declared(variant, dict.fromkeys(classes, {}))
+            # by position in the same order
+            assert found.keys() == expected.keys()
+            positional = [x.arg for x in definition.args.args]
+            assert list(own)[: len(positional)] == positional
             for argument in expected.keys() - what_is_asked:
-                assert found[argument] == expected[argument], (name, argument)
+                alike = expected[argument] if argument in own else (expected[argument][0], None)
+                assert found[argument] == alike, (name, argument)
             for argument in expected.keys() & what_is_asked:
                 default = found[argument][1]
                 assert default in (None, expected[argument][1]), (name, argument)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from einops import rearrange
 from torch import Tensor
 
 pytestmark = pytest.mark.sim
@@ -472,7 +473,7 @@ def cols_of(head_dim: int, tile_m: int, order: str) -> int:
 
 def in_lane_order(sums: Tensor) -> Tensor:
     """As `in_accumulator_order`."""
-    return sums.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)
+    return rearrange(sums, "h block row (quad col) -> h block (quad row col)", col=4)
 
 
 def in_accumulator_order(sums: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.mask_prep.documents import max_documents
@@ -80,7 +81,8 @@ def bits_plan_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: A
 
 def store(bits_plan: DocumentBitsPlan, mod: Any, aux: Tensor) -> MaskBits:
     """The first part of the bits, by the kernels that are compiled for them."""
-    function = compile_mask_bits(mod, bits_plan.problem, TARGET).function
+    columns = arch_spec(TARGET).load_columns()
+    function = compile_mask_bits(mod, bits_plan.problem, TARGET, columns).function
     return next(bits_plan.query_chunks(function, aux, MaskInputs((aux,), None)))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
@@ -89,7 +90,8 @@ def bits_plan_of(call: AttentionCall) -> EntryBitsPlan | None:
 
 def store(bits_plan: EntryBitsPlan, mask_inputs: MaskInputs) -> Any:
     """Tiles and states, by the kernel that is compiled for them."""
-    function = compile_mask_bits(same_document, bits_plan.problem, TARGET).function
+    columns = arch_spec(TARGET).load_columns()
+    function = compile_mask_bits(same_document, bits_plan.problem, TARGET, columns).function
     return next(bits_plan.query_chunks(function, IDS, mask_inputs)).arguments
 
 

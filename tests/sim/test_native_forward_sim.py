@@ -1,11 +1,10 @@
-"""The forward as an example calls it: without the host path, on cute tensors, with block lists that
-a kernel makes of the mask, and with both callables."""
+"""The forward as an example calls it: without the host path, on cute tensors, with block lists, and
+with both callables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from example_modules import ROOT, load_example
 from inputs import Inputs, make_inputs
 from tolerances import assert_close_to_oracle
 from torch import Tensor
-
-from flash_mask_cute import compute_block_sparsity
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -47,40 +44,8 @@ def count_cut_blocks(seen: Tensor, rows: int, cols: int) -> int:
     return sum(int((block.any((1, 2)) & ~block.all(2).all(1)).sum()) for block in blocks)
 
 
-def load_for_simulator(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example on CPU tensors, which kernels take to be CUDA tensors."""
-    import cuda.bindings.driver as cuda
-
-    example = load_example(ROOT / "examples" / "07_native_api.py", monkeypatch)
-    to_cute, compute_lists = example.to_cute, example.compute_blocksparse_tensors
-    wrapped: dict[int, Tensor] = {}
-
-    def to_simulated(tensor: Tensor, alignment: int = 4) -> Any:
-        simulated = to_cute(simulator.device_memory.as_cuda(tensor), alignment)
-        wrapped[id(simulated)] = tensor
-        return simulated
-
-    def compute_simulated(*arguments: Any) -> Any:
-        *sizes, mask_mod, aux_tensors, device = arguments
-        on_cpu = [wrapped[id(x)] for x in aux_tensors]
-        lists, torch_lists = compute_lists(*sizes, mask_mod, on_cpu, device)
-        return type(lists)(*map(to_simulated, torch_lists)), torch_lists
-
-    # what is compiled for tensors of the CPU
-    monkeypatch.setattr(compute_block_sparsity, "HOST", "sm_90a")
-    monkeypatch.setattr(
-        compute_block_sparsity,
-        "_run_on_host",
-        lambda mask_mod, problem, compiled, arguments, shape: compiled.function(*arguments),
-    )
-    monkeypatch.setattr(example, "to_cute", to_simulated)
-    monkeypatch.setattr(example, "compute_blocksparse_tensors", compute_simulated)
-    monkeypatch.setattr(example, "current_stream", lambda: cuda.CUstream(0))
-    return example
-
-
 def test_example(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load_for_simulator(simulator, monkeypatch)
+    example = load_example(ROOT / "examples" / "07_native_api.py", monkeypatch)
     attention = example.DocumentAttention(128)
     generator = torch.Generator().manual_seed(0)
     compiled = []
@@ -95,7 +60,7 @@ def test_example(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
         simulator.OPTIONS["delay"] = 1
         simulator.RESULTS.clear()
         out, lse, num_blocks = attention(inputs.q, inputs.k, inputs.v, documents)
-        assert [result["warnings"] for result in simulator.RESULTS] == [{}] * 2, "lists, attention"
+        assert [result["warnings"] for result in simulator.RESULTS] == [{}]
         assert_close_to_oracle(out, lse, inputs)
         seen = torch.stack(
             [dense.visible(b, 0, case.seqlen_q, case.seqlen_k) for b in range(case.batch)]

@@ -28,7 +28,7 @@ _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
     ("learnable_sink",): ("sink", "sinks", "s_aux", "attention_sink", "softmax_offset"),
     _SIDES: (*_SIDES, "window_left", "window_right", "local_window_size"),
     _LISTS: _LISTS,
-    ("return_lse", "return_softmax_lse"): ("return_lse", "return_softmax_lse", "return_aux"),
+    ("return_lse",): ("return_softmax_lse", "return_aux"),
     ("startend_row_indices",): ("attn_mask_startend_row_indices",),
     ("config",): ("kernel_options",),
     ("page_table",): ("block_table", "block_tables"),
@@ -81,8 +81,7 @@ _ADVICE: dict[tuple[str, ...], str] = {
     ),
     ("enable_gqa",): "leave it out, k and v may have fewer heads than q",
     ("return_attn_probs", "return_softmax", "need_weights", "output_attentions"): (
-        "probabilities are never in memory; (out, lse) is returned with return_lse=True, of "
-        "flashmask_attention with return_softmax_lse=True"
+        "probabilities are never in memory; (out, lse) is returned with return_lse=True"
     ),
     ("sliding_window",): (
         "a token that sees itself and n - 1 before it is causal=True with n - 1 as the left side "

@@ -58,13 +58,15 @@ class BackwardKernel(AttentionKernel):
 class ArchSpec:
     """The kernels of an architecture.
 
-    name: name of its family, for messages. reads_mask_bits: its kernels read the bits of a mask_mod
-    that was evaluated before attention.
+    name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
+    the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
+    evaluated before attention.
     """
 
     name: str
     forward: ForwardKernel
     backward: BackwardKernel
+    load_columns: Callable[[], Any]
     reads_mask_bits: bool
 
 
@@ -92,6 +94,12 @@ def _backward_plan_sm90() -> Any:
     return BwdPlan
 
 
+def _columns_sm90() -> Any:
+    from flash_mask_cute.sm90.wgmma import COLUMNS
+
+    return COLUMNS
+
+
 def _forward_sm100(fast_exp: bool) -> Any:
     from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
 
@@ -116,6 +124,12 @@ def _backward_plan_sm100() -> Any:
     return BwdPlan
 
 
+def _columns_sm100() -> Any:
+    from flash_mask_cute.sm100.umma import COLUMNS
+
+    return COLUMNS
+
+
 SM90_BACKWARD = BackwardKernel(
     "FlashAttentionBackwardSm90",
     "flash_bwd_sm90",
@@ -136,6 +150,7 @@ SM90 = ArchSpec(
         packed_rows=64,
     ),
     SM90_BACKWARD,
+    _columns_sm90,
     reads_mask_bits=True,
 )
 
@@ -161,6 +176,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             "lanes",
             splits_groups=False,
         ),
+        _columns_sm100,
         reads_mask_bits=False,
     )
 

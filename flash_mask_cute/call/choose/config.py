@@ -24,7 +24,7 @@ from flash_mask_cute.call.choose.tables import (
 )
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig, given_fields
-from flash_mask_cute.limits import padded_group
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import H200_SMS
 

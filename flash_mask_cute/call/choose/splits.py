@@ -12,8 +12,8 @@ import math
 from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, DECODE_ROWS, SLOTS_PER_SHARE
-from flash_mask_cute.limits import padded_group
 
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet

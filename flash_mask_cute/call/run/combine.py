@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.limits import STRIDE_STEP, padded_group
+from flash_mask_cute.limits import STRIDE_STEP
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of

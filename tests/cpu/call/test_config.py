@@ -11,7 +11,7 @@ from flash_mask_cute.call.choose.config import FwdChoice, check_feasible, select
 from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
-from flash_mask_cute.limits import padded_group
+from flash_mask_cute.core.packed_heads import padded_group
 
 HEAD_DIMS = range(8, 257, 8)
 

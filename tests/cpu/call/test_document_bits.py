@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from einops import rearrange
 from inputs import make_inputs
 from torch import Tensor
 
@@ -170,8 +171,8 @@ def test_what_a_forward_passes_on() -> None:
     assert main[6] is main[7] is cu_seqlens
     assert main[-8] is mask_bits and main[-7] is part and main[-6:] == (None,) * 6
     assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
-    by_sequence = lse_rows.view(4, 2, 700).transpose(0, 1)
-    assert torch.equal(lse.view(torch.int32), by_sequence.contiguous().view(torch.int32))
+    by_sequence = rearrange(lse_rows, "h (b q) -> b h q", b=2).contiguous()
+    assert torch.equal(lse.view(torch.int32), by_sequence.view(torch.int32))
 
 
 @pytest.mark.usefixtures("documents_packed")
@@ -181,7 +182,7 @@ def test_a_forward_writes_where_it_is_told() -> None:
     out, lse = launch(call.tensors, call.masks)
     assert out is given[0] and lse is given[1]
     assert calls[1][3].data_ptr() == out.data_ptr()
-    from_kernel = calls[1][4].view(4, 2, 700).transpose(0, 1).contiguous()
+    from_kernel = rearrange(calls[1][4], "h (b q) -> b h q", b=2).contiguous()
     assert torch.equal(lse.view(torch.int32), from_kernel.view(torch.int32))
 
 
@@ -211,7 +212,7 @@ def test_what_a_backward_passes_on() -> None:
         assert getattr(given, name).data_ptr() == gradient.data_ptr()
     for packed_rows, rows in ((given.lse, lse), (given.dlse, dlse)):
         assert packed_rows is not None
-        assert torch.equal(packed_rows.view(heads, batch, seqlen).transpose(0, 1), rows)
+        assert torch.equal(rearrange(packed_rows, "h (b q) -> b h q", b=batch), rows)
 
 
 @pytest.mark.usefixtures("documents_packed")

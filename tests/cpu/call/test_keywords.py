@@ -98,7 +98,7 @@ def test_foreign_keywords(function: Call, name: str, value: Any, said: str) -> N
         (_flash_attn_bwd, "window_size", "say window_size_left and window_size_right$"),
         (_flash_attn_fwd, "block_sparse_tensors", "say block_sparse_tensors_torch$"),
         (flash_attn_func, "block_sparse_tensors_torch", "say block_sparse_tensors$"),
-        (flashmask_attention, "return_lse", "say return_softmax_lse$"),
+        (flashmask_attention, "return_aux", "say return_lse$"),
         (flash_attn_func, "return_softmax_lse", "say return_lse$"),
         (flash_attn_func, "cu_seqlens_q", r"argument of explain, flash_attn_varlen_func, .*_flash"),
         (_flash_attn_fwd, "deterministic", "deterministic is an argument of flash_attn_func, "),

@@ -19,6 +19,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.problem import AttentionProblem
@@ -429,9 +430,11 @@ def stores_compiled(monkeypatch: pytest.MonkeyPatch) -> list[MaskBitsProblem]:
     compiled: list[MaskBitsProblem] = []
     build = mask_bits._build
 
-    def record(mask_mod: Any, problem: MaskBitsProblem, target: Target) -> Compiled:
+    def record(mask_mod: Any, problem: MaskBitsProblem, target: Target, columns: Any) -> Compiled:
+        # bits in the order in which the attention kernels of the target read them
+        assert columns is arch_spec(target).load_columns()
         compiled.append(problem)
-        return build(mask_mod, problem, target)
+        return build(mask_mod, problem, target, columns)
 
     monkeypatch.setenv(DIRECTORY_VARIABLE, "off")
     monkeypatch.setattr(mask_bits, "_build", record)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP16, FP32
+from einops import reduce
 
 from flash_mask_cute.block_info import BlockInfo
 from flash_mask_cute.call.arguments import AttentionCall, Direction
@@ -180,7 +181,7 @@ def test_folded_windows_hide_the_same(seqlen_q: int, seqlen_k: int) -> None:
         told = (lo <= key) & (key < hi) & torch.ones_like(seen)
         assert torch.equal(told, seen), (causal, left, right)
         tiles = torch.nn.functional.pad(seen, (0, -seqlen_k % 2, 0, -seqlen_q % 3))
-        tiles = tiles.unflatten(1, (-1, 2)).unflatten(0, (-1, 3)).any(3).any(1)
+        tiles = reduce(tiles, "(m rows) (n cols) -> m n", "any", rows=3, cols=2)
         for visited, of_block in ((tiles, "n"), (tiles.T, "m")):
             for block, wanted in enumerate(visited):
                 found = getattr(info, f"get_{of_block}_block_min_max")(seqlen, block)
