@@ -18,7 +18,7 @@ from torch_values import by_cute, by_torch
 
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.lowering import lower
-from flash_mask_cute.lowering.captures import described, find_captures
+from flash_mask_cute.lowering.captures import find_captures
 
 SHAPE = (2, 2, 10, 12)
 SCORE = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
@@ -348,4 +348,4 @@ def test_a_mod_that_nothing_can_follow_is_traced_each_time_and_says_so() -> None
 
 def test_paths_are_told_in_words() -> None:
     captured = find_captures(and_masks(document(torch.zeros(2, 2)), causal)).tensors[0]
-    assert described(captured.path).startswith("closure variable 'ids' of item 0 of closure")
+    assert str(captured.path).startswith("closure variable 'ids' of item 0 of closure")
