@@ -176,9 +176,7 @@ def _resolve_both(
             if i not in program.varying
         ]
         numbers += [
-            (which, steps_of(path), value)
-            for path, value in captures.constants
-            if path[-1][0] in ("closure variable", "global", "default of argument")
+            (which, steps_of(path), value) for path, value in captures.constants if path.has_steps
         ]
         if program.knows_shapes:
             shapes += [(which, steps_of(x.path), tuple(x.tensor.shape)) for x in captures.tensors]

@@ -32,9 +32,13 @@ class Path(tuple[tuple[str, Any, Steps], ...]):
         return " of ".join(f"{label} {name!r}".strip() if label else str(name)
                            for label, name, _ in reversed(self) if label or name)  # fmt: skip
 
+    @property
+    def has_steps(self) -> bool:
+        return all(steps for _, _, steps in self[1:])
+
     def steps(self) -> Steps:
         """All steps from the mod. Raises UnreachableError where there are none."""
-        if not all(steps for _, _, steps in self[1:]):
+        if not self.has_steps:
             raise UnreachableError
         return tuple(step for _, _, steps in self[1:] for step in steps)
 

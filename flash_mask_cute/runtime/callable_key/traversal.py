@@ -429,6 +429,7 @@ class Traversal:
             # An enum class is full of generated tables; its members are written already.
             if issubclass(cls, enum.Enum) and not isinstance(value, types.FunctionType | property):
                 continue
+            # no step: an attribute of an instance may hide it later
             self._named("class attribute", name, value)
         self._close()
 
