@@ -145,9 +145,9 @@ class Problem:
     def own_keywords(self) -> dict[str, Any]:
         if self.made.own is not None:
             return self.made.own
-        from flash_mask_cute.lowering.pair import as_cute_mods
+        from flash_mask_cute.lowering.pair import resolve_mods
 
-        mods = as_cute_mods(self.made.score_mod, self.made.mask_mod, None, self.q.device)
+        mods = resolve_mods(self.made.score_mod, self.made.mask_mod, None, self.q.device)
         return {**mods._asdict(), "block_sparse_tensors": self.block_mask}
 
     def check_rows(self, out: Any, count: int = 6) -> float:

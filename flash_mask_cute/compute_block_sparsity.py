@@ -26,9 +26,9 @@ from flash_mask_cute.block_sparsity import (
     as_block_size,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
-from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
+from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
 from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
-from flash_mask_cute.mods.aux_tensors import check_record, new_record
+from flash_mask_cute.mods.aux_tensors import OutsideError, check_record, new_record
 from flash_mask_cute.mods.on_cpu import all_inside
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.cache import Compiled
@@ -164,7 +164,7 @@ def _scan(
     if mask_mod is None:
         raise TypeError("mask_mod must be a callable, got None")
     given = None, mask_mod, aux_tensors, device
-    mods = as_cute_mods(*given)
+    mods = resolve_mods(*given)
     mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors
     check_mod("mask_mod", mask_mod)
     extents = zip((*names, "seqlen_q", "seqlen_k"), (*batch_heads, *seqlens), strict=True)
@@ -200,7 +200,7 @@ def _scan(
         return lists
     try:
         run_scan(mask_mod, problem, lists, seqlens, aux)
-    except IndexError as error:
+    except OutsideError as error:
         raise named_by_mods(error, *given) from error
     return lists
 

@@ -34,7 +34,7 @@ from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
-from flash_mask_cute.lowering.pair import as_cute_mods, form_of
+from flash_mask_cute.lowering.pair import form_of, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -327,7 +327,7 @@ def explain(
         refuse_keywords("explain", {name: keywords.pop(name) for name in sorted(unknown)})
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
-    mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
+    mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     call = call._replace(masks=masks_of(*masks._replace(**mods._asdict())))
     explained = explain_fwd(call, None if target is None else Target.named(target))
     if mods.mask_mod is masks.mask_mod:

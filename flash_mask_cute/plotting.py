@@ -26,8 +26,9 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.call.choose.tile_classes import classes_of_columns
-from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
+from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
 
@@ -284,7 +285,7 @@ def _ask(
     if seqlen_q is None:
         raise ValueError("seqlen_q=None of a mask_mod, which does not tell how many queries it has")
     given = None, mask_mod, aux_tensors, None
-    mods = as_cute_mods(*given)
+    mods = resolve_mods(*given)
     mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors
     check_mod("mask_mod", mask_mod)
     if aux_tensors is not None:
@@ -300,7 +301,7 @@ def _ask(
     )
     try:
         return eval_mask_mod(mask_mod, aux_tensors, 0, 0, queries, keys)
-    except IndexError as error:
+    except OutsideError as error:
         raise named_by_mods(error, *given) from error
 
 

@@ -52,7 +52,7 @@ from flash_mask_cute.call.check.validate import check_num_splits, refuse_transfo
 from flash_mask_cute.call.problem import END
 from flash_mask_cute.call.run.append import Append
 from flash_mask_cute.functional import WindowSize
-from flash_mask_cute.lowering.pair import as_cute_mods
+from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
 from flash_mask_cute.runtime.plain_tensors import kind_refused
@@ -227,7 +227,7 @@ def _attend_over(
     if not is_compiling and wrapped is None:
         wrapped = kind_refused(check_contents, cache)
     if not is_compiling and not (masks.score_mod is masks.mask_mod is None):
-        mods = as_cute_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, x.q.device)
+        mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, x.q.device)
         call = call._replace(masks=masks._replace(**mods._asdict()))
     write = None
     if new.has_rows():

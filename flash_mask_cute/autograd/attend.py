@@ -30,8 +30,9 @@ from flash_mask_cute.call.check.validate import (
 from flash_mask_cute.call.choose.packed import packs_declared_documents
 from flash_mask_cute.call.lookup import in_transform, mask_key
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
-from flash_mask_cute.lowering.pair import as_cute_mods, named_by_mods
+from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
@@ -88,7 +89,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
             return _attend_eagerly(call, wants_aux, return_max)
         except NotPlainError as error:
             refused = error
-        except IndexError as error:
+        except OutsideError as error:
             mods = given or NO_MASKS
             raise named_by_mods(
                 error, mods.score_mod, mods.mask_mod, mods.aux_tensors, call.tensors.q.device
@@ -128,7 +129,7 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
             return call
         mods = mods_in_graph(*given, q.device.type, False)
     else:
-        mods = as_cute_mods(*given, getattr(q, "device", None))
+        mods = resolve_mods(*given, getattr(q, "device", None))
     if mods.score_mod is masks.score_mod and mods.mask_mod is masks.mask_mod:
         return call
     return call._replace(masks=masks._replace(**mods._asdict()))

@@ -18,9 +18,8 @@ import torch
 
 from flash_mask_cute.lowering.captures import find_captures
 from flash_mask_cute.lowering.trace import name_of
+from flash_mask_cute.runtime.callable_key.traversal import Steps
 
-# A step from an object to what it holds: what to take of it, and a name or a number.
-Steps = tuple[tuple[str, Any], ...]
 _REFUSED = "refused"
 _known: dict[str, MadeInside] = {}
 _numbers = count()
@@ -87,9 +86,7 @@ def _look(context: Any) -> None:
         found.items += [ConstantVariable.create(x) for x in (_REFUSED, str(error))]
         return
     key = f"made inside {next(_numbers)}"
-    _known[key] = MadeInside(
-        mod, reader.places, frozenset((*reader.functions, *reader.partials)), reader.is_constant
-    )
+    _known[key] = MadeInside(mod, reader.places, frozenset(reader.functions), reader.is_constant)
     found.items += [ConstantVariable.create(key), *reader.parts]
 
 
@@ -104,8 +101,6 @@ class _Reader:
         self.parts: list[Any] = []
         self.places: dict[Steps, int] = {}
         self.functions: dict[Steps, types.FunctionType] = {}
-        # the walk of captures gives the path of a partial object to what that calls
-        self.partials: list[Steps] = []
         self.is_constant = True
         self._translator = translator
 
@@ -164,7 +159,9 @@ class _Reader:
         captures = find_captures(mod)
         paths = [x.path for x in captures.tensors] + [x.path for x in captures.numbers]
         paths += [*captures.functions, *(path for path, _ in captures.constants)]
-        names = {name for path in paths for label, name in path if label == "global"}
+        names = {
+            name for path in paths for *_, steps in path for kind, name in steps if kind == "global"
+        }
         for steps, function in self.functions.items():
             for name in sorted(names & function.__globals__.keys()):
                 self._add_global(function, name, (*steps, ("global", name)))
@@ -180,7 +177,6 @@ class _Reader:
         self.parts.append(value.realize())
 
     def _partial(self, value: Any, steps: Steps) -> Any:
-        self.partials.append(steps)
         args = [
             self.read(x, (*steps, ("attribute", "args"), ("item", i)))
             for i, x in enumerate(value.args)

@@ -1,9 +1,9 @@
 """Mods written in torch, in a region that torch.compile or torch.export traces.
 
-Dynamo cannot follow how a mod is lowered. It calls `_told_of_mods` while it traces, keeps what that
-returns, and traces here how what the mod holds is reached: so tensors become inputs of the graph,
-with gradients, and numbers and the code of functions are guarded. Another function object with the
-same code, as a training loop makes one each step, compiles nothing new.
+Dynamo cannot follow how a mod is lowered. It calls `_resolved_mods` while it traces, keeps what
+that returns, and traces here how what the mod holds is reached: so tensors become inputs of the
+graph, with gradients, and numbers and the code of functions are guarded. Another function object
+with the same code, as a training loop makes one each step, compiles nothing new.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,17 +20,18 @@ from torch.fx import Node
 
 from flash_mask_cute.autograd.made_inside import (
     MadeInside,
-    Steps,
     made_inside,
     parts_made_inside,
 )
 from flash_mask_cute.autograd.mod_names import optional_name
-from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Path, described
+from flash_mask_cute.lowering.captures import CapturedTensor, Captures
 from flash_mask_cute.lowering.convention import check_torch_mod, is_torch_mod
-from flash_mask_cute.lowering.lower import Program, found_program, lower_mod, with_checks
-from flash_mask_cute.lowering.pair import CuteMods, put_together
+from flash_mask_cute.lowering.lower import Program, found_program, lower_mod
+from flash_mask_cute.lowering.pair import CuteMods, join_mods
+from flash_mask_cute.lowering.paths import Path, UnreachableError, followed
 from flash_mask_cute.lowering.text import Source
 from flash_mask_cute.lowering.trace import name_of
+from flash_mask_cute.runtime.callable_key.traversal import Steps
 from flash_mask_cute.runtime.constant_result import (
     as_constants,
     assume_constant_result,
@@ -47,13 +47,13 @@ _MODULES: dict[str, Any] = {"operator": operator, "math": math, "torch": torch}
 def mods_in_graph(
     score_mod: Any, mask_mod: Any, aux_tensors: Sequence[Tensor] | None, device: str, must: bool
 ) -> CuteMods:
-    """As `as_cute_mods`, for what is traced: mods of torch become names of `mod_names`, and CuTe
+    """As `resolve_mods`, for what is traced: mods of torch become names of `mod_names`, and CuTe
     mods stay what they are.
 
     must: mods are torch's whatever they take, as in `flex_attention`.
 
     Raises:
-        TypeError, NotImplementedError: as `as_cute_mods`; what a mod computes of captured tensors
+        TypeError, NotImplementedError: as `resolve_mods`; what a mod computes of captured tensors
             alone, and what cannot be followed, are refused.
     """
     given = 0 if aux_tensors is None else len(aux_tensors)
@@ -62,8 +62,8 @@ def mods_in_graph(
         *(as_constants(score_mod) if not score_parts else (score_parts[0], None)),
         *(as_constants(mask_mod) if not mask_parts else (mask_parts[0], None)),
     )
-    told = _told_of_mods(*parts, given, device, must)
-    score_name, mask_name, sources, functions, numbers, shapes = told
+    resolved = _resolved_mods(*parts, given, device, must)
+    score_name, mask_name, sources, functions, numbers, shapes = resolved
     # named where operators take them, so that Dynamo guards which objects they are
     if score_name == OF_CUTE:
         score_name = score_mod
@@ -72,50 +72,29 @@ def mods_in_graph(
     mods = score_parts or score_mod, mask_parts or mask_mod
     for which, steps in functions:
         # Dynamo guards the code of a function of which an attribute is read
-        _reached(mods[which], (*steps, ("attribute", "__code__")))
+        followed(mods[which], (*steps, ("attribute", "__code__")))
     for which, steps, value in numbers:
-        if _reached(mods[which], steps) != value:
+        if followed(mods[which], steps) != value:
             raise RuntimeError("what a mod captured has changed while it was traced")
     for which, steps, shape in shapes:
-        if tuple(_reached(mods[which], steps).shape) != shape:
+        if tuple(followed(mods[which], steps).shape) != shape:
             raise RuntimeError("the shape of what a mod captured has changed while it was traced")
     aux = [] if aux_tensors is None else list(aux_tensors)
-    for which, kind, told, dtype in sources:
+    for which, kind, place, dtype in sources:
         if kind == "constant":
-            aux.append(torch.tensor(told, dtype=getattr(torch, dtype), device=device))
+            aux.append(torch.tensor(place, dtype=getattr(torch, dtype), device=device))
         elif kind == "number":
-            number, form = _evaluated(mods[which], told), getattr(torch, dtype)
+            number, form = _evaluated(mods[which], place), getattr(torch, dtype)
             if form.is_floating_point:
                 # torch takes symbols of floats into a product, and makes constants of others
                 aux.append(torch.ones((1,), dtype=form, device=device) * number)
             else:
                 aux.append(torch.full((1,), number, dtype=form, device=device))
         else:
-            tensor = _reached(mods[which], told)
+            tensor = followed(mods[which], place)
             tensor = tensor.detach() if kind == "detached" else tensor
             aux.append(tensor if tensor.dim() else tensor.to(device).view(1))
-    return CuteMods(
-        score_name,
-        mask_name,
-        aux or None,
-    )
-
-
-def _reached(value: Any, steps: Steps) -> Any:
-    for kind, name in steps:
-        if kind == "cell":
-            value = value.__closure__[name].cell_contents
-        elif kind == "global":
-            value = value.__globals__[name]
-        elif kind == "default":
-            value = value.__defaults__[name]
-        elif kind == "keyword default":
-            value = value.__kwdefaults__[name]
-        elif kind == "item":
-            value = value[name]
-        else:
-            value = getattr(value, name)
-    return value
+    return CuteMods(score_name, mask_name, aux or None)
 
 
 def _evaluated(mod: Any, expression: tuple[Any, ...]) -> Any:
@@ -124,13 +103,13 @@ def _evaluated(mod: Any, expression: tuple[Any, ...]) -> Any:
     if kind == "value":
         return given
     if kind == "captured":
-        return _reached(mod, given)
+        return followed(mod, given)
     # Dynamo takes names of functions as constants, but not functions
     return getattr(_MODULES[kind], given)(*[_evaluated(mod, x) for x in arguments])
 
 
 @assume_constant_result
-def _told_of_mods(
+def _resolved_mods(
     score_function: Any,
     score_owner: Any,
     mask_function: Any,
@@ -146,10 +125,10 @@ def _told_of_mods(
     score_mod, mask_mod = (x if y is None else y.mod for x, y in zip(mods, inside, strict=True))
     # a mod is traced by itself, not as a part of what is traced around it
     with torch._guards.tracing(None):
-        return _told(score_mod, mask_mod, given, device, must, inside)
+        return _resolve_both(score_mod, mask_mod, given, device, must, inside)
 
 
-def _told(
+def _resolve_both(
     score_mod: Any,
     mask_mod: Any,
     given: int,
@@ -174,7 +153,7 @@ def _told(
             names[which] = OF_CUTE if made is None else _name_of_cute(made, kind)
             continue
         # extents are no constants of a graph
-        lowered[-1] = with_checks(lower_mod(mod, kind, device))
+        lowered[-1] = lower_mod(mod, kind, device).written(checks=True)
         program, captures = found_program(mod, kind, torch.device(device))
         if captures.key is None or program.found is not None:
             raise NotImplementedError(
@@ -183,8 +162,8 @@ def _told(
                 "by closure variables, attributes or globals"
             )
         steps_of = functools.partial(_steps_from_root, mod, made)
-        for source in program.sources:
-            sources.append(_told_of_source(source, program, captures, mod, which, steps_of))
+        for source in program.text.sources:
+            sources.append(_resolved_source(source, program, captures, mod, which, steps_of))
         defined = frozenset() if made is None else made.functions
         functions += [
             (which, steps_of(path))
@@ -197,16 +176,14 @@ def _told(
             if i not in program.varying
         ]
         numbers += [
-            (which, steps_of(path), value)
-            for path, value in captures.constants
-            if path[-1][0] in ("closure variable", "global", "default of argument")
+            (which, steps_of(path), value) for path, value in captures.constants if path.has_steps
         ]
         if program.knows_shapes:
             shapes += [(which, steps_of(x.path), tuple(x.tensor.shape)) for x in captures.tensors]
     if lowered[0] is not None and lowered[0].is_identity:
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
-    mods = put_together(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
+    mods = join_mods(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
     return (
         names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
         tuple(sources), tuple(functions), tuple(numbers), tuple(shapes),
@@ -223,7 +200,7 @@ def _name_of_cute(inside: MadeInside, kind: str) -> str | None:
     return optional_name(inside.mod)
 
 
-def _told_of_source(
+def _resolved_source(
     source: Source,
     program: Program,
     captures: Captures,
@@ -231,8 +208,8 @@ def _told_of_source(
     which: int,
     steps_of: Callable[[Path], Steps],
 ) -> tuple[Any, ...]:
-    """(number of the mod, kind, what is told of it, name of its dtype). Told are the steps to a
-    "captured" or "detached" tensor, the values of a "constant", or the expression of a "number"."""
+    """(number of the mod, kind, place, name of the dtype). The place is the steps to a "captured"
+    or "detached" tensor, the values of a "constant", or the expression of a "number"."""
     if source.captured is not None:
         found: CapturedTensor = captures.tensors[source.captured]
         kind = "detached" if source.detached or which == 1 else "captured"
@@ -285,52 +262,11 @@ def _steps_from_root(mod: Any, inside: MadeInside | None, path: Path) -> Steps:
 
 
 def _steps(mod: Any, path: Path) -> Steps:
-    """A path of `find_captures` as Dynamo can follow it. Raises NotImplementedError where not."""
-    steps: list[tuple[str, Any]] = []
-    value: Any = mod
-    # the first step names the mod itself
-    for label, name in path[1:]:
-        step: tuple[str, Any] | None = None
-        while isinstance(value, types.MethodType | functools.partial):
-            if isinstance(value, types.MethodType):
-                is_owner = label == "object"
-                attribute = "__self__" if is_owner else "__func__"
-                steps.append(("attribute", attribute))
-                value = getattr(value, attribute)
-                if is_owner:
-                    break
-            else:
-                attribute = {"item": "args", "argument": "keywords"}.get(label, "func")
-                steps.append(("attribute", attribute))
-                value = getattr(value, attribute)
-        if label == "object":
-            continue
-        if isinstance(value, types.FunctionType):
-            step = _step_of_function(value, label, name)
-        elif type(value) in (tuple, list, dict) and label in ("item", "argument"):
-            step = "item", name
-        elif label == "attribute" and isinstance(name, str):
-            step = "attribute", name
-        if step is None:
-            raise NotImplementedError(
-                f"{described(path)} of {name_of(mod)} cannot be reached in a compiled region: "
-                "capture it by a closure variable, an attribute or a global"
-            )
-        steps.append(step)
-        value = _reached(value, (step,))
-    return tuple(steps)
-
-
-def _step_of_function(
-    function: types.FunctionType, label: str, name: Any
-) -> tuple[str, Any] | None:
-    code = function.__code__
-    if label == "closure variable":
-        return "cell", code.co_freevars.index(name)
-    if label == "global":
-        return "global", name
-    if label == "default of argument":
-        defaults = function.__defaults__ or ()
-        names = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
-        return ("default", names.index(name)) if name in names else ("keyword default", name)
-    return None
+    """The steps of a path. Raises NotImplementedError where Dynamo can follow none."""
+    try:
+        return path.steps()
+    except UnreachableError as error:
+        raise NotImplementedError(
+            f"{path} of {name_of(mod)} cannot be reached in a compiled region: capture it by a "
+            "closure variable, an attribute or a global"
+        ) from error

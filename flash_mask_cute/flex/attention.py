@@ -14,7 +14,7 @@ from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, ComputedLists
 from flash_mask_cute.call.arguments import AttentionCall, Options, Tensors, masks_of
 from flash_mask_cute.flex.block_mask import (
-    SeenLists,
+    CheckedLists,
     as_block_mask,
     intervals_of,
     is_kept,
@@ -22,11 +22,12 @@ from flash_mask_cute.flex.block_mask import (
     lists_of,
     says_no_more,
 )
-from flash_mask_cute.lowering.captures import Path
 from flash_mask_cute.lowering.convention import check_torch_mod
 from flash_mask_cute.lowering.lower import LoweredMod, lower_mod
-from flash_mask_cute.lowering.pair import known_of, named_as_captured, put_together
-from flash_mask_cute.lowering.watch import Kept
+from flash_mask_cute.lowering.pair import join_mods, memo_entry, named_as_captured
+from flash_mask_cute.lowering.paths import Path
+from flash_mask_cute.lowering.watch import Memo
+from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.runtime.checks import number_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -135,15 +136,15 @@ def flex_attention(
         _check_results(return_lse, return_aux)
         _check_options(kernel_options)
         return _in_graph(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
-    told = place = lists = None
+    resolved = place = lists = None
     try:
         place = (
             id(score_mod), id(block_mask), None if block_mask is None else id(block_mask.mask_mod),
             query.shape, key.shape, value.dim(), query.device, key.device, value.device, enable_gqa,
         )  # fmt: skip
-        known = _kept.get(place)
-        if known is not None and known.holds() and known.value.has(block_mask):
-            told, aux_tensors = known.value, known.aux_tensors()
+        entry = _memo.get(place)
+        if entry is not None and entry.holds() and entry.value.has(block_mask):
+            resolved, aux_tensors = entry.value, entry.aux_tensors()
     except (AttributeError, RuntimeError, TypeError):
         # no tensors of a known size, which the checks name
         place = None
@@ -151,34 +152,34 @@ def flex_attention(
         _check_results(return_lse, return_aux)
     if kernel_options is not None:
         _check_options(kernel_options)
-    if told is None:
+    if resolved is None:
         _check(query, key, value, block_mask, enable_gqa)
-        told, aux_tensors, lists = _told(query, key, score_mod, block_mask, place)
-    elif block_mask is not None and not told.is_kept:
+        resolved, aux_tensors, lists = _resolve_mods(query, key, score_mod, block_mask, place)
+    elif block_mask is not None and not resolved.is_kept:
         lists = lists_of(block_mask)
     if scale is not None and type(scale) is not float:
         scale = number_of("scale", scale)
     wants_lse, wants_max = return_lse, False
     if return_aux is not None:
         wants_lse, wants_max = return_lse or return_aux.lse, return_aux.max_scores
-    if told.expands:
+    if resolved.expands:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))
     tensors = Tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     try:
-        out, lse, max_scores = told.ready.results(
+        out, lse, max_scores = resolved.ready.results(
             tensors, aux_tensors, scale, wants_lse, wants_max, lists
         )
-    except IndexError as error:
+    except OutsideError as error:
         mods = {"score_mod": score_mod, "mask_mod": getattr(block_mask, "mask_mod", None)}
-        raise named_as_captured(error, told.origins, mods) from error
+        raise named_as_captured(error, resolved.origins, mods) from error
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is not None:
         return out, AuxOutput(lse if wants_lse else None, max_scores)
     return (out, lse) if wants_lse else out
 
 
-class _Told:
-    """What attention is told for two mods, a block mask and lengths.
+class ResolvedMods:
+    """What attention gets for two mods, a block mask and lengths.
 
     expands: keys and values of one batch entry serve all. origins: of the aux tensors. is_kept: the
     block mask was kept by its caller, and `ready` says all that it shows.
@@ -187,7 +188,11 @@ class _Told:
     __slots__ = ("_lists", "expands", "is_kept", "origins", "ready")
 
     def __init__(
-        self, ready: PlannedMasks, expands: bool, origins: tuple[Path, ...], lists: SeenLists | None
+        self,
+        ready: PlannedMasks,
+        expands: bool,
+        origins: tuple[Path, ...],
+        lists: CheckedLists | None,
     ) -> None:
         self.ready = ready
         self.expands = expands
@@ -199,29 +204,29 @@ class _Told:
         return block_mask is None or (self._lists is not None and self._lists.are_in(block_mask))
 
 
-_kept: Kept[_Told] = Kept()
+_memo: Memo[ResolvedMods] = Memo()
 
 
-def _told(
+def _resolve_mods(
     query: Tensor, key: Tensor, score_mod: Any, block_mask: BlockMask | None, place: Any
-) -> tuple[_Told, list[Tensor] | None, BlockSparseTensorsTorch | None]:
-    """What attention is told, the aux tensors, and the lists. place: where to keep what is told;
-    None: nowhere."""
+) -> tuple[ResolvedMods, list[Tensor] | None, BlockSparseTensorsTorch | None]:
+    """The mods and the block mask resolved, the aux tensors, and the lists. place: where to keep
+    them; None: nowhere."""
     score = mask = lists = window = columns = None
     keeps = block_mask is not None and is_kept(block_mask)
-    seen = None if block_mask is None else SeenLists(block_mask)
-    lowered: list[tuple[Any, LoweredMod, bool]] = []
+    checked = None if block_mask is None else CheckedLists(block_mask)
+    lowered: list[tuple[LoweredMod, bool]] = []
     if score_mod is not None:
         check_torch_mod(score_mod, "score_mod")
         score = lower_mod(score_mod, "score_mod", query.device)
-        lowered.append((score_mod, score, False))
+        lowered.append((score, False))
         if score.is_identity:
             # as transformers passes one where there is nothing to do
             score = None
     if block_mask is not None:
         check_torch_mod(block_mask.mask_mod, "mask_mod")
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
-        lowered.append((block_mask.mask_mod, mask, keeps and mask.columns is not None))
+        lowered.append((mask, keeps and mask.columns is not None))
         seqlens = query.shape[2], key.shape[2]
         # what is found of contents is wrong once they change
         if keeps and mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
@@ -231,9 +236,9 @@ def _told(
         if window is None and columns is None:
             lists = lists_of(block_mask)
         else:
-            # the mask is told without the mod
+            # the mask needs no mod
             mask = None
-    mods = put_together(score, mask)
+    mods = join_mods(score, mask)
     left, right = window or (None, None)
     # a side of 0 by another name, under which the choice of tiles knows it
     causal = right == 0
@@ -242,12 +247,13 @@ def _told(
     masks = masks_of(mods.score_mod, mods.mask_mod, aux_tensors, lists, columns)
     origins = (*(score.origins if score else ()), *(mask.origins if mask else ()))
     expands = key.shape[0] != query.shape[0]
-    told = _Told(PlannedMasks(masks, causal, (left, right), keeps), expands, origins, seen)
+    ready = PlannedMasks(masks, causal, (left, right), keeps)
+    resolved = ResolvedMods(ready, expands, origins, checked)
     if place is not None:
-        known = known_of(told, lowered, aux_tensors)
-        if known is not None:
-            _kept.keep(place, known, [x for x in (score_mod, block_mask) if x is not None])
-    return told, aux_tensors, lists
+        entry = memo_entry(resolved, lowered, aux_tensors)
+        if entry is not None:
+            _memo.keep(place, entry, [x for x in (score_mod, block_mask) if x is not None])
+    return resolved, aux_tensors, lists
 
 
 def _in_graph(

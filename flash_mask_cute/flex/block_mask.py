@@ -27,8 +27,8 @@ from flash_mask_cute.block_sparsity import (
     know_block_bits,
 )
 from flash_mask_cute.lowering.intervals import Rows
-from flash_mask_cute.lowering.lower import Columns
-from flash_mask_cute.lowering.simplify import Band
+from flash_mask_cute.lowering.lower import IntervalForm
+from flash_mask_cute.lowering.simplify import BandForm
 from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -54,7 +54,7 @@ class _Kept(NamedTuple):
 
     state: tuple[Any, ...]
     lists: BlockSparseTensorsTorch
-    says_no_more: dict[tuple[Band, tuple[int, int]], bool]
+    says_no_more: dict[tuple[BandForm, tuple[int, int]], bool]
     intervals: list[_Intervals]
 
 
@@ -114,7 +114,7 @@ class _Promise:
         self.is_over = False
 
 
-class SeenLists:
+class CheckedLists:
     """The tensors and sizes of a block mask, to be compared with those at a later call.
 
     is_kept: its caller keeps it, and changes that torch counts matter.
@@ -231,7 +231,7 @@ def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     )
 
 
-def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) -> bool:
+def says_no_more(block_mask: BlockMask, band: BandForm, seqlens: tuple[int, int]) -> bool:
     """Whether the lists of a kept block mask add nothing to a band, so that they may be left out.
 
     The lists then hide nothing that the band shows, and call no block full that the band cuts.
@@ -251,7 +251,7 @@ def says_no_more(block_mask: BlockMask, band: Band, seqlens: tuple[int, int]) ->
 
 
 def intervals_of(
-    block_mask: BlockMask, columns: Columns, seqlens: tuple[int, int], batch: int
+    block_mask: BlockMask, columns: IntervalForm, seqlens: tuple[int, int], batch: int
 ) -> ColumnMask | None:
     """A kept block mask as column intervals, if they express what the mod says and the lists add
     nothing.
@@ -275,7 +275,7 @@ def intervals_of(
 
 
 def _column_mask(
-    lists: BlockSparseTensorsTorch, columns: Columns, seqlens: tuple[int, int], batch: int
+    lists: BlockSparseTensorsTorch, columns: IntervalForm, seqlens: tuple[int, int], batch: int
 ) -> ColumnMask | None:
     rows = columns.rows(seqlens, batch, lists.mask_block_cnt.device)
     if rows is None:
@@ -314,7 +314,7 @@ def _lists_agree(lists: BlockSparseTensorsTorch, rows: Rows, seqlens: tuple[int,
     return ~((states == EMPTY) & ~is_empty | (states == FULL) & ~is_full).any()
 
 
-def _agree(lists: BlockSparseTensorsTorch, band: Band, seqlens: tuple[int, int]) -> bool:
+def _agree(lists: BlockSparseTensorsTorch, band: BandForm, seqlens: tuple[int, int]) -> bool:
     states = dense_states(lists)
     firsts, lasts = [], []
     for axis, (block, extent) in enumerate(zip(lists.block_size or (), seqlens, strict=True)):

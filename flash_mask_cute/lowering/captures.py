@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.runtime.callable_key.code_facts import code_facts
 from flash_mask_cute.runtime.callable_key.releases import release_of, resolves
-from flash_mask_cute.runtime.callable_key.traversal import Traversal
+from flash_mask_cute.runtime.callable_key.traversal import Steps, Traversal
 
-Path = tuple[tuple[str, Any], ...]
-"""How a value is reached from the mod: a label, as "closure variable", and a name for each step."""
+Reached = Sequence[tuple[Any, tuple[str, ...]]]
+"""All objects that a walk met, the mod first, each with the names that the function mentions by
+which it was reached."""
 
 
 class CapturedTensor(NamedTuple):
@@ -48,6 +50,7 @@ class Captures(NamedTuple):
     follows_forward: bool = False
     functions: tuple[Path, ...] = ()
     constants: tuple[tuple[Path, Any], ...] = ()
+    reached: Reached = ()
 
 
 def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Captures:
@@ -60,14 +63,8 @@ def find_captures(mod: Callable[..., Any], follows_forward: bool = False) -> Cap
     numbers = walk.found_numbers()
     return Captures(
         walk.digest(), tuple(walk.tensors), numbers, "", follows_forward, tuple(walk.functions),
-        tuple(walk.constants),
+        tuple(walk.constants), walk.reached,
     )  # fmt: skip
-
-
-def described(path: Path) -> str:
-    """`closure variable 'ids' of causal`."""
-    return " of ".join(f"{label} {name!r}".strip() if label else str(name)
-                       for label, name in reversed(path))  # fmt: skip
 
 
 class _Walk(Traversal):
@@ -77,6 +74,7 @@ class _Walk(Traversal):
         self.numbers: list[CapturedNumber] = []
         self.functions: list[Path] = []
         self.constants: list[tuple[Path, Any]] = []
+        self.reached: list[tuple[Any, tuple[str, ...]]] = []
         self._follows_forward = follows_forward
         self._numbered: dict[int, int] = {}
         self._modules: dict[tuple[int, tuple[str, ...] | None], int] = {}
@@ -95,16 +93,17 @@ class _Walk(Traversal):
         return is_first
 
     def _value(self, obj: object) -> None:
+        self.reached.append((obj, self._mentioned))
         if isinstance(obj, Tensor):
             self._tensor(obj)
         elif type(obj) is int or type(obj) is float:
             self._emit(b"number", type(obj).__name__)
-            self.numbers.append(CapturedNumber(obj, tuple(self._trail)))
+            self.numbers.append(CapturedNumber(obj, Path(self._trail)))
         else:
             if type(obj) is types.FunctionType:
-                self.functions.append(tuple(self._trail))
+                self.functions.append(Path(self._trail))
             elif obj is None or isinstance(obj, bool | str):
-                self.constants.append((tuple(self._trail), obj))
+                self.constants.append((Path(self._trail), obj))
             before = len(self.numbers)
             if type(obj) is types.MethodType or type(obj) is functools.partial:
                 self._bound(obj)
@@ -117,7 +116,7 @@ class _Walk(Traversal):
         number = self._numbered.get(id(tensor))
         if number is None:
             number = self._numbered[id(tensor)] = len(self.tensors)
-            self.tensors.append(CapturedTensor(tensor, tuple(self._trail)))
+            self.tensors.append(CapturedTensor(tensor, Path(self._trail)))
         self._emit(b"tensor", str(number), str(tensor.dtype), str(tensor.dim()), tensor.device.type)
 
     def _bound(self, obj: types.MethodType | functools.partial[Any]) -> None:
@@ -155,7 +154,7 @@ class _Walk(Traversal):
         self._open(b"nn.Module")
         self._emit(b"class", cls.__module__, cls.__qualname__, release or "", str(module.training))
         for name, value in _state_of(module, names):
-            self._named("attribute", name, value)
+            self._named("attribute", name, value, *_steps_to(module, name, value))
         self._close()
 
     def _names_of(self, module: torch.nn.Module) -> tuple[str, ...]:
@@ -172,6 +171,15 @@ class _Walk(Traversal):
                 code = _code_of(getattr(type(module), name, None))
                 wanted.extend(code_facts(code).mentioned if code is not None else ())
         return tuple(sorted(names))
+
+
+def _steps_to(module: torch.nn.Module, name: str, value: Any) -> Steps:
+    """The steps from a module to its state, or to the code of a method or a property."""
+    attribute = getattr(type(module), name, None)
+    if value is getattr(attribute, "fget", attribute) and value is not None:
+        of_property = (("attribute", "fget"),) if isinstance(attribute, property) else ()
+        return ("attribute", "__class__"), ("attribute", name), *of_property
+    return (("attribute", name),)
 
 
 def _code_of(attribute: object) -> types.CodeType | None:

@@ -6,10 +6,10 @@ tensors that the mod holds now. Only a new structure is traced.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import linecache
 import math
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,17 +20,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from flash_mask_cute.lowering.captures import (
-    CapturedTensor,
-    Captures,
-    Path,
-    described,
-    find_captures,
-)
+from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Reached, find_captures
 from flash_mask_cute.lowering.intervals import Form, Rows, find_form, rows_of
-from flash_mask_cute.lowering.rebuild import NoCopyError, with_numbers
-from flash_mask_cute.lowering.simplify import Band, Bound, band_of, find_bounds
-from flash_mask_cute.lowering.text import AUX, Source, Text, UnknownOperator, write
+from flash_mask_cute.lowering.paths import Path, UnreachableError
+from flash_mask_cute.lowering.simplify import BandForm, Bound, band_of, find_bounds
+from flash_mask_cute.lowering.text import Text, UnknownOperator, note_captured, write
 from flash_mask_cute.lowering.trace import Trace, name_of, trace, trace_with_numbers
 from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
@@ -40,8 +34,6 @@ from flash_mask_cute.runtime.recent import Recent
 KINDS = ("mask_mod", "score_mod")
 # Integers below it are floating-point numbers, too.
 _MOST_VARYING = 1 << 53
-# An index that is less than what the table has, if the table has as many as the text says.
-_CLAIM = re.compile(r"ops\.below\(aux\[(\d+)\], (\d+), (\d+), ")
 
 
 @dataclass(frozen=True)
@@ -50,23 +42,39 @@ class LoweredMod:
 
     mod: a CuTe `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)`,
     the same object for every mod with the same text. aux_tensors: the tensors that it reads, to be
-    passed as aux_tensors. source: the text of `mod`. origins: for each tensor, the path by which
-    the torch mod reaches it. band: the mask_mod as two numbers, if these express it. columns: the
-    mask_mod as column intervals, if these may express it. is_identity: a score_mod returns the
-    score. is_lasting: it serves later calls as it is, as long as nothing that the torch mod reaches
-    changes; each of aux_tensors is then a captured tensor itself, or none that a captured one
-    changes. makes_tensors: some of them are new ones, of numbers.
+    passed as aux_tensors. source: the text of `mod`. kind: "mask_mod" or "score_mod". origins: for
+    each tensor, the path by which the torch mod reaches it. band: the mask_mod as two numbers, if
+    these express it. columns: the mask_mod as column intervals, if these may express it.
+    is_identity: a score_mod returns the score. is_lasting: it serves later calls as it is, as long
+    as nothing that the torch mod reaches changes; each of aux_tensors is then a captured tensor
+    itself, or none that a captured one changes. makes_tensors: some of them are new ones, of
+    numbers. checks: all indices are clamped to the tensors, even to small ones. rewritten: the
+    function and its text behind so many aux tensors of others, with such checks. reached: by the
+    walk of the torch mod.
     """
 
     mod: Callable[..., Any]
     aux_tensors: tuple[Tensor, ...]
     source: str
-    origins: tuple[Path, ...] = ()
-    band: Band | None = None
-    columns: Columns | None = None
-    is_identity: bool = False
-    is_lasting: bool = False
-    makes_tensors: bool = False
+    kind: str
+    origins: tuple[Path, ...]
+    band: BandForm | None
+    columns: IntervalForm | None
+    is_identity: bool
+    is_lasting: bool
+    makes_tensors: bool
+    checks: bool
+    rewritten: Callable[[int, bool], tuple[Callable[..., Any], str]] = field(repr=False)
+    reached: Reached = field(repr=False)
+
+    def written(self, first_aux: int = 0, checks: bool = False) -> LoweredMod:
+        """The same mod, reading its tensors behind `first_aux` others, and with all indices clamped
+        if `checks` or if they are already."""
+        checks |= self.checks
+        mod, source = self.rewritten(first_aux, checks)
+        if mod is self.mod:
+            return self
+        return replace(self, mod=mod, source=source, checks=checks)
 
     @property
     def form(self) -> str:
@@ -82,7 +90,7 @@ class LoweredMod:
 
 
 @dataclass(frozen=True)
-class Columns:
+class IntervalForm:
     """A mask as column intervals, at a call.
 
     captured, numbers: the tensors and the numbers that the intervals follow from.
@@ -134,26 +142,6 @@ def found_program(
     return _program(mod, kind, find_captures(mod), device)
 
 
-def shifted(lowered: LoweredMod, count: int) -> LoweredMod:
-    """The same mod, reading its tensors behind `count` other aux tensors."""
-    if not count or not lowered.aux_tensors:
-        return lowered
-    source = AUX.sub(lambda found: f"aux[{int(found[1]) + count}]", lowered.source)
-    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
-    with trace_lock():
-        return replace(lowered, mod=_mod_of(source, kind), source=source)
-
-
-def with_checks(lowered: LoweredMod) -> LoweredMod:
-    """The same mod with all indices clamped to the tensors, even to small ones."""
-    source = _CLAIM.sub(lambda found: f"ops.inside(aux[{found[1]}], {found[2]}, ", lowered.source)
-    if source == lowered.source:
-        return lowered
-    kind = "score_mod" if source.startswith("def score_mod") else "mask_mod"
-    with trace_lock():
-        return replace(lowered, mod=_mod_of(source, kind), source=source)
-
-
 def mod_source(
     mod: Callable[..., Any],
     kind: str | None = None,
@@ -189,20 +177,25 @@ def _device_of(captures: Captures, device: torch.device | str | None) -> torch.d
 
 # -- what is kept -------------------------------------------------------------------------------
 
+_NUMBER, _COMPUTED = Path.named("a number"), Path.named("a tensor computed inside")
+_CONSTANT = Path.named("a constant")
+
 
 @dataclass(frozen=True)
 class Program:
     """The lowered program of a structure.
 
-    found: the captured tensors of a mod that no walk can follow; such a program is made anew at
-    each call. varying: the captured numbers that are not constants of it. bounds: set for a mask
-    that is a band. form: set for a mask that column intervals may express. knows_shapes: it is
-    for the shapes of the captured tensors. constants: tensors that the mod makes, by device.
+    name: of the first mod, for messages. text: behind no other aux tensors, without checks. found:
+    the captured tensors of a mod that no walk can follow; such a program is made anew at each call.
+    varying: the captured numbers that are not constants of it. bounds: set for a mask that is a
+    band. form: set for a mask that column intervals may express. knows_shapes: it is for the shapes
+    of the captured tensors. constants: tensors that the mod makes, by device. mods: functions and
+    their texts, by the arguments of `rewritten`.
     """
 
-    mod: Callable[..., Any]
-    source: str
-    sources: tuple[Source, ...]
+    name: str
+    kind: str
+    text: Text
     module: GraphModule
     found: tuple[CapturedTensor, ...] | None = None
     varying: tuple[int, ...] = ()
@@ -210,6 +203,7 @@ class Program:
     form: Form | None = None
     knows_shapes: bool = False
     constants: dict[Any, Tensor] = field(default_factory=dict)
+    mods: dict[tuple[int, bool], tuple[Callable[..., Any], str]] = field(default_factory=dict)
 
     def at_call(
         self, mod: Callable[..., Any], captures: Captures, device: torch.device
@@ -221,8 +215,7 @@ class Program:
         made: list[Tensor] = []
         origins: list[Path] = []
         is_lasting = self.found is None
-        path: Path
-        for source in self.sources:
+        for source in self.text.sources:
             if source.captured is not None:
                 tensor, path = captured[source.captured]
             elif source.number is not None:
@@ -231,12 +224,12 @@ class Program:
                 with torch.inference_mode(False):
                     # another call may save it for its backward
                     tensor = torch.full((1,), number, dtype=source.number, device=device)
-                path = (("", "a number"),)
+                path = _NUMBER
             elif source.computed is not None:
-                tensor, path = computed.of(source.computed), (("", "a tensor computed inside"),)
+                tensor, path = computed.of(source.computed), _COMPUTED
             else:
                 assert source.constant is not None
-                tensor, path = self._constant_on(source.constant, device), (("", "a constant"),)
+                tensor, path = self._constant_on(source.constant, device), _CONSTANT
             if source.detached:
                 tensor = tensor.detach()
             made.append(_as_aux(tensor, device, mod, path))
@@ -249,23 +242,29 @@ class Program:
         columns = None
         if self.form is not None:
             tensors = tuple(x.tensor for x in captured)
-            columns = Columns(self.form, tensors, numbers, computed.of)
-        is_identity = _returns_its_first(self.module)
-        makes_tensors = any(source.number is not None for source in self.sources)
-        lowered = LoweredMod(
-            self.mod, tuple(made), self.source, tuple(origins), band, columns, is_identity,
-            is_lasting, makes_tensors,
+            columns = IntervalForm(self.form, tensors, numbers, computed.of)
+        makes_tensors = any(source.number is not None for source in self.text.sources)
+        claims = self.text.claims
+        checks = any(made[i].shape[dimension] < extent for i, dimension, extent in claims)
+        cute_mod, text = self.rewritten(captured, 0, checks)
+        return LoweredMod(
+            cute_mod, tuple(made), text, self.kind, tuple(origins), band, columns,
+            _returns_its_first(self.module), is_lasting, makes_tensors, checks,
+            functools.partial(self.rewritten, captured), captures.reached,
         )  # fmt: skip
-        claims = (tuple(map(int, found.groups())) for found in _CLAIM.finditer(self.source))
-        holds = all(made[i].shape[dimension] >= extent for i, dimension, extent in claims)
-        return lowered if holds else with_checks(lowered)
 
-    def number_of(self, source: Source, captures: Captures) -> int | float:
-        """The value of a number that is not a constant of the program."""
-        numbers = tuple(captures.numbers[i].number for i in self.varying)
-        assert source.computed is not None
-        value: int | float = _Computed(self.module, captures.tensors, numbers).of(source.computed)
-        return value
+    def rewritten(
+        self, captured: tuple[CapturedTensor, ...], first_aux: int, checks: bool
+    ) -> tuple[Callable[..., Any], str]:
+        """The function and its text, as `write` makes it for these arguments."""
+        key = first_aux if self.text.sources else 0, checks and bool(self.text.claims)
+        found = self.mods.get(key)
+        if found is None:
+            with trace_lock():
+                given = self.name, self.kind == "score_mod", self.module, captured
+                text = write(*given, *key) if any(key) else self.text
+                found = self.mods[key] = _mod_of(text.source, self.kind), text.source
+        return found
 
     def _constant_on(self, tensor: Tensor, device: torch.device) -> Tensor:
         key = id(tensor), device
@@ -312,7 +311,7 @@ class _Computed:
 
 def _as_aux(tensor: Tensor, device: torch.device, mod: Callable[..., Any], path: Path) -> Tensor:
     """A captured tensor in the form that kernels read, without a copy."""
-    where = f"{described(path)}, which {name_of(mod)} reads,"
+    where = f"{path}, which {name_of(mod)} reads,"
     if not is_read_on(tensor.dtype, device):
         hint = "; pass x.float()" if tensor.dtype == torch.float64 else ""
         raise TypeError(f"{where} has dtype {tensor.dtype}, which no kernel reads{hint}")
@@ -426,7 +425,7 @@ def _new_program(
     try:
         varying = structure.varying_of(captures)
         program, traced, text = _lowered(mod, kind, captures, device, varying)
-    except (NotLowerable, NoCopyError):
+    except (NotLowerable, UnreachableError):
         if not varying:
             raise
         # the mod needs to know them: one program for each value
@@ -475,14 +474,17 @@ def _lowered(
     for tensor, path in captures.tensors:
         if tensor.is_nested:
             raise NotLowerable(
-                f"{described(path)}, which {name_of(mod)} reads, is a NestedTensor, and kernels "
+                f"{path}, which {name_of(mod)} reads, is a NestedTensor, and kernels "
                 "read tensors of one shape: capture torch.nested.to_padded_tensor(x, 0), or its "
                 "values and its offsets, x.values() and x.offsets()"
             )
     paths = [captures.numbers[i].path for i in varying]
 
     def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
-        return with_numbers(mod, zip(paths, numbers, strict=True))
+        copied = mod
+        for path, number in zip(paths, numbers, strict=True):
+            copied = path.copy(copied, number)
+        return copied
 
     def traced(decompositions: dict[Any, Any]) -> Trace:
         if not varying:
@@ -496,7 +498,8 @@ def _lowered(
     while text is None:
         found = traced(decompositions)
         try:
-            text = write(mod, is_score, found.module, captures.tensors)
+            held = note_captured(found.module, captures.tensors)
+            text = write(name_of(mod), is_score, found.module, held)
         except UnknownOperator as error:
             from torch._decomp import decomposition_table
 
@@ -504,10 +507,9 @@ def _lowered(
                 raise
             decompositions[error.target] = decomposition_table[error.target]
     _forget_captured(found.module)
-    is_followed = captures.key is not None and len(text.captured) == len(captures.tensors)
+    is_followed = captures.key is not None and len(held) == len(captures.tensors)
     program = Program(
-        _mod_of(text.source, kind), text.source, text.sources, found.module,
-        None if is_followed else text.captured, varying,
+        name_of(mod), kind, text, found.module, None if is_followed else held, varying,
         None if is_score else find_bounds(found.module),
         None if is_score else find_form(found.module),
         found.knows_shapes or text.knows_shapes,

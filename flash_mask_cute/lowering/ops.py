@@ -37,12 +37,12 @@ from flash_mask_cute.lowering.values import (
     zero_if_either,
 )
 
-Rule = Callable[["Call"], Any]
+Rule = Callable[["OpCall"], Any]
 RULES: dict[str, Rule] = {}
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """An operator and its operands. name_element: writes a line `name = expression` and returns the
     name, an expression that may be used twice."""
 
@@ -101,7 +101,7 @@ def operator_name(target: Any) -> str:
     return str(target.__name__).partition(".")[0]
 
 
-def as_array(value: Any, dtype: torch.dtype, call: Call) -> Array:
+def as_array(value: Any, dtype: torch.dtype, call: OpCall) -> Array:
     """An operand as an array; a Python number takes the given dtype, as in torch."""
     if isinstance(value, Array):
         return value
@@ -180,7 +180,7 @@ def promoted(*operands: Any) -> torch.dtype:
 def _arithmetic(
     symbol: str, low: Callable[..., float | None], high: Callable[..., float | None] = unknown
 ) -> Rule:
-    def apply(call: Call) -> Array:
+    def apply(call: OpCall) -> Array:
         alpha = call.operand(2, "alpha", 1)
         x, y = call.args[:2]
         computed = computed_in(call.dtype)
@@ -204,12 +204,12 @@ RULES["mul"] = _arithmetic("*", zero_if_both)
 
 
 @rule("rsub")
-def _rsub(call: Call) -> Any:
+def _rsub(call: OpCall) -> Any:
     x, y = call.args[:2]
     return RULES["sub"](replace(call, args=(y, x, *call.args[2:])))
 
 
-def _divided(call: Call, whole: str, floating: str) -> Array:
+def _divided(call: OpCall, whole: str, floating: str) -> Array:
     x, y = call.args[:2]
     computed = computed_in(call.dtype)
     name = floating if computed.is_floating_point else whole
@@ -223,7 +223,7 @@ def _divided(call: Call, whole: str, floating: str) -> Array:
 
 
 @rule("div", "true_divide", "divide")
-def _div(call: Call) -> Array:
+def _div(call: OpCall) -> Array:
     rounding = call.operand(2, "rounding_mode")
     if rounding == "floor":
         return _divided(call, "floor_divide", "float_floor_divide")
@@ -246,24 +246,24 @@ def _divides_as_product(x: Any, y: float) -> bool:
 
 
 @rule("floor_divide")
-def _floor_divide(call: Call) -> Array:
+def _floor_divide(call: OpCall) -> Array:
     return _divided(call, "floor_divide", "float_floor_divide")
 
 
 @rule("remainder")
-def _remainder(call: Call) -> Array:
+def _remainder(call: OpCall) -> Array:
     return _divided(call, "remainder", "float_remainder")
 
 
 @rule("fmod")
-def _fmod(call: Call) -> Array:
+def _fmod(call: OpCall) -> Array:
     if (computed := computed_in(call.dtype)).is_floating_point:
         return call.elementwise(call.args[:2], computed, lambda a, b: f"{a} % {b}")
     return _divided(call, "trunc_remainder", "")
 
 
 @rule("pow")
-def _pow(call: Call) -> Array:
+def _pow(call: OpCall) -> Array:
     x, y = call.args[:2]
     computed = computed_in(call.dtype)
     if isinstance(y, Array) and y.shape == () and y.is_constant:
@@ -286,7 +286,7 @@ def _pow(call: Call) -> Array:
 
 
 @rule("maximum", "minimum", "fmax", "fmin")
-def _extreme(call: Call) -> Array:
+def _extreme(call: OpCall) -> Array:
     name = "maximum" if "max" in call.name_of_operator else "minimum"
     low = low_of_greatest if name == "maximum" else low_of_least
     dtype = computed_in(call.dtype)
@@ -294,7 +294,7 @@ def _extreme(call: Call) -> Array:
 
 
 @rule("clamp", "clamp_min", "clamp_max", "clip", "hardtanh")
-def _clamp(call: Call) -> Array:
+def _clamp(call: OpCall) -> Array:
     operator = call.name_of_operator
     low, high = call.operand(1, "min"), call.operand(2, "max")
     if operator == "hardtanh":
@@ -316,7 +316,7 @@ def _clamp(call: Call) -> Array:
 
 
 @rule("relu")
-def _relu(call: Call) -> Array:
+def _relu(call: OpCall) -> Array:
     dtype = computed_in(call.dtype)
     return call.elementwise(call.args[:1], dtype, lambda a: f"ops.maximum({a}, 0)", lambda _: 0)
 
@@ -342,7 +342,7 @@ _FUNCTIONS = {
 
 
 def _function(template: str) -> Rule:
-    def apply(call: Call) -> Array:
+    def apply(call: OpCall) -> Array:
         dtype = computed_in(call.dtype)
         return call.elementwise(call.args[:1], dtype, lambda a: template.format(a))
 
@@ -353,13 +353,13 @@ RULES.update({name: _function(template) for name, template in _FUNCTIONS.items()
 
 
 @rule("gelu")
-def _gelu(call: Call) -> Any:
+def _gelu(call: OpCall) -> Any:
     by_tanh = "_by_tanh" if call.kwargs.get("approximate") == "tanh" else ""
     return _function(f"ops.gelu{by_tanh}({{}})")(call)
 
 
 @rule("floor", "ceil", "trunc", "round")
-def _rounded(call: Call) -> Any:
+def _rounded(call: OpCall) -> Any:
     """Integers are returned unchanged."""
     computed = computed_in(call.dtype)
     if not computed.is_floating_point:
@@ -371,28 +371,28 @@ def _rounded(call: Call) -> Any:
 
 
 @rule("neg")
-def _neg(call: Call) -> Array:
+def _neg(call: OpCall) -> Array:
     return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"-{a}")
 
 
 @rule("abs")
-def _abs(call: Call) -> Array:
+def _abs(call: OpCall) -> Array:
     dtype = computed_in(call.dtype)
     return call.elementwise(call.args[:1], dtype, lambda a: f"abs({a})", lambda _: 0)
 
 
 @rule("square")
-def _square(call: Call) -> Array:
+def _square(call: OpCall) -> Array:
     return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"{a} * {a}")
 
 
 @rule("sign", "sgn")
-def _sign(call: Call) -> Array:
+def _sign(call: OpCall) -> Array:
     return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"ops.sign({a})")
 
 
 @rule("isnan", "isinf")
-def _is_special(call: Call) -> Array:
+def _is_special(call: OpCall) -> Array:
     given = promoted(call.args[0])
     if not given.is_floating_point:
         return Array(torch.bool, call.shape, (constant_element(False),))
@@ -407,7 +407,7 @@ _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": 
 
 
 def _comparison(symbol: str) -> Rule:
-    def apply(call: Call) -> Array:
+    def apply(call: OpCall) -> Array:
         x, y = call.args[:2]
         dtype = computed_in(promoted(x, y))
         if dtype == torch.bool:
@@ -423,7 +423,7 @@ _BITS = {"and": "&", "or": "|", "xor": "^"}
 
 
 def _bitwise(symbol: str, is_logical: bool) -> Rule:
-    def apply(call: Call) -> Array:
+    def apply(call: OpCall) -> Array:
         x, y = call.args[:2]
         if is_logical or call.dtype == torch.bool:
             return _join(call, x, y, symbol)
@@ -434,7 +434,7 @@ def _bitwise(symbol: str, is_logical: bool) -> Rule:
     return apply
 
 
-def _join(call: Call, x: Any, y: Any, symbol: str) -> Array:
+def _join(call: OpCall, x: Any, y: Any, symbol: str) -> Array:
     """Join conditions; known ones are left out."""
     arrays = [cast(as_array(v, torch.bool, call), torch.bool).broadcast(call.shape) for v in (x, y)]
     made = []
@@ -456,7 +456,7 @@ for _name, _symbol in _BITS.items():
 
 
 @rule("bitwise_not", "logical_not")
-def _not(call: Call) -> Array:
+def _not(call: OpCall) -> Array:
     if call.dtype != torch.bool:
         return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"~{a}")
     return call.elementwise(
@@ -465,7 +465,7 @@ def _not(call: Call) -> Array:
 
 
 def _shift(name: str, symbol: str) -> Rule:
-    def apply(call: Call) -> Array:
+    def apply(call: OpCall) -> Array:
         x, y = call.args[:2]
         if call.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint32):
             raise NotLowerable(f"shifts {call.dtype}: make it int32 by .int()")
@@ -485,7 +485,7 @@ for _name in ("__rshift__", "bitwise_right_shift"):
 
 
 @rule("where")
-def _where(call: Call) -> Array:
+def _where(call: OpCall) -> Array:
     condition, *sides = call.args[:3]
     arrays = [cast(as_array(condition, torch.bool, call), torch.bool).broadcast(call.shape)]
     arrays += [cast(as_array(x, call.dtype, call), call.dtype).broadcast(call.shape) for x in sides]
@@ -501,7 +501,7 @@ def _where(call: Call) -> Array:
 
 
 @rule("_to_copy", "to", "convert_element_type")
-def _to(call: Call) -> Array:
+def _to(call: OpCall) -> Array:
     array = as_array(call.args[0], call.dtype, call)
     return cast(array, call.dtype)
 
@@ -510,7 +510,7 @@ def _to(call: Call) -> Array:
 
 
 @rule("detach")
-def _detach(call: Call) -> Any:
+def _detach(call: OpCall) -> Any:
     """For a whole tensor in memory, the reader has already removed the gradient."""
     array = call.args[0]
     if not isinstance(array, Array) or not array.dtype.is_floating_point or array.is_constant:
@@ -519,11 +519,11 @@ def _detach(call: Call) -> Any:
 
 
 @rule("clone", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "view_of")
-def _same(call: Call) -> Any:
+def _same(call: OpCall) -> Any:
     return call.args[0]
 
 
-def _moves_elements(call: Call) -> Array:
+def _moves_elements(call: OpCall) -> Array:
     """torch itself computes where each element goes."""
     arrays = call.args[0] if isinstance(call.args[0], list | tuple) else [call.args[0]]
     arrays = [cast(as_array(x, call.dtype, call), call.dtype) for x in arrays]
@@ -545,7 +545,7 @@ for _name in (
 
 
 @rule("select")
-def _select(call: Call) -> Any:
+def _select(call: OpCall) -> Any:
     source, dimension, index = call.args[:3]
     if not isinstance(source, Table):
         return _moves_elements(call)
@@ -554,7 +554,7 @@ def _select(call: Call) -> Any:
 
 
 @rule("index")
-def _index(call: Call) -> Any:
+def _index(call: OpCall) -> Any:
     source, indices = call.args[:2]
     arrays = {i: x for i, x in enumerate(indices) if x is not None}
     arrays = {i: as_array(x, torch.int64, call) for i, x in arrays.items()}
@@ -570,7 +570,7 @@ def _index(call: Call) -> Any:
     return _gathered(call, source, arrays)
 
 
-def _gathered(call: Call, source: Table, arrays: dict[int, Array]) -> Array:
+def _gathered(call: OpCall, source: Table, arrays: dict[int, Array]) -> Array:
     """Elements of a table at several indices at once, replacing its first dimensions."""
     if sorted(arrays) != list(range(len(arrays))):
         raise NotLowerable("indexes by vectors behind a slice: move these dimensions to the front")
@@ -586,7 +586,7 @@ def _gathered(call: Call, source: Table, arrays: dict[int, Array]) -> Array:
 
 
 def _chosen_element(
-    call: Call, source: Array, indices: Sequence[Any], arrays: dict[int, Array]
+    call: OpCall, source: Array, indices: Sequence[Any], arrays: dict[int, Array]
 ) -> Array:
     """One of a vector's few elements, by an index known only in the kernel."""
     if len(indices) != 1 or len(source.shape) != 1 or arrays[0].shape != ():
@@ -606,8 +606,8 @@ def _chosen_element(
 # -- reductions ---------------------------------------------------------------------------------
 
 
-def _reduction(write: Callable[[str, str], str], dtype_of: Callable[[Call], torch.dtype]) -> Rule:
-    def apply(call: Call) -> Array:
+def _reduction(write: Callable[[str, str], str], dtype_of: Callable[[OpCall], torch.dtype]) -> Rule:
+    def apply(call: OpCall) -> Array:
         source = as_array(call.args[0], call.dtype, call)
         dims = call.operand(1, "dim")
         return _reduced(call, source, dims, write, dtype_of(call))
@@ -616,7 +616,7 @@ def _reduction(write: Callable[[str, str], str], dtype_of: Callable[[Call], torc
 
 
 def _reduced(
-    call: Call, source: Array, dims: Any, write: Callable[[str, str], str], dtype: torch.dtype
+    call: OpCall, source: Array, dims: Any, write: Callable[[str, str], str], dtype: torch.dtype
 ) -> Array:
     rank = len(source.shape)
     if dims is None or dims == []:
@@ -650,7 +650,7 @@ RULES["amin"] = _reduction(lambda a, b: f"ops.minimum({a}, {b})", lambda c: comp
 
 
 @rule("max", "min")
-def _max(call: Call) -> Any:
+def _max(call: OpCall) -> Any:
     """Without a dimension it means the maximum of two tensors."""
     if len(call.args) == 1:
         return RULES["amax" if call.name_of_operator == "max" else "amin"](call)
@@ -658,7 +658,7 @@ def _max(call: Call) -> Any:
 
 
 @rule("mean")
-def _mean(call: Call) -> Array:
+def _mean(call: OpCall) -> Array:
     source = as_array(call.args[0], call.dtype, call)
     summed = RULES["sum"](replace(call, args=(source, *call.args[1:])))
     count = len(source.elements) // max(len(summed.elements), 1)
@@ -669,7 +669,7 @@ def _mean(call: Call) -> Array:
 
 
 @rule("dot", "vdot")
-def _dot(call: Call) -> Array:
+def _dot(call: OpCall) -> Array:
     dtype = computed_in(call.dtype)
     x, y = (cast(as_array(v, dtype, call), dtype) for v in call.args[:2])
     products = replace(call, dtype=dtype, shape=x.shape).elementwise(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.lowering.convention import is_torch_mod
-from flash_mask_cute.lowering.watch import Kept, Known, watches_of
+from flash_mask_cute.lowering.watch import Memo, MemoEntry, watches_of
+from flash_mask_cute.mods.aux_tensors import OutsideError
 
 if TYPE_CHECKING:
-    from flash_mask_cute.lowering.captures import Path
     from flash_mask_cute.lowering.lower import LoweredMod
+    from flash_mask_cute.lowering.paths import Path
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class CuteMods(NamedTuple):
     aux_tensors: list[Tensor] | None
 
 
-def as_cute_mods(
+def resolve_mods(
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
     aux_tensors: Sequence[Tensor] | None,
@@ -54,29 +54,28 @@ def as_cute_mods(
         )
     place = id(score_mod) if lowers_score else None, id(mask_mod) if lowers_mask else None, device
     if not aux_tensors:
-        known = _kept.get(place)
-        if known is not None and known.holds():
-            of_score, of_mask = known.value
-            return CuteMods(of_score or score_mod, of_mask or mask_mod, known.aux_tensors())
+        entry = _memo.get(place)
+        if entry is not None and entry.holds():
+            of_score, of_mask = entry.value
+            return CuteMods(of_score or score_mod, of_mask or mask_mod, entry.aux_tensors())
     # what traces is loaded when there is something to trace
     from flash_mask_cute.lowering.lower import lower_mod
 
     score = lower_mod(score_mod, "score_mod", device) if score_mod and lowers_score else None
     mask = lower_mod(mask_mod, "mask_mod", device) if mask_mod and lowers_mask else None
-    lowered = put_together(score, mask, aux_tensors or ())
+    lowered = join_mods(score, mask, aux_tensors or ())
     if not aux_tensors:
-        pairs = (score_mod, score), (mask_mod, mask)
-        found = [(mod, low, False) for mod, low in pairs if mod is not None and low is not None]
-        kept = known_of((lowered.score_mod, lowered.mask_mod), found, lowered.aux_tensors)
-        if kept is not None:
-            _kept.keep(place, kept, [mod for mod, _, _ in found])
+        found = [(low, False) for low in (score, mask) if low is not None]
+        entry = memo_entry((lowered.score_mod, lowered.mask_mod), found, lowered.aux_tensors)
+        if entry is not None:
+            _memo.keep(place, entry, [low.reached[0][0] for low, _ in found])
     return CuteMods(
         lowered.score_mod or score_mod, lowered.mask_mod or mask_mod, lowered.aux_tensors
     )
 
 
 # The lowered mods, None where there is none.
-_kept: Kept[tuple[Any, Any]] = Kept()
+_memo: Memo[tuple[Any, Any]] = Memo()
 
 
 def form_of(mask_mod: Any) -> str:
@@ -86,90 +85,76 @@ def form_of(mask_mod: Any) -> str:
     return lower_mod(mask_mod, "mask_mod").form
 
 
-def put_together(
+def join_mods(
     score: LoweredMod | None, mask: LoweredMod | None, others: Sequence[Tensor] = ()
 ) -> CuteMods:
     """Lowered mods that share one list of tensors, which begins with `others`."""
-    from flash_mask_cute.lowering.lower import shifted
-
     aux = list(others)
     if score is not None:
-        score = shifted(score, len(aux))
+        score = score.written(len(aux))
         aux += score.aux_tensors
     if mask is not None:
-        mask = shifted(mask, len(aux))
+        mask = mask.written(len(aux))
         aux += [x.detach() if x.requires_grad else x for x in mask.aux_tensors]
     return CuteMods(
         None if score is None else score.mod, None if mask is None else mask.mod, aux or None
     )
 
 
-def known_of(
+def memo_entry(
     value: T,
-    mods: Sequence[tuple[Callable[..., Any], LoweredMod, bool]],
+    mods: Sequence[tuple[LoweredMod, bool]],
     aux_tensors: Sequence[Tensor] | None,
-) -> Known[T] | None:
+) -> MemoEntry[T] | None:
     """What was made for torch mods, to be kept; None if a later call has to make it anew.
 
-    mods: torch's, lowered, and whether the contents of their tensors count. aux_tensors: of all.
+    mods: lowered, and whether the contents of their tensors count. aux_tensors: of all.
     """
-    lowered = [low for _, low, _ in mods]
+    lowered = [low for low, _ in mods]
     if not all(low.is_lasting for low in lowered):
         return None
-    watches = watches_of([(mod, by_contents) for mod, _, by_contents in mods])
+    watches = watches_of([(low.reached, by_contents) for low, by_contents in mods])
     if watches is None:
         return None
-    # put_together detaches them from it at each call
-    if any(low.source.startswith("def mask_mod") and _any_trained(low) for low in lowered):
+    # join_mods detaches them from it at each call
+    masks = (low for low in lowered if low.kind == "mask_mod")
+    if any(x.requires_grad for low in masks for x in low.aux_tensors):
         return None
-    return Known(value, watches, aux_tensors, any(low.makes_tensors for low in lowered))
-
-
-def _any_trained(lowered: LoweredMod) -> bool:
-    return any(x.requires_grad for x in lowered.aux_tensors)
+    return MemoEntry(value, watches, aux_tensors, any(low.makes_tensors for low in lowered))
 
 
 # -- errors that name what a mod captured --------------------------------------------------------
 
-_OUTSIDE = re.compile(
-    r"(score_mod|mask_mod) .* reads aux_tensors\[(\d+)\] at index (-?\d+) of (.*), whose extent is "
-    r"(\d+)(; no index is negative in CuTe)?"
-)
-
 
 def named_as_captured(
-    error: IndexError, origins: Sequence[Path | None], mods: Mapping[str, Any]
+    error: OutsideError, origins: Sequence[Path | None], mods: Mapping[str, Any]
 ) -> IndexError:
     """An index outside an aux tensor as an index outside the tensor that the mod captured.
 
     origins: of the aux tensors, None for those of the caller. mods: the caller's mods, by kind.
     """
-    from flash_mask_cute.lowering.captures import described
     from flash_mask_cute.lowering.trace import name_of
 
-    def told(found: re.Match[str]) -> str:
-        kind, number, index, where, extent = found.groups()[:5]
-        path = origins[int(number)] if int(number) < len(origins) else None
-        if path is None:
-            return found[0]
-        # what was below 0 has been counted from the end already
-        asked = int(index) - int(extent) * (int(index) < 0)
-        return (
-            f"{kind} {name_of(mods[kind])} reads {described(path)} at index {asked} of {where}, "
-            f"whose extent is {extent}"
-        )
-
-    return IndexError(_OUTSIDE.sub(told, str(error)))
+    is_known = error.kind in mods and 0 <= error.tensor < len(origins)
+    path = origins[error.tensor] if is_known else None
+    if path is None:
+        return OutsideError(*error.args)
+    # what was below 0 has been counted from the end already
+    index = error.index - error.extent * (error.index < 0)
+    return IndexError(
+        f"{error.kind} {name_of(mods[error.kind])} reads {path} at index {index} of {error.where}, "
+        f"whose extent is {error.extent} ({error.place})"
+    )
 
 
 def named_by_mods(
-    error: IndexError,
+    error: OutsideError,
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
     aux_tensors: Sequence[Tensor] | None,
     device: torch.device | str | None,
 ) -> IndexError:
-    """`named_as_captured` for what `as_cute_mods` was given."""
+    """`named_as_captured` for what `resolve_mods` was given."""
     mods = {"score_mod": score_mod, "mask_mod": mask_mod}
     origins: list[Path | None] = [None] * len(aux_tensors or ())
     for kind, mod in mods.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flash_mask_cute.lowering.ops import Call, Rule, as_array, cast, converted, promoted, typed
+from flash_mask_cute.lowering.ops import OpCall, Rule, as_array, cast, converted, promoted, typed
 from flash_mask_cute.lowering.values import (
     Array,
     Element,
@@ -20,11 +20,11 @@ from flash_mask_cute.lowering.values import (
 MAX_EDGES = 64
 
 
-def _bucketize(call: Call) -> Array:
+def _bucketize(call: OpCall) -> Array:
     return _searched(call, call.args[1], call.args[0])
 
 
-def _searchsorted(call: Call) -> Array:
+def _searchsorted(call: OpCall) -> Array:
     if call.kwargs.get("sorter") is not None:
         raise NotLowerable("searches in the order of a sorter: pass edges[sorter], sorted before")
     return _searched(call, *call.args[:2])
@@ -33,7 +33,7 @@ def _searchsorted(call: Call) -> Array:
 SEARCHES: dict[str, Rule] = {"bucketize": _bucketize, "searchsorted": _searchsorted}
 
 
-def _searched(call: Call, edges: object, value: object) -> Array:
+def _searched(call: OpCall, edges: object, value: object) -> Array:
     """The number of edges less than a value, or not more than it; of NaN, all of them."""
     if not isinstance(edges, Table):
         raise NotLowerable("searches edges that it computes for each score: capture them")
@@ -59,7 +59,7 @@ class _Search:
     edge and the value if the edge does not count."""
 
     def __init__(
-        self, call: Call, edges: Table, count: int, common: torch.dtype, symbol: str
+        self, call: OpCall, edges: Table, count: int, common: torch.dtype, symbol: str
     ) -> None:
         self._call, self._edges, self._count = call, edges, count
         self._common, self._symbol = common, symbol
@@ -87,8 +87,7 @@ class _Search:
         return self._named(Element(text, None, False, 0, min(most + step, self._count)))
 
     def _edge(self, index: Element) -> str:
-        read = Element(self._edges.at({0: index}).read(), is_simple=False)
-        compared = converted(read, self._edges.dtype, self._common)
+        compared = converted(self._edges.at({0: index}).read(), self._edges.dtype, self._common)
         return self._named(converted(compared, self._common, computed_in(self._common))).text
 
     def _named(self, element: Element) -> Element:

@@ -23,7 +23,7 @@ SIGNS = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
 SAME = ("alias", "clone", "detach", "_to_copy", "to")
 
 
-class Band(NamedTuple):
+class BandForm(NamedTuple):
     """Query q sees keys q - left to q + right; both count from their start. None: no limit."""
 
     left: int | None
@@ -112,7 +112,7 @@ def find_bounds(module: GraphModule) -> tuple[Bound, ...] | None:
         return None
 
 
-def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int | float]) -> Band | None:
+def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int | float]) -> BandForm | None:
     """The band at a call; None if the numbers are too large. number: the value of a node at this
     call."""
 
@@ -131,7 +131,7 @@ def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int | float]) ->
             sides[is_right].append(value(distance))
     except _NotLinearError:
         return None
-    return Band(min(sides[False], default=None), min(sides[True], default=None))
+    return BandForm(min(sides[False], default=None), min(sides[True], default=None))
 
 
 def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:

@@ -17,15 +17,23 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.lowering import ops
-from flash_mask_cute.lowering.captures import CapturedTensor, described
+from flash_mask_cute.lowering.captures import CapturedTensor
+from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.searches import SEARCHES
-from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of, name_of
-from flash_mask_cute.lowering.values import DSL_NAMES, Array, Element, NotLowerable, Number, Table
+from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of
+from flash_mask_cute.lowering.values import (
+    DSL_NAMES,
+    Array,
+    Element,
+    NotLowerable,
+    Number,
+    Read,
+    Table,
+)
 
 # Short names of the score and its place in the text, in the order of a mod's arguments.
 _SHORT = {"s": "score", "b": "b_idx", "h": "h_idx", "q": "q_idx", "k": "kv_idx"}
 _WORD = re.compile(r"[A-Za-z_]\w*")
-AUX = re.compile(r"\baux\[(\d+)\]")
 _LIFTS = ("lift_fresh_copy", "lift_fresh", "alias", "clone", "detach")
 # Of a tensor they take the dtype and the device; the number is at this place of the arguments.
 _FILLED: dict[str, int | bool] = {
@@ -70,63 +78,99 @@ class Text(NamedTuple):
     """source: text of a function `mask_mod` or `score_mod`. sources: of the aux tensors that it
     reads.
 
-    captured: the captured tensors that were given, then those found only by the trace.
+    claims: (number of a source, dimension, extent) that the tensors must have at least.
     knows_shapes: the text holds extents of captured tensors.
     """
 
     source: str
     sources: tuple[Source, ...]
-    captured: tuple[CapturedTensor, ...]
+    claims: frozenset[tuple[int, int, int]]
     knows_shapes: bool
 
 
+class _Line(NamedTuple):
+    name: str
+    expression: str
+    read: Read | None
+
+
+def note_captured(
+    module: GraphModule, captured: tuple[CapturedTensor, ...]
+) -> tuple[CapturedTensor, ...]:
+    """Note in each tensor of a trace which captured one it is, None if the mod makes it.
+
+    Returns the captured tensors that were given, then those found only by the trace.
+    """
+    found = list(captured)
+    for node in module.graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target))
+        place = next((i for i, x in enumerate(found) if x.tensor is tensor), None)
+        is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
+        if place is None and not is_made_inside:
+            place = len(found)
+            found.append(CapturedTensor(tensor, Path.named("a tensor")))
+        node.meta["captured"] = place
+    return tuple(found)
+
+
 def write(
-    mod: Callable[..., Any],
+    name: str,
     is_score: bool,
     module: GraphModule,
     captured: tuple[CapturedTensor, ...],
+    first_aux: int = 0,
+    checks: bool = False,
 ) -> Text:
     """Write the text of a traced mod.
+
+    name: of the mod, for messages. captured: of `note_captured`; those of a later call serve as
+    well. first_aux: how many aux tensors of others are before those of the mod. checks: all indices
+    are clamped to the tensors, even to small ones, so that the text claims no extents.
 
     Raises:
         NotImplementedError: the mod has no text; names mod, line and operator.
         UnknownOperator: torch's decompositions may help.
         TypeError: the mod returns something that no mod may return.
     """
-    writer = _Writer(mod, is_score, module, captured)
-    returned = ""
-    for node in module.graph.nodes:
-        if node.op == "output":
-            returned = writer.result(node.args[0])
-        else:
-            writer.node(node)
-    return writer.text(returned)
+    given = name, is_score, module, captured, first_aux, checks
+    text, read = _Writer(*given, None).text()
+    # sources of which no needed line reads take no numbers
+    return text if len(read) == len(text.sources) else _Writer(*given, read).text()[0]
 
 
 class _Writer:
+    """read: of the sources in the order in which they are found, those that needed lines read; None
+    if that is not known yet."""
+
     def __init__(
         self,
-        mod: Callable[..., Any],
+        mod_name: str,
         is_score: bool,
         module: GraphModule,
         captured: tuple[CapturedTensor, ...],
+        first_aux: int,
+        checks: bool,
+        read: Sequence[int] | None,
     ) -> None:
-        self._mod = mod
+        self._mod_name = mod_name
         self._is_score = is_score
         self._module = module
-        self._captured = list(captured)
+        self._captured = captured
+        self._first_aux = first_aux
+        self._checks = checks
+        self._read = read
         self._arguments = list(_SHORT)[0 if is_score else 1 :]
         self._known: dict[Node, Tensor] = {}
         self._hosted: set[Node] = set()
         self._values: dict[Node, Any] = {}
-        self._lines: list[tuple[str, str]] = []
+        self._lines: list[_Line] = []
         self._names = {"aux", "inf", "nan", "cute", "ops", *_SHORT, *_SHORT.values()}
         self._sources: list[Source] = []
         self._knows_shapes = False
 
     # nodes
 
-    def node(self, node: Node) -> None:
+    def _node(self, node: Node) -> None:
         if node.op == "placeholder" and not self._arguments:
             self._number(node)
         elif node.op == "placeholder":
@@ -142,25 +186,17 @@ class _Writer:
 
     def _held(self, node: Node) -> None:
         """A tensor that is not an argument of the mod."""
-        tensor = getattr(self._module, str(node.target))
-        place = next((i for i, x in enumerate(self._captured) if x.tensor is tensor), None)
-        is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
-        if is_made_inside:
-            node.meta["captured"] = None
-            self._known[node] = tensor.detach().cpu()
-            return
-        if place is None:
-            place = len(self._captured)
-            self._captured.append(CapturedTensor(tensor, (("", "a tensor"),)))
-        node.meta["captured"] = place
-        self._hosted.add(node)
+        if node.meta["captured"] is None:
+            self._known[node] = getattr(self._module, str(node.target)).detach().cpu()
+        else:
+            self._hosted.add(node)
 
     def _number(self, node: Node) -> None:
         """A Python number that is known only at a call, or follows from such numbers."""
         self._hosted.add(node)
         self._values[node] = Number(
             isinstance(node.meta["val"], torch.SymFloat),
-            lambda dtype: self._number_of(Source(computed=node, number=dtype)),
+            lambda dtype: self._aux_of(Source(computed=node, number=dtype)),
         )
 
     def _operator(self, node: Node) -> None:
@@ -208,8 +244,8 @@ class _Writer:
         element = ops.cast(ops.as_array(number, out.dtype, call), out.dtype).elements[0]
         return Array(out.dtype, (), (element,)).broadcast(tuple(out.shape))
 
-    def _call_of(self, node: Node, out: Tensor, args: Any, kwargs: Any) -> ops.Call:
-        return ops.Call(
+    def _call_of(self, node: Node, out: Tensor, args: Any, kwargs: Any) -> ops.OpCall:
+        return ops.OpCall(
             node.target, node.name, tuple(args), dict(kwargs), out.dtype, tuple(out.shape),
             self._name_element(node.name),
         )  # fmt: skip
@@ -245,7 +281,8 @@ class _Writer:
             tensor = self._known[node]
             if tensor.dim() == 0:
                 return Array.of_tensor(tensor)
-            return Table.create(self._number_of(Source(constant=tensor)), tensor, tensor)
+            aux = self._aux_of(Source(constant=tensor))
+            return Table.create(aux, tensor, tensor, self._checks)
         if node not in self._values:
             self._values[node] = self._table(node, False)
         return self._values[node]
@@ -253,8 +290,9 @@ class _Writer:
     def _table(self, node: Node, detached: bool) -> Table:
         """The table of a node that the host has or computes."""
         name = _name(node)
+        path: Any = "a tensor"
         if node.op == "get_attr":
-            tensor = getattr(self._module, str(node.target))
+            tensor, path = self._captured[node.meta["captured"]]
             source = Source(captured=node.meta["captured"], detached=detached)
         elif name in _LIFTS and name != "lift_fresh_copy":
             return self._table(node.args[0], detached or name == "detach")  # type: ignore[arg-type]
@@ -263,19 +301,21 @@ class _Writer:
             source = Source(computed=node, detached=detached)
             self._knows_shapes = True
         if tensor.dtype not in DSL_NAMES:
-            path = () if source.captured is None else self._captured[source.captured].path
             raise TypeError(
-                f"{described(path) or 'a tensor'}, which {name_of(self._mod)} reads, has dtype "
-                f"{tensor.dtype}, which no kernel reads"
+                f"{path}, which {self._mod_name} reads, has dtype {tensor.dtype}, which no kernel "
+                "reads"
             )
-        return Table.create(self._number_of(source), tensor)
+        return Table.create(self._aux_of(source), tensor, None, self._checks)
 
-    def _number_of(self, source: Source) -> int:
-        for number, other in enumerate(self._sources):
-            if source.is_same(other):
-                return number
-        self._sources.append(source)
-        return len(self._sources) - 1
+    def _aux_of(self, source: Source) -> int:
+        """The number of the aux tensor that a source becomes; if no line needs it, any number."""
+        found = (i for i, other in enumerate(self._sources) if source.is_same(other))
+        number = next(found, len(self._sources))
+        if number == len(self._sources):
+            self._sources.append(source)
+        if self._read is not None:
+            number = self._read.index(number) if number in self._read else len(self._read)
+        return self._first_aux + number
 
     # lines
 
@@ -283,11 +323,10 @@ class _Writer:
         def add(element: Element) -> Element:
             if element.is_simple or element.constant is not None:
                 return element
-            text = element.text
             free = name if name not in self._names else self._free_name(name)
             self._names.add(free)
-            self._lines.append((free, text))
-            return element._replace(text=free, is_simple=True)
+            self._lines.append(_Line(free, element.text, element.read))
+            return element._replace(text=free, is_simple=True, read=None)
 
         return add
 
@@ -297,17 +336,17 @@ class _Writer:
             number += 1
         return f"{name}_{number}"
 
-    def result(self, returned: Any) -> str:
+    def _result(self, returned: Any) -> str:
         """The return value of the mod, as an expression."""
         wanted = torch.float32 if self._is_score else torch.bool
-        name = name_of(self._mod)
+        name = self._mod_name
         if isinstance(returned, Node):
             value = self._value(returned)
         elif isinstance(returned, bool | int | float):
             value = Array.of_tensor(torch.tensor(returned, device="cpu"))
         else:
             raise TypeError(f"{name} returned {returned!r}: it must return one tensor")
-        call = ops.Call(None, "result", (), {}, wanted, (), self._name_element("result"))
+        call = ops.OpCall(None, "result", (), {}, wanted, (), self._name_element("result"))
         array = ops.as_array(value, wanted, call)
         if len(array.elements) != 1:
             raise TypeError(
@@ -327,14 +366,23 @@ class _Writer:
         element = ops.cast(array, wanted).elements[0]
         return ops.typed(element, wanted) if self._is_score else element.text
 
-    def text(self, returned: str) -> Text:
-        """Only lines that the result needs, so that a mod reads no unused index."""
+    def text(self) -> tuple[Text, Sequence[int]]:
+        """Only lines that the result needs, so that a mod reads no unused index. With the numbers
+        of the sources that they read."""
+        returned = ""
+        for node in self._module.graph.nodes:
+            if node.op == "output":
+                returned = self._result(node.args[0])
+            else:
+                self._node(node)
         needed = set(_WORD.findall(returned))
-        kept = []
-        for name, expression in reversed(_with_factors_joined(self._lines)):
-            if name in needed:
-                needed.update(_WORD.findall(expression))
-                kept.append(f"{name} = {expression}")
+        kept, reads = [], []
+        for line in reversed(_with_factors_joined(self._lines)):
+            if line.name in needed:
+                needed.update(_WORD.findall(line.expression))
+                kept.append(f"{line.name} = {line.expression}")
+                if line.read is not None:
+                    reads.append(line.read)
         unpacked = [f"{x} = {long}[0]" for x, long in _SHORT.items() if x in needed]
         if self._is_score and unpacked == ["s = score[0]"] and _takes_rows((*kept, returned)):
             # a kernel may hand over several scores of a row at once
@@ -342,13 +390,14 @@ class _Writer:
         kind, score = ("score_mod", "score, ") if self._is_score else ("mask_mod", "")
         head = f"def {kind}({score}{', '.join(INDEX_NAMES)}, aux):"
         source = "\n    ".join([head, *unpacked, *reversed(kept), f"return {returned}"]) + "\n"
-        used = sorted({int(x) for x in AUX.findall(source)})
-        source = AUX.sub(lambda found: f"aux[{used.index(int(found[1]))}]", source)
-        sources = tuple(self._sources[i] for i in used)
-        return Text(source, sources, tuple(self._captured), self._knows_shapes)
+        sources = self._sources if self._read is None else [self._sources[i] for i in self._read]
+        first = self._first_aux
+        claims = frozenset((x.aux - first, *claim) for x in reads for claim in x.claims)
+        text = Text(source, tuple(sources), claims, self._knows_shapes)
+        return text, sorted({x.aux - first for x in reads})
 
     def _refusal(self, node: Node, what: str) -> NotLowerable:
-        return NotLowerable(f"{name_of(self._mod)}: aten.{_name(node)}{line_of(node)} {what}")
+        return NotLowerable(f"{self._mod_name}: aten.{_name(node)}{line_of(node)} {what}")
 
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
@@ -356,7 +405,7 @@ _FACTOR = re.compile(rf"(\w+|Float32\(\w+\)) \* ({_NUMBER})$")
 _CALLS = re.compile(r"[A-Za-z_][\w.]*\(")
 
 
-def _with_factors_joined(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _with_factors_joined(lines: Sequence[_Line]) -> list[_Line]:
     """Merge factors of products, without changing any bits.
 
     Two factors become one if one of them is a power of two. A negated product becomes a product by
@@ -364,7 +413,8 @@ def _with_factors_joined(lines: Sequence[tuple[str, str]]) -> list[tuple[str, st
     """
     known: dict[str, tuple[str, float]] = {}
     joined = []
-    for name, expression in lines:
+    for line in lines:
+        name, expression, _ = line
         found = _FACTOR.match(expression)
         before = known.get(expression[1:]) if expression.startswith("-") else None
         if before is not None:
@@ -377,7 +427,7 @@ def _with_factors_joined(lines: Sequence[tuple[str, str]]) -> list[tuple[str, st
                 value, number = inner[0], inner[1] * number
                 expression = f"{value} * {number!r}"
             known[name] = value, number
-        joined.append((name, expression))
+        joined.append(line._replace(expression=expression))
     return joined
 
 

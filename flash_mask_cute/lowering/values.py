@@ -52,12 +52,21 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     return _COMPUTED_IN.get(dtype, dtype)
 
 
+class Read(NamedTuple):
+    """A read of an aux tensor. claims: (dimension, extent) that the tensor must have at least, for
+    indices that are not clamped."""
+
+    aux: int
+    claims: tuple[tuple[int, int], ...] = ()
+
+
 class Element(NamedTuple):
     """An expression of one number.
 
     constant: its value, if known. is_simple: a name or a number, which may be written twice. low,
     high: known lower and upper bounds, if nothing before overflows; None: nothing is known.
     never_negative: an index of the call, or a quotient or remainder of one, which cannot overflow.
+    read: the read in the text, which is in no other element once the element has a name.
     """
 
     text: str
@@ -66,6 +75,7 @@ class Element(NamedTuple):
     low: float | None = None
     high: float | None = None
     never_negative: bool = False
+    read: Read | None = None
 
     @property
     def is_nonneg(self) -> bool:
@@ -169,22 +179,24 @@ def check_size(count: int) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A tensor in memory that the mod reads: aux tensor `number`.
+    """A tensor in memory that the mod reads: aux tensor `aux`.
 
     indices: an expression for each indexed dimension, None for the others. shape: of
-    the whole tensor when it was traced. known: its contents, if the mod made it.
+    the whole tensor when it was traced. known: its contents, if the mod made it. checks: all
+    indices are clamped, also those with a bound that the tensor may claim.
     """
 
-    number: int
+    aux: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     indices: tuple[Element | None, ...]
-    known: Tensor | None = None
+    known: Tensor | None
+    checks: bool
 
     @staticmethod
-    def create(number: int, tensor: Tensor, known: Tensor | None = None) -> Table:
+    def create(aux: int, tensor: Tensor, known: Tensor | None, checks: bool) -> Table:
         shape = tuple(tensor.shape)
-        return Table(number, tensor.dtype, shape, (None,) * len(shape), known)
+        return Table(aux, tensor.dtype, shape, (None,) * len(shape), known, checks)
 
     @property
     def left(self) -> tuple[int, ...]:
@@ -198,20 +210,23 @@ class Table:
             known[left[place]] = index
         return replace(self, indices=tuple(known))
 
-    def read(self) -> str:
+    def read(self) -> Element:
         """The element at `indices`; none of them is None."""
-        if not self.shape:
-            return f"aux[{self.number}][0]"
-        name = f"aux[{self.number}]"
-        places = (self._index(name, i, x) for i, x in enumerate(self.indices) if x is not None)
-        return f"{name}[{', '.join(places)}]"
-
-    def _index(self, name: str, dimension: int, index: Element) -> str:
-        if index.is_nonneg and index.high is not None and 0 <= index.high < LARGEST_CLAIM:
-            # whether the table has so many is seen at the call
-            return f"ops.below({name}, {dimension}, {int(index.high) + 1}, {index.text})"
-        check = "inside" if index.is_nonneg else "wrapped"
-        return f"ops.{check}({name}, {dimension}, {index.text})"
+        name = f"aux[{self.aux}]"
+        places, claims = [], []
+        for i, index in enumerate(self.indices):
+            assert index is not None
+            high = None if self.checks else index.high
+            if index.is_nonneg and high is not None and 0 <= high < LARGEST_CLAIM:
+                # whether the table has so many is seen at the call
+                claims.append((i, int(high) + 1))
+                places.append(f"ops.below({name}, {i}, {int(high) + 1}, {index.text})")
+            else:
+                check = "inside" if index.is_nonneg else "wrapped"
+                places.append(f"ops.{check}({name}, {i}, {index.text})")
+        text = f"{name}[{', '.join(places) or 0}]"
+        low = 0 if self.dtype in _UNSIGNED else None
+        return Element(text, is_simple=False, low=low, read=Read(self.aux, tuple(claims)))
 
     def elements(self) -> Array:
         """All elements of the remaining dimensions, read."""
@@ -222,12 +237,8 @@ class Table:
         ):
             place = tuple(slice(None) if x is None else int(x.constant or 0) for x in self.indices)
             return Array.of_tensor(self.known[place])
-        low = 0 if self.dtype in _UNSIGNED else None
-        elements = []
-        for point in _coordinates(extents):
-            places = {i: constant_element(x) for i, x in enumerate(point)}
-            text = self.at(places).read()
-            elements.append(Element(text, is_simple=False, low=low))
+        points = (map(constant_element, point) for point in _coordinates(extents))
+        elements = (self.at(dict(enumerate(point))).read() for point in points)
         return Array(self.dtype, extents, tuple(elements))
 
 
@@ -251,7 +262,8 @@ class Number:
         held = torch.int64
         if self.is_float:
             held = torch.float64 if dtype == torch.float64 else torch.float32
-        element = Element(f"aux[{self.aux(held)}][0]", is_simple=False)
+        aux = self.aux(held)
+        element = Element(f"aux[{aux}][0]", is_simple=False, read=Read(aux))
         return Array(held, (), (element,))
 
 

@@ -1,12 +1,12 @@
 """Whether all that a mod reaches is what it was at an earlier call, asked at each call.
 
-The walk of `captures` takes tens of microseconds. A `Watch` remembers what the walk read, and
-where: cells, defaults and globals of functions, attributes of own modules, and state of tensors. It
-then compares identities, which takes about half a microsecond for a function or a tensor. It
+The walk of `captures` takes tens of microseconds. A `Watch` remembers what the walk reached:
+cells, defaults and globals of functions, attributes of own modules, and state of tensors. It then
+compares identities, which takes about half a microsecond for a function or a tensor. It
 follows functions, partials, tuples and modules, and what cannot change. Mods that reach lists,
 dicts, instances or classes of their own are not watched, and are walked at each call.
 
-What was made for mods is kept under the identities of the mods (`Kept`). Neither mods nor their
+What was made for mods is kept under the identities of the mods (`Memo`). Neither mods nor their
 tensors are kept alive by it, but for those in tuples, which live as long as the mod.
 """
 
@@ -21,14 +21,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute.lowering.captures import Reached
 from flash_mask_cute.runtime.callable_key.code_facts import code_facts, encode_atom
 from flash_mask_cute.runtime.callable_key.releases import release_of, resolves
 from flash_mask_cute.runtime.plain_tensors import are_plain
 
 _ABSENT = object()
-_MAX_KEPT = 256
-# Objects that have no state of the caller's.
-_LEAVES = (
+_MAX_ENTRIES = 256
+# Types of objects that have no state of the caller's; what is in a tuple is reached as well.
+_IMMUTABLE = (
+    tuple,
     types.MethodDescriptorType, types.WrapperDescriptorType, torch.dtype, torch.device,
     torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
@@ -45,23 +47,41 @@ class _UnwatchedError(Exception):
 
 
 class Watch:
-    """Raises _UnwatchedError if it cannot follow the mod.
+    """Raises _UnwatchedError if it cannot follow what was reached.
 
-    by_contents: contents of tensors count as well.
+    reached: of the walk of a mod. by_contents: contents of tensors count as well. What is compared
+    by identity is held, or is alive as long as what it was reached from is unchanged and alive.
     """
 
     __slots__ = ("_functions", "_held", "_namespaces", "_partials", "_tensors")
 
-    def __init__(self, mod: Callable[..., Any], by_contents: bool) -> None:
-        walk = _Walk()
-        if not isinstance(mod, types.FunctionType | functools.partial):
-            raise _UnwatchedError
-        walk.value(mod, ())
-        self._functions = walk.functions
-        self._partials = walk.partials
-        self._namespaces = walk.namespaces
-        self._held = walk.held
-        self._tensors = [(weakref.ref(x), _state(x, by_contents)) for x in walk.tensors.values()]
+    def __init__(self, reached: Reached, by_contents: bool) -> None:
+        self._functions: list[tuple[Any, ...]] = []
+        self._partials: list[tuple[Any, Any]] = []
+        self._namespaces: list[tuple[dict[str, Any], tuple[str, ...], list[int]]] = []
+        self._held: list[object] = []
+        self._tensors: list[tuple[Any, tuple[Any, ...]]] = []
+        seen: set[Any] = set()
+        for obj, mentioned in reached:
+            kind = type(obj)
+            visit = id(obj), mentioned if kind is types.ModuleType else None
+            if visit in seen:
+                continue
+            seen.add(visit)
+            if are_plain(obj):
+                self._tensors.append((weakref.ref(obj), _state(obj, by_contents)))
+            elif kind in _IMMUTABLE or encode_atom(obj) is not None or _is_of_library(obj):
+                self._held.append(obj)
+            elif kind is types.FunctionType:
+                self._functions.append(_function_state(obj))
+            elif kind is functools.partial:
+                self._partials.append((weakref.ref(obj), _parts(obj)))
+            elif kind is types.ModuleType:
+                scope = vars(obj)
+                self._namespaces.append((scope, mentioned, _identities(scope, mentioned)))
+                self._held.append(obj)
+            else:
+                raise _UnwatchedError
 
     @property
     def tensors(self) -> set[int]:
@@ -103,13 +123,11 @@ class Watch:
                 or (version is not None and tensor._version != version)
             ):
                 return False
-        for made, parts in self._partials:
-            if _parts(made()) != parts:
+        for ref, parts in self._partials:
+            made = ref()
+            if made is None or made.__dict__ or _parts(made) != parts:
                 return False
-        return all(
-            [id(scope.get(name, _ABSENT)) for name in names] == values
-            for scope, names, values in self._namespaces
-        )
+        return all(_identities(scope, names) == values for scope, names, values in self._namespaces)
 
 
 def _state(tensor: Tensor, by_contents: bool) -> tuple[Any, ...]:
@@ -119,99 +137,42 @@ def _state(tensor: Tensor, by_contents: bool) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _parts(made: functools.partial[Any] | None) -> Any:
-    if made is None or made.__dict__:
-        return None
+def _parts(made: functools.partial[Any]) -> Any:
+    if made.__dict__:
+        raise _UnwatchedError
     return id(made.func), [id(x) for x in made.args], [(k, id(x)) for k, x in made.keywords.items()]
 
 
-class _Walk:
-    """Finds what `captures._Walk` reads. What is compared by identity is held, or is alive as long
-    as what it was reached from is unchanged and alive."""
+def _identities(scope: dict[str, Any], names: Iterable[str]) -> list[int]:
+    return [id(scope.get(name, _ABSENT)) for name in names]
 
-    def __init__(self) -> None:
-        self.functions: list[tuple[Any, ...]] = []
-        self.partials: list[tuple[Any, Any]] = []
-        self.namespaces: list[tuple[dict[str, Any], tuple[str, ...], list[int]]] = []
-        self.tensors: dict[int, Tensor] = {}
-        self.held: list[object] = []
-        self._seen: set[object] = set()
 
-    def value(self, obj: Any, mentioned: tuple[str, ...]) -> None:
-        if are_plain(obj):
-            self.tensors[id(obj)] = obj
-        elif type(obj) is types.FunctionType:
-            self._function(obj)
-        elif type(obj) is functools.partial:
-            self._partial(obj, mentioned)
-        elif type(obj) is types.ModuleType:
-            self._module(obj, mentioned)
-        elif type(obj) is tuple:
-            self.held.append(obj)
-            for item in obj:
-                self.value(item, mentioned)
-        elif encode_atom(obj) is not None or isinstance(obj, _LEAVES) or _is_of_library(obj):
-            self.held.append(obj)
-        else:
-            raise _UnwatchedError
-
-    def _function(self, function: types.FunctionType) -> None:
-        module = function.__globals__.get("__name__")
-        release = release_of(module)
-        if release is not None and resolves(function, module, function.__qualname__):
-            self.held.append(function)
-            return
-        if id(function) in self._seen:
-            return
-        self._seen.add(id(function))
-        code = function.__code__
-        facts = code_facts(code)
-        if function.__dict__ or function.__kwdefaults__ or facts.imports:
-            raise _UnwatchedError
-        try:
-            cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        except ValueError as error:
-            raise _UnwatchedError from error
-        defaults = function.__defaults__ or ()
-        # the release tells the globals
-        names = () if release is not None else facts.global_names
-        values = [function.__globals__.get(name, _ABSENT) for name in names]
-        ids = ([id(x) for x in found] for found in (cells, defaults, values))
-        of_cells, of_defaults, of_values = ids
-        self.functions.append(
-            (weakref.ref(function), code, of_cells, of_defaults, names, of_values)
-        )
-        for found in (*cells, *defaults, *values):
-            if found is not _ABSENT:
-                self.value(found, facts.mentioned)
-
-    def _partial(self, made: functools.partial[Any], mentioned: tuple[str, ...]) -> None:
-        parts = _parts(made)
-        if parts is None:
-            raise _UnwatchedError
-        self.partials.append((weakref.ref(made), parts))
-        for found in (made.func, *made.args, *made.keywords.values()):
-            self.value(found, mentioned)
-
-    def _module(self, module: types.ModuleType, mentioned: tuple[str, ...]) -> None:
-        self.held.append(module)
-        if release_of(module.__name__) is not None:
-            return
-        visit = id(module), mentioned
-        if visit in self._seen:
-            return
-        self._seen.add(visit)
-        scope = vars(module)
-        values = [scope.get(name, _ABSENT) for name in mentioned]
-        self.namespaces.append((scope, mentioned, [id(x) for x in values]))
-        for found in values:
-            if found is not _ABSENT:
-                self.value(found, mentioned)
+def _function_state(function: types.FunctionType) -> tuple[Any, ...]:
+    facts = code_facts(function.__code__)
+    if function.__dict__ or function.__kwdefaults__ or facts.imports:
+        raise _UnwatchedError
+    try:
+        cells = [id(cell.cell_contents) for cell in function.__closure__ or ()]
+    except ValueError as error:
+        raise _UnwatchedError from error
+    # of a library's, the release tells the globals
+    is_own = release_of(function.__globals__.get("__name__")) is None
+    names = facts.global_names if is_own else ()
+    return (
+        weakref.ref(function), function.__code__, cells,
+        [id(x) for x in function.__defaults__ or ()], names,
+        _identities(function.__globals__, names),
+    )  # fmt: skip
 
 
 def _is_of_library(obj: Any) -> bool:
     if isinstance(obj, types.BuiltinFunctionType):
         return obj.__self__ is None or isinstance(obj.__self__, types.ModuleType)
+    if type(obj) is types.FunctionType:
+        module = obj.__globals__.get("__name__")
+        return release_of(module) is not None and resolves(obj, module, obj.__qualname__)
+    if type(obj) is types.ModuleType:
+        return release_of(obj.__name__) is not None
     return (
         isinstance(obj, type)
         and release_of(obj.__module__) is not None
@@ -222,7 +183,7 @@ def _is_of_library(obj: Any) -> bool:
 # -- what was made for mods -----------------------------------------------------------------------
 
 
-class Known(Generic[T]):
+class MemoEntry(Generic[T]):
     """What was made for mods, and how to see that it still serves.
 
     value: without the aux tensors.
@@ -267,42 +228,43 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Kept(Generic[T]):
-    """`Known` by keys that hold identities of mods; an entry goes with any of its objects."""
+class Memo(Generic[T]):
+    """`MemoEntry` by keys that hold identities of mods; an entry goes with any of its objects."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Known[T]] = {}
-        self.get: Callable[[Hashable], Known[T] | None] = self._known.get
+        self._entries: dict[Hashable, MemoEntry[T]] = {}
+        self.get: Callable[[Hashable], MemoEntry[T] | None] = self._entries.get
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._entries)
 
-    def keep(self, key: Hashable, known: Known[T], objects: Iterable[object]) -> None:
-        if len(self._known) >= _MAX_KEPT:
-            self._known.clear()
-        known.drop_with(objects, functools.partial(_drop, self._known, key))
-        self._known[key] = known
+    def keep(self, key: Hashable, entry: MemoEntry[T], objects: Iterable[object]) -> None:
+        if len(self._entries) >= _MAX_ENTRIES:
+            self._entries.clear()
+        entry.drop_with(objects, functools.partial(_drop, self._entries, key))
+        self._entries[key] = entry
 
 
-def _drop(known: dict[Hashable, Any], key: Hashable, _: Any) -> None:
-    known.pop(key, None)
+def _drop(entries: dict[Hashable, Any], key: Hashable, _: Any) -> None:
+    entries.pop(key, None)
 
 
 # Mods of which no watch could be made.
 _unwatched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watches_of(mods: Iterable[tuple[Callable[..., Any], bool]]) -> list[Watch] | None:
-    """Watches of mods, each with whether the contents of its tensors count; None if one of them
-    cannot be watched, or during the capture of a CUDA graph, whose tensors are its own."""
+def watches_of(mods: Iterable[tuple[Reached, bool]]) -> list[Watch] | None:
+    """Watches of what mods reach, each with whether the contents of tensors count; None if one of
+    them cannot be watched, or during the capture of a CUDA graph, whose tensors are its own."""
     if is_capturing():
         return None
     watches = []
-    for mod, by_contents in mods:
+    for reached, by_contents in mods:
+        mod = reached[0][0]
         if not isinstance(mod, types.FunctionType | functools.partial) or mod in _unwatched:
             return None
         try:
-            watches.append(Watch(mod, by_contents))
+            watches.append(Watch(reached, by_contents))
         except _UnwatchedError:
             _unwatched.add(mod)
             return None

@@ -57,6 +57,30 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         )
 
 
+class OutsideError(IndexError):
+    """A callable has read outside an aux tensor.
+
+    kind: of the callable, as for `check_record`. reader: the callable, in words. tensor: number of
+    the aux tensor; -1: a branch or a loop of the callable has chosen it. index, extent: of `where`,
+    a dimension in words. place: of the score, in words.
+    """
+
+    def __init__(
+        self, kind: str, reader: str, tensor: int, index: int, extent: int, where: str, place: str
+    ) -> None:
+        super().__init__(kind, reader, tensor, index, extent, where, place)
+        self.kind, self.reader, self.tensor = kind, reader, tensor
+        self.index, self.extent, self.where, self.place = index, extent, where, place
+
+    def __str__(self) -> str:
+        name = "one of its aux_tensors" if self.tensor < 0 else f"aux_tensors[{self.tensor}]"
+        hint = "; no index is negative in CuTe" if self.index < 0 else ""
+        return (
+            f"{self.reader} reads {name} at index {self.index} of {self.where}, whose extent is "
+            f"{self.extent}{hint} ({self.place})"
+        )
+
+
 def new_record() -> torch.Tensor:
     """An int64 record of zeros, into which CPU code writes the first index outside an aux tensor.
 
@@ -72,18 +96,13 @@ def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> No
     kind: "mask_mod", "score_mod" or "score_mod_bwd".
 
     Raises:
-        IndexError: the callable read outside an aux tensor.
+        OutsideError: the callable read outside an aux tensor.
     """
     if not record[0]:
         return
     from flash_mask_cute.mods.errors import describe
 
     number, dimension, index, extent, batch_idx, head_idx, q_idx, kv_idx = record.tolist()[1:]
-    # -1: a branch or a loop of the callable has chosen the tensor
-    name = "one of its aux_tensors" if number < 0 else f"aux_tensors[{number}]"
     where = "all dimensions" if dimension < 0 else f"dimension {dimension}"
-    negative = "; no index is negative in CuTe" if index < 0 else ""
-    raise IndexError(
-        f"{describe(kind, mod)} reads {name} at index {index} of {where}, whose extent is "
-        f"{extent}{negative} (b_idx {batch_idx}, h_idx {head_idx}, q_idx {q_idx}, kv_idx {kv_idx})"
-    )
+    place = f"b_idx {batch_idx}, h_idx {head_idx}, q_idx {q_idx}, kv_idx {kv_idx}"
+    raise OutsideError(kind, describe(kind, mod), number, index, extent, where, place)

@@ -89,12 +89,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "plotting": (
         *("call", "masks.column_mask", "block_sparsity"),
-        *("lowering.pair", "mods.on_cpu", "mods.signature", "runtime"),
+        *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
     "interface": ("call", "lowering.pair", "masks.column_mask", "runtime", "mods"),
     "autograd": (
         *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
-        *("mods.signature", "runtime", "cpu.combine"),
+        *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
     "functional": ("autograd", "call", "masks.column_mask", "runtime"),
     "serving": (

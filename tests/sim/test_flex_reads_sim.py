@@ -16,7 +16,7 @@ from simulated_forward import run_sim
 from torch import Tensor
 
 from flash_mask_cute.flex import lower_mod
-from flash_mask_cute.lowering.pair import put_together
+from flash_mask_cute.lowering.pair import join_mods
 
 # as the software GPU is, so that these tests run on either
 ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
@@ -56,7 +56,7 @@ class Dense:
 
 def test_a_call_with_lowered_mods(simulator: ModuleType) -> None:
     case = Case("flex", 1, 200, 260, 4, 2, head_dim=64)
-    mods = put_together(lower_mod(score_mod, "score_mod"), lower_mod(mask_mod, "mask_mod"))
+    mods = join_mods(lower_mod(score_mod, "score_mod"), lower_mod(mask_mod, "mask_mod"))
     dense: Any = Dense()
     inputs = replace(make_inputs(case), mask_keywords=mods._asdict(), dense=dense)
     run_sim(simulator, inputs, ARCH, seeds=(1,))

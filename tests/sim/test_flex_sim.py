@@ -27,7 +27,7 @@ from trained_mods import TrainedInputs, assert_aux_gradients_close
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.compute_block_sparsity import run_scan
 from flash_mask_cute.flex import lower_mod
-from flash_mask_cute.lowering.pair import as_cute_mods
+from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep.block_scan import ScanProblem
 
 # as the software GPU is, so that these tests run on either
@@ -148,7 +148,7 @@ of_each_constant = pytest.mark.parametrize("name", CONSTANTS)
 
 def make_constant(name: str, seqlen: int, heads: int) -> Inputs:
     kind, mod, dense = CONSTANTS[name]
-    mods = as_cute_mods(mod if kind == "score_mod" else None,
+    mods = resolve_mods(mod if kind == "score_mod" else None,
                         mod if kind == "mask_mod" else None, None, "cpu")  # fmt: skip
     case = Case(f"constant {name}", 1, seqlen, seqlen, heads, 1, head_dim=64)
     as_dense: Any = dense
@@ -190,7 +190,7 @@ def test_functions_in_kernels(simulator: ModuleType, name: str) -> None:
     """Those that kernels compute otherwise than code for the CPU."""
     x = waves.points()
     n = x.numel()
-    mods = as_cute_mods(*waves.mods_of(waves.BOUNDS[name][0], x), None, "cpu")
+    mods = resolve_mods(*waves.mods_of(waves.BOUNDS[name][0], x), None, "cpu")
     q, k, v = (torch.zeros(1, n, 1, 64).bfloat16() for _ in range(3))
     inputs = Inputs(Case("functions", 1, n, n, 1, 1, head_dim=64), q, k, v, mods._asdict())
     out, lse = launch_on_simulator(inputs, ARCH)

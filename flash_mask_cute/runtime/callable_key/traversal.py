@@ -28,6 +28,10 @@ from flash_mask_cute.runtime.callable_key.code_facts import (
 from flash_mask_cute.runtime.callable_key.releases import release_of, resolves
 
 OVERRIDE_ATTRIBUTE = "__flash_mask_key__"
+Step = tuple[str, Any]
+"""From an object to what it holds: ("cell", number), ("default", number), ("keyword default", name)
+or ("global", name) of a function; ("attribute", name) or ("item", key) of any object."""
+Steps = tuple[Step, ...]
 
 
 def key_given_for(obj: object) -> str | None:
@@ -82,13 +86,13 @@ class Traversal:
         self._parts: list[bytes] = []
         self._seen: dict[int, tuple[int, object]] = {}  # holds the object, so ids stay unique
         self._mentioned: tuple[str, ...] = ()
-        self._trail: list[tuple[str, object]] = []
+        self._trail: list[tuple[str, object, Steps]] = []
 
     def digest(self) -> str:
         return hashlib.sha256(b"".join(self._parts)).hexdigest()
 
     def root(self, fn: object) -> None:
-        self._trail.append(("", getattr(fn, "__qualname__", None) or type(fn).__qualname__))
+        self._trail.append(("", getattr(fn, "__qualname__", None) or type(fn).__qualname__, ()))
         self._value(fn)
 
     # Writing.
@@ -102,11 +106,18 @@ class Traversal:
     def _close(self) -> None:
         self._parts.append(b")")
 
-    def _named(self, label: str, name: object, value: object) -> None:
-        """Write one named part; `label` says in an error message what the name is."""
-        self._trail.append((label, name))
+    def _named(self, label: str, name: object, value: object, *steps: Step) -> None:
+        """Write one named part; `label` says in an error message what the name is. steps: those
+        from the object that holds it; none: it is not held in one of these ways."""
+        self._trail.append((label, name, steps))
         self._emit(b"name", label, str(name))
         self._value(value)
+        self._trail.pop()
+
+    def _behind(self, visit: Callable[[Any], None], value: object, *steps: Step) -> None:
+        """Visit a part that messages do not name."""
+        self._trail.append(("", "", steps))
+        visit(value)
         self._trail.pop()
 
     def _first_visit(self, obj: object) -> bool:
@@ -134,7 +145,8 @@ class Traversal:
         )
 
     def _where(self) -> str:
-        return " of ".join(f"{label} {name!r}".strip() for label, name in reversed(self._trail))
+        named = (f"{x} {name!r}".strip() for x, name, _ in reversed(self._trail) if x or name)
+        return " of ".join(named)
 
     # Values.
 
@@ -157,22 +169,23 @@ class Traversal:
         # Not numbered: whether equal tuples are one object depends on how constants were merged.
         self._open(b"tuple")
         for position, value in enumerate(obj):
-            self._named("item", position, value)
+            self._named("item", position, value, ("item", position))
         self._close()
 
     def _list(self, obj: list[Any]) -> None:
         if self._first_visit(obj):
             self._open(b"list")
             for position, value in enumerate(obj):
-                self._named("item", position, value)
+                self._named("item", position, value, ("item", position))
             self._close()
 
     def _mapping(self, obj: dict[Any, Any] | types.MappingProxyType[Any, Any]) -> None:
         if self._first_visit(obj):
             self._open(b"dict")
             for key, value in obj.items():  # insertion order: a loop in the callable sees it too
-                self._value(key)
-                self._named("item", key if isinstance(key, str) else type(key).__name__, value)
+                self._behind(self._value, key)
+                name = key if isinstance(key, str) else type(key).__name__
+                self._named("item", name, value, ("item", key))
             self._close()
 
     def _set(self, obj: set[Any] | frozenset[Any]) -> None:
@@ -183,21 +196,21 @@ class Traversal:
             branch = Traversal()
             branch._seen = dict(self._seen)
             branch._mentioned = self._mentioned
-            branch._trail = [*self._trail, ("member", type(member).__name__)]
+            branch._trail = [*self._trail, ("member", type(member).__name__, ())]
             branch._value(member)
             encoded.append(branch.digest())
         self._emit(b"set", *sorted(encoded))
 
     def _slice(self, obj: slice) -> None:
         self._open(b"slice")
-        self._tuple((obj.start, obj.stop, obj.step))
+        self._behind(self._tuple, (obj.start, obj.stop, obj.step))
         self._close()
 
     def _namespace(self, obj: types.SimpleNamespace) -> None:
         if self._first_visit(obj):
             self._open(b"namespace")
             for name, value in sorted(vars(obj).items()):
-                self._named("attribute", name, value)
+                self._named("attribute", name, value, ("attribute", name))
             self._close()
 
     # Functions.
@@ -240,29 +253,29 @@ class Traversal:
 
     def _state(self, fn: types.FunctionType, code: types.CodeType) -> None:
         escaping = code_facts(code).escaping
-        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
+        for number, (name, cell) in enumerate(cells):
             try:
                 contents = cell.cell_contents
             except ValueError:
                 self._emit(b"empty cell", name)
             else:
                 self._check_module(name, contents, escaping)
-                self._named("closure variable", name, contents)
+                self._named("closure variable", name, contents, ("cell", number))
         defaults = fn.__defaults__ or ()
         positional = code.co_varnames[: code.co_argcount]
-        for name, value in zip(
-            positional[len(positional) - len(defaults) :], defaults, strict=True
-        ):
-            self._named("default of argument", name, value)
+        names = positional[len(positional) - len(defaults) :]
+        for number, (name, value) in enumerate(zip(names, defaults, strict=True)):
+            self._named("default of argument", name, value, ("default", number))
         for name, value in sorted((fn.__kwdefaults__ or {}).items()):
-            self._named("default of argument", name, value)
+            self._named("default of argument", name, value, ("keyword default", name))
 
     def _globals(self, fn: types.FunctionType, facts: CodeFacts) -> None:
         namespace = fn.__globals__
         for name in facts.global_names:
             if name in namespace:
                 self._check_module(name, namespace[name], facts.escaping)
-                self._named("global", name, namespace[name])
+                self._named("global", name, namespace[name], ("global", name))
             elif name in OPAQUE_BUILTINS:  # the code names the others already
                 raise self._refuse_reach(f"uses {name}")
         for level, name in facts.imports:
@@ -293,9 +306,9 @@ class Traversal:
     def _jit_function(self, fn: types.FunctionType) -> None:
         inner = fn.__dict__["__wrapped__"]
         self._open(b"jit")
-        self._value(fn.__dict__["_decorator_kind"])
-        self._value(getattr(inner, "_preprocess_enabled", True))
-        self._value(inner)
+        for part in (fn.__dict__["_decorator_kind"], getattr(inner, "_preprocess_enabled", True)):
+            self._behind(self._value, part)
+        self._behind(self._value, inner)
         if isinstance(inner, types.FunctionType) and release_of(inner.__module__) is None:
             self._annotations(inner)
         self._close()
@@ -323,21 +336,21 @@ class Traversal:
 
     def _method(self, method: types.MethodType) -> None:
         self._open(b"method")
-        self._value(method.__func__)
-        self._named("object", "self", method.__self__)
+        self._behind(self._value, method.__func__, ("attribute", "__func__"))
+        self._named("object", "self", method.__self__, ("attribute", "__self__"))
         self._close()
 
     def _partial(self, fn: functools.partial[Any]) -> None:
         self._open(b"partial")
-        self._value(fn.func)
-        self._tuple(fn.args)
+        self._behind(self._value, fn.func, ("attribute", "func"))
+        self._behind(self._tuple, fn.args, ("attribute", "args"))
         for name, value in fn.keywords.items():
-            self._named("argument", name, value)
+            self._named("argument", name, value, ("attribute", "keywords"), ("item", name))
         self._close()
 
     def _memoised(self, fn: functools._lru_cache_wrapper[Any]) -> None:
         self._open(b"lru_cache")
-        self._value(fn.__wrapped__)
+        self._behind(self._value, fn.__wrapped__)
         self._close()
 
     def _builtin(self, fn: types.BuiltinFunctionType) -> None:
@@ -352,22 +365,22 @@ class Traversal:
 
     def _tuple_getter(self, getter: Any) -> None:
         self._open(b"tuple getter")
-        self._value(getter.__reduce__()[1])
+        self._behind(self._value, getter.__reduce__()[1])
         self._close()
 
     def _property(self, prop: property) -> None:
         self._open(b"property")
-        self._tuple((prop.fget, prop.fset, prop.fdel))
+        self._behind(self._tuple, (prop.fget, prop.fset, prop.fdel))
         self._close()
 
     def _wrapped_method(self, method: staticmethod[Any, Any] | classmethod[Any, Any, Any]) -> None:
         self._open(type(method).__name__.encode())
-        self._value(method.__func__)
+        self._behind(self._value, method.__func__)
         self._close()
 
     def _cached_property(self, prop: functools.cached_property[Any]) -> None:
         self._open(b"cached_property")
-        self._value(prop.func)
+        self._behind(self._value, prop.func)
         self._close()
 
     # Modules, classes, instances.
@@ -389,7 +402,7 @@ class Traversal:
         """Write the attributes, of a module or a function, that the current function mentions."""
         for name in self._mentioned:
             if name in attributes:
-                self._named("attribute", name, attributes[name])
+                self._named("attribute", name, attributes[name], ("attribute", name))
 
     def _class(self, cls: type) -> None:
         override = vars(cls).get(OVERRIDE_ATTRIBUTE)
@@ -403,9 +416,8 @@ class Traversal:
         if not self._first_visit(cls):
             return
         self._open(b"class")
-        self._value(cls.__qualname__)
-        self._value(cls.__bases__)
-        self._value(type(cls))
+        for part in (cls.__qualname__, cls.__bases__, type(cls)):
+            self._behind(self._value, part)
         if dataclasses.is_dataclass(cls):
             self._dataclass_fields(cls)
         if issubclass(cls, enum.Enum):
@@ -417,6 +429,7 @@ class Traversal:
             # An enum class is full of generated tables; its members are written already.
             if issubclass(cls, enum.Enum) and not isinstance(value, types.FunctionType | property):
                 continue
+            # no step: an attribute of an instance may hide it later
             self._named("class attribute", name, value)
         self._close()
 
@@ -432,7 +445,7 @@ class Traversal:
     def _enum_member(self, member: enum.Enum) -> None:
         self._class(type(member))
         self._emit(b"enum member", str(member.name))
-        self._value(member.value)
+        self._behind(self._value, member.value)
 
     def _other(self, obj: object) -> None:
         override = key_given_for(obj)
@@ -444,8 +457,8 @@ class Traversal:
             self._emit(b"library value", kind.__module__, kind.__qualname__, text)
         elif typing.get_origin(obj) is not None:
             self._open(b"generic")
-            self._value(typing.get_origin(obj))
-            self._tuple(typing.get_args(obj))
+            self._behind(self._value, typing.get_origin(obj))
+            self._behind(self._tuple, typing.get_args(obj))
             self._close()
         elif isinstance(obj, tuple) and hasattr(kind, "_fields"):
             self._open(b"namedtuple")
@@ -466,7 +479,9 @@ class Traversal:
         for name, value in sorted(_instance_state(obj).items()):
             # A cached value follows from the rest, and is there only after the first use.
             if not isinstance(getattr(cls, name, None), functools.cached_property):
-                self._named("attribute", name, value)
+                # that of a slot has the class before it
+                step = "attribute", name.rpartition(".")[2]
+                self._named("attribute", name, value, step)
         self._close()
 
 

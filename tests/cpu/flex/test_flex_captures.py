@@ -18,7 +18,8 @@ from torch_values import by_cute, by_torch
 
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.lowering import lower
-from flash_mask_cute.lowering.captures import described, find_captures
+from flash_mask_cute.lowering.captures import find_captures
+from flash_mask_cute.lowering.paths import UnreachableError
 
 SHAPE = (2, 2, 10, 12)
 SCORE = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
@@ -348,4 +349,103 @@ def test_a_mod_that_nothing_can_follow_is_traced_each_time_and_says_so() -> None
 
 def test_paths_are_told_in_words() -> None:
     captured = find_captures(and_masks(document(torch.zeros(2, 2)), causal)).tensors[0]
-    assert described(captured.path).startswith("closure variable 'ids' of item 0 of closure")
+    assert str(captured.path).startswith("closure variable 'ids' of item 0 of closure")
+
+
+@pytest.mark.parametrize("key", ["scale", 1, (0.5, 1), None], ids=["str", "int", "tuple", "None"])
+def test_numbers_of_a_dict_vary_by_keys_of_any_type(key: Any) -> None:
+    held = {"other": 1.0, key: 0.5}
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * held[key]
+
+    for number in (0.5, 1.5, 2.5, 3.5):
+        held[key] = number
+        check(scaled, "score_mod")
+    held[key] = 4.5
+    assert traced(lambda: check(scaled, "score_mod"))[1] == 0
+
+
+class Holder:
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def bias(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + self.table[k]
+
+
+class Slotted(Holder):
+    __slots__ = ("other",)
+
+    def __init__(self, table: Tensor) -> None:
+        self.other = table
+
+
+def in_a_list(table: Tensor) -> Callable[..., Tensor]:
+    held = {7: [1, table]}
+    return lambda s, b, h, q, k: s + held[7][1][k]
+
+
+def in_a_slot(table: Tensor) -> Callable[..., Tensor]:
+    held = Slotted(table)
+    return lambda s, b, h, q, k: s + held.other[k]
+
+
+def reads_default(
+    s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, t: Any = None, *, u: Any = None
+) -> Tensor:
+    return s + (u if t is None else t)[k]
+
+
+def with_default(table: Tensor) -> Callable[..., Tensor]:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, t: Tensor = table) -> Tensor:
+        return s + t[k]
+
+    return mod
+
+
+# Mods of a tensor, by how they reach it; and whether a copy may reach another one.
+WAYS: dict[str, tuple[Callable[[Tensor], Callable[..., Tensor]], bool]] = {
+    "cell": (lambda x: lambda s, b, h, q, k: s + x[k], True),
+    "default": (with_default, True),
+    "keyword": (lambda x: functools.partial(reads_default, u=x), True),
+    "position": (
+        lambda x: functools.partial(lambda f, t, s, b, h, q, k: s * f + t[k], 2, x), True
+    ),
+    "list in a dict": (in_a_list, True),
+    "attribute": (lambda x: Holder(x).bias, True),
+    "slot": (in_a_slot, False),
+    "partial of a method": (lambda x: functools.partial(Holder(x).bias), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_path_is_read_and_copied(way: str) -> None:
+    make, is_copied = WAYS[way]
+    table, other = torch.rand(12), torch.rand(12)
+    mod = make(table)
+    path = find_captures(mod).tensors[0].path
+    assert path.read(mod) is table
+    if not is_copied:
+        with pytest.raises(UnreachableError):
+            path.copy(mod, other)
+        return
+    copied = path.copy(mod, other)
+    assert path.read(copied) is other and path.read(mod) is table
+    place = [torch.tensor(x) for x in (0, 0, 1, 2)]
+    given = torch.tensor(0.25), *place
+    assert torch.equal(copied(*given), make(other)(*given))
+    assert torch.equal(mod(*given), make(table)(*given))
+
+
+def test_what_no_steps_lead_to() -> None:
+    part = slice(1, 3)
+
+    def scaled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + GLOBAL_IDS[part].sum()
+
+    first, _ = find_captures(scaled).numbers
+    assert str(first.path).startswith("item 0 of closure variable 'part' of ")
+    for call in (first.path.read, lambda mod: first.path.copy(mod, 1)):
+        with pytest.raises(UnreachableError):
+            call(scaled)

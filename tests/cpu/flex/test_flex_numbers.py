@@ -20,7 +20,7 @@ from torch_values import dense_attention
 
 from flash_mask_cute import flash_attn_func
 from flash_mask_cute.flex import flex_attention, lower_mod
-from flash_mask_cute.lowering.simplify import Band
+from flash_mask_cute.lowering.simplify import BandForm
 
 Mod = Callable[..., Any]
 FIRST_SEED = int(os.environ.get("FLASH_MASK_NUMBERS_SEED", "0"))
@@ -164,11 +164,11 @@ INTERVALS = (
     *("(ids[q] == ids[k]) & (q < n)", "(q < n) and_masks (k < n)", "(q < n) or_masks (k < n)"),
     "(q < n) & (q >= k)",
 )
-WINDOWS: dict[str, Callable[[int], Band]] = {
-    "q - k < n": lambda n: Band(n - 1, None),
-    "k - q >= -n": lambda n: Band(n, None),
-    "(q - k).abs() <= n": lambda n: Band(n, n),
-    "(k - q < n) & (q >= k)": lambda n: Band(None, 0),
+WINDOWS: dict[str, Callable[[int], BandForm]] = {
+    "q - k < n": lambda n: BandForm(n - 1, None),
+    "k - q >= -n": lambda n: BandForm(n, None),
+    "(q - k).abs() <= n": lambda n: BandForm(n, n),
+    "(k - q < n) & (q >= k)": lambda n: BandForm(None, 0),
 }
 NEAR_5 = {
     "int": 5, "numpy": np.int64(5), "float": 5.0, "np.float32": np.float32(5),
@@ -195,7 +195,7 @@ def test_bounds_of_distances_become_windows(text: str, kind: str) -> None:
 @pytest.mark.parametrize(("number", "band"), [(4.5, 4), (5.0, 4), (-0.5, -1), (0.1, 0)])
 def test_a_window_of_a_fraction(number: float, band: int) -> None:
     mod = make("q - k < n")(number)
-    assert lower_mod(mod, "mask_mod").band == Band(band, None)
+    assert lower_mod(mod, "mask_mod").band == BandForm(band, None)
     check(mod, N, N)
 
 

@@ -21,7 +21,7 @@ from torch_values import dense_attention
 from flash_mask_cute.autograd.attend import PlannedMasks
 from flash_mask_cute.call.arguments import NO_MASKS
 from flash_mask_cute.flex import flex_attention, keep_block_mask, lower_mod
-from flash_mask_cute.lowering.simplify import Band
+from flash_mask_cute.lowering.simplify import BandForm
 
 Mod = Callable[..., Tensor]
 
@@ -34,19 +34,19 @@ def window(size: int) -> Mod:
     return lambda b, h, q, k: q - k <= size
 
 
-BANDS: dict[str, tuple[Mod, Band]] = {
-    "causal": (causal, Band(None, 0)),
-    "strictly": (lambda b, h, q, k: q > k, Band(None, -1)),
-    "from the other side": (lambda b, h, q, k: k <= q, Band(None, 0)),
-    "shifted": (lambda b, h, q, k: q + 7 >= k, Band(None, 7)),
-    "window": (and_masks(causal, window(20)), Band(20, 0)),
-    "strict window": (and_masks(causal, lambda b, h, q, k: q - k < 20), Band(19, 0)),
-    "two-sided": (lambda b, h, q, k: (q - k).abs() <= 9, Band(9, 9)),
-    "two-sided, turned": (lambda b, h, q, k: torch.abs(k - q) < 9, Band(8, 8)),
-    "negated": (lambda b, h, q, k: -q <= -k, Band(None, 0)),
-    "of int64": (lambda b, h, q, k: q.long() - k.long() + 2 >= 0, Band(None, 2)),
-    "all": (noop_mask, Band(None, None)),
-    "the narrower": (and_masks(window(20), window(12), causal), Band(12, 0)),
+BANDS: dict[str, tuple[Mod, BandForm]] = {
+    "causal": (causal, BandForm(None, 0)),
+    "strictly": (lambda b, h, q, k: q > k, BandForm(None, -1)),
+    "from the other side": (lambda b, h, q, k: k <= q, BandForm(None, 0)),
+    "shifted": (lambda b, h, q, k: q + 7 >= k, BandForm(None, 7)),
+    "window": (and_masks(causal, window(20)), BandForm(20, 0)),
+    "strict window": (and_masks(causal, lambda b, h, q, k: q - k < 20), BandForm(19, 0)),
+    "two-sided": (lambda b, h, q, k: (q - k).abs() <= 9, BandForm(9, 9)),
+    "two-sided, turned": (lambda b, h, q, k: torch.abs(k - q) < 9, BandForm(8, 8)),
+    "negated": (lambda b, h, q, k: -q <= -k, BandForm(None, 0)),
+    "of int64": (lambda b, h, q, k: q.long() - k.long() + 2 >= 0, BandForm(None, 2)),
+    "all": (noop_mask, BandForm(None, None)),
+    "the narrower": (and_masks(window(20), window(12), causal), BandForm(12, 0)),
 }
 OTHERS: dict[str, Mod] = {
     "or": or_masks(causal, window(3)),
@@ -82,7 +82,7 @@ def test_what_is_no_band_stays_a_mod(name: str) -> None:
 
 def test_a_number_that_changes_moves_the_band() -> None:
     for size in (20, 30, 31):
-        assert lower_mod(and_masks(window(size), causal), "mask_mod").band == Band(size, 0)
+        assert lower_mod(and_masks(window(size), causal), "mask_mod").band == BandForm(size, 0)
 
 
 @pytest.fixture
@@ -125,12 +125,12 @@ def test_bands_of_unequal_lengths(name: str, lq: int, lk: int, calls: list[dict[
 
 
 def test_causal_is_our_causal_where_lengths_agree_only() -> None:
-    assert Band(None, 0).as_window(150, 150) == (None, 0)
-    assert Band(None, 0).as_window(151, 150) == (None, 1)
+    assert BandForm(None, 0).as_window(150, 150) == (None, 0)
+    assert BandForm(None, 0).as_window(151, 150) == (None, 1)
     # -1 would be an open side
-    assert Band(None, 0).as_window(150, 151) is None
-    assert Band(None, 0).as_window(150, 152) == (None, -2)
-    assert Band(3, -5).as_window(9, 9) is None
+    assert BandForm(None, 0).as_window(150, 151) is None
+    assert BandForm(None, 0).as_window(150, 152) == (None, -2)
+    assert BandForm(3, -5).as_window(9, 9) is None
 
 
 def test_lists_that_hide_more_are_applied(calls: list[dict[str, Any]]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flex_attention, mod_source
 from flash_mask_cute.flex import lower_mod
+from flash_mask_cute.lowering.pair import named_as_captured
+from flash_mask_cute.mods.aux_tensors import OutsideError
+from flash_mask_cute.mods.on_cpu import eval_score_mod
 
 TABLE = torch.arange(33.0)
 
@@ -54,6 +61,52 @@ def test_an_index_outside_names_what_was_captured() -> None:
     assert "biased (" in text and "closure variable 'short' of " in text
     assert "at index -40 of dimension 0, whose extent is 30" in text
     assert "aux_tensors" not in text and "CuTe" not in text
+
+
+def test_an_index_outside_is_told_by_fields() -> None:
+    short = torch.zeros(3, 30)
+    lowered = lower_mod(lambda s, b, h, q, k: s + short[h, k - 40], "score_mod")
+    places = torch.arange(20, dtype=torch.int32)
+    with pytest.raises(OutsideError) as found:
+        eval_score_mod(lowered.mod, torch.zeros(20, 20), lowered.aux_tensors, 0, 1, places, places)
+    for error in (found.value, pickle.loads(pickle.dumps(found.value))):
+        told = error.kind, error.tensor, error.where, error.index, error.extent
+        assert told == ("score_mod", 0, "dimension 1", -10, 30)
+        assert "reads aux_tensors[0] at index -10 of dimension 1, whose extent is 30" in str(error)
+    named = named_as_captured(found.value, [None], {"score_mod": None})
+    assert type(named) is OutsideError and str(named) == str(found.value)
+
+
+def test_a_text_is_written_behind_other_tensors() -> None:
+    """With a table that no line needs, a number, and bounds that the table may have."""
+    table, unread, slopes = torch.rand(9), torch.rand(3), torch.rand(2)
+
+    def scaled(factor: float) -> Callable[..., Tensor]:
+        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            chosen = torch.where(torch.tensor(True), table[k.clamp(max=8)], unread[k])
+            return s * factor + chosen + slopes[h]
+
+        return mod
+
+    lower_mod(scaled(1.5), "score_mod")
+    lowered = lower_mod(scaled(2.5), "score_mod")
+    # the first call's number is an aux tensor now
+    assert lowered.kind == "score_mod" and len(lowered.aux_tensors) == 3
+    places = torch.arange(12, dtype=torch.int32)
+    given = 0, 1, places, places
+    scores = torch.rand(12, 12)
+    wanted = eval_score_mod(lowered.mod, scores, lowered.aux_tensors, *given)
+    others = [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
+    for first, checks in ((0, True), (2, False), (2, True)):
+        written = lowered.written(first, checks)
+        found = eval_score_mod(written.mod, scores, [*others[:first], *lowered.aux_tensors], *given)
+        assert torch.equal(found, wanted)
+        assert ("ops.below(" in written.source) is not checks
+        numbers = {int(x) for x in re.findall(r"aux\[(\d+)\]", written.source)}
+        assert numbers == {first, first + 1, first + 2}
+    again = lowered.written(checks=True).written(2)
+    assert again.mod is lowered.written(2, checks=True).mod
+    assert lowered.written() is lowered
 
 
 def test_a_power_that_is_not_known() -> None:

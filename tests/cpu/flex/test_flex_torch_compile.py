@@ -162,6 +162,62 @@ def test_keyword_defaults_outside(backend: Counting) -> None:
     check(torch.compile(plain, fullgraph=True, backend=backend), plain, *tensors())
 
 
+def in_a_dict(table: Tensor) -> Callable[..., Tensor]:
+    held = {"table": table, "factor": 2.0}
+    return lambda s, b, h, q, k: s * held["factor"] + held["table"][k]
+
+
+def in_a_partial(table: Tensor) -> Callable[..., Tensor]:
+    return functools.partial(scaled_by, 0.5, factor=2)
+
+
+def scaled_by(
+    scale: float, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, factor: int
+) -> Tensor:
+    return s * scale + factor * SLOPES[h]
+
+
+@pytest.mark.parametrize("make", [in_a_dict, in_a_partial])
+def test_what_holds_the_captures(make: Any, backend: Counting) -> None:
+    def plain(q: Tensor, k: Tensor, v: Tensor, mod: Any) -> Tensor:
+        return flex_attention(q, k, v, score_mod=mod)
+
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    for _ in range(2):
+        check(compiled, plain, *tensors(), make(torch.randn(N)))
+
+
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.on = 2.0, True
+
+    def mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.factor if self.on else s
+
+
+def switched_by(place: str) -> tuple[Callable[..., Tensor], Callable[[str, Any], None]]:
+    """A mod that scales where it is switched on, and what sets its factor and its switch."""
+    module, held = Switched(), {"factor": 2.0, "on": True}
+    if place == "module":
+        return module.mod, functools.partial(setattr, module)
+    return lambda s, b, h, q, k: s * held["factor"] if held["on"] else s, held.__setitem__
+
+
+@pytest.mark.parametrize("place", ["dict", "module"])
+def test_numbers_and_switches_are_guarded(place: str, backend: Counting) -> None:
+    mod, change = switched_by(place)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod=mod)
+
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    for factor, is_on in ((2.0, True), (3.0, True), (3.0, False)):
+        change("factor", factor)
+        change("on", is_on)
+        check(compiled, plain, *tensors())
+
+
 def test_another_mod_and_another_number_are_noticed(backend: Counting) -> None:
     def scaled(factor: float) -> Callable[..., Tensor]:
         return lambda s, b, h, q, k: s * factor

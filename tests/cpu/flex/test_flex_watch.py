@@ -17,8 +17,7 @@ from torch_values import dense_attention
 
 from flash_mask_cute import flash_attn_func, keep_block_mask
 from flash_mask_cute.flex import attention, flex_attention
-from flash_mask_cute.lowering import lower, watch
-from flash_mask_cute.lowering import pair as together
+from flash_mask_cute.lowering import lower, pair, watch
 from flash_mask_cute.lowering.captures import find_captures
 from flash_mask_cute.lowering.convention import is_torch_mod
 from flash_mask_cute.lowering.watch import Watch, watches_of
@@ -90,6 +89,10 @@ def set_code(mod: Any) -> None:
 
 def set_global(name: str, value: Any) -> Callable[[Any], None]:
     return lambda mod: globals().update({name: value})
+
+
+def watching(mod: Callable[..., Any], by_contents: bool) -> Watch:
+    return Watch(find_captures(mod).reached, by_contents)
 
 
 # By name: a mod, and what changes it.
@@ -169,7 +172,7 @@ def _globals_as_before() -> Iterator[None]:
 def test_a_change_is_seen(name: str) -> None:
     make, change = CHANGES[name]
     mod = make()
-    seen = Watch(mod, False)
+    seen = watching(mod, False)
     assert seen.holds()
     assert seen.holds(), "looking changed it"
     change(mod)
@@ -177,7 +180,7 @@ def test_a_change_is_seen(name: str) -> None:
 
 
 def test_what_the_mod_does_not_mention_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Watch(by_module, False)
+    seen = watching(by_module, False)
     monkeypatch.setattr(own_module, "unused", 5)
     monkeypatch.setitem(globals(), "UNUSED", 5)
     assert seen.holds()
@@ -186,7 +189,7 @@ def test_what_the_mod_does_not_mention_is_no_change(monkeypatch: pytest.MonkeyPa
 def test_contents_count_if_they_are_said_to() -> None:
     table = torch.rand(N)
     mod = with_cells(1.0, table)
-    by_contents, by_place = Watch(mod, True), Watch(mod, False)
+    by_contents, by_place = watching(mod, True), watching(mod, False)
     table.add_(1)
     assert not by_contents.holds() and by_place.holds()
 
@@ -194,7 +197,7 @@ def test_contents_count_if_they_are_said_to() -> None:
 def test_a_tensor_at_the_place_of_a_dead_one_is_another() -> None:
     """Identities of dead objects are given to new ones."""
     mod = with_cells(1.5, torch.rand(N))
-    seen = Watch(mod, False)
+    seen = watching(mod, False)
     set_cell(mod, "table", None)
     gc.collect()
     for _ in range(20):
@@ -225,7 +228,7 @@ def wrapped() -> Callable[..., Tensor]:
     ids=["dict", "list", "instance", "class", "set", "method", "attributes"],
 )
 def test_what_identities_do_not_tell_is_not_watched(mod: Callable[..., Tensor]) -> None:
-    assert watches_of([(mod, False)]) is None
+    assert watches_of([(find_captures(mod).reached, False)]) is None
 
 
 def test_a_mod_that_holds_itself_is_let_go() -> None:
@@ -233,7 +236,7 @@ def test_a_mod_that_holds_itself_is_let_go() -> None:
         def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return s if mod else -s
 
-        return Watch(mod, False), weakref.ref(mod)
+        return watching(mod, False), weakref.ref(mod)
 
     seen, ref = make()
     gc.collect()
@@ -275,10 +278,10 @@ def nothing_is_lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def called(*given: Any, **more: Any) -> Any:
             raise AssertionError("a warm call looked again")
 
-        names = ["intervals_of", "says_no_more", "put_together"] + ["lists_of"] * keeps
+        names = ["intervals_of", "says_no_more", "join_mods"] + ["lists_of"] * keeps
         for module, name in (
             (attention, "lower_mod"), (lower, "lower_mod"), (lower, "find_captures"),
-            (together, "put_together"), *((attention, name) for name in names),
+            (pair, "join_mods"), *((attention, name) for name in names),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, called)
 
@@ -457,11 +460,11 @@ def test_nothing_is_kept_alive() -> None:
         return [weakref.ref(x) for x in (table, ids, score_mod, mask, mask.mask_mod)]
 
     gc.collect()
-    before = len(attention._kept), len(together._kept)
+    before = len(attention._memo), len(pair._memo)
     held = run()
     gc.collect()
     assert [x() for x in held] == [None] * len(held)
-    assert (len(attention._kept), len(together._kept)) == before
+    assert (len(attention._memo), len(pair._memo)) == before
 
 
 def test_a_captured_tensor_that_is_replaced_is_let_go() -> None:
@@ -474,12 +477,12 @@ def test_a_captured_tensor_that_is_replaced_is_let_go() -> None:
 
 
 def test_no_more_is_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_MAX_KEPT", 3)
+    monkeypatch.setattr(watch, "_MAX_ENTRIES", 3)
     q, k, v = qkv()
     mods = [with_cells(x, TABLE) for x in range(7)]
     for mod in mods:
         flex_attention(q, k, v, mod)
-        assert 0 < len(attention._kept) <= max(3, 1)
+        assert 0 < len(attention._memo) <= max(3, 1)
 
 
 def test_cute_and_torch_mods_at_one_place() -> None:
@@ -490,7 +493,7 @@ def test_cute_and_torch_mods_at_one_place() -> None:
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s - TABLE[k]
 
-    cute = together.as_cute_mods(mod, None, None, q.device).score_mod
+    cute = pair.resolve_mods(mod, None, None, q.device).score_mod
 
     def given(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return cute(score, b, h, q, k, aux)  # type: ignore[misc]
