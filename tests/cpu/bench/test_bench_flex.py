@@ -23,7 +23,7 @@ def test_cases() -> None:
     assert not large & {entry.name for entry in (*NAMED, *OTHERS) if entry.has_table}
 
 
-@pytest.mark.parametrize("name", ["prefix_lm", "alibi", "t5_bias", "block_map"])
+@pytest.mark.parametrize("name", ["prefix_lm", "alibi", "relative_bias", "block_map"])
 def test_calls_agree(name: str) -> None:
     """flex_attention, our own way of saying the same, and rows in float64."""
     case = flex.Case(name, 160, 16, batch=2, heads=2)
