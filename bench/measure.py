@@ -7,9 +7,18 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, everyday, gradients, paper, row_of, timing
+from bench import DETERMINISTIC, Json, everyday, paper, row_of, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
-from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
+from bench.gate import (
+    PEER_RULE,
+    RULE,
+    Verdict,
+    check,
+    check_gradients,
+    gradient_reference,
+    poison,
+    reference,
+)
 from bench.peers import PEERS, Call, Peer, column_mask, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
@@ -146,16 +155,16 @@ def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
     """Also of two calls that say they are deterministic: whether they are."""
     import torch
 
-    truth = gradients.reference(case, tensors, seed)
+    truth = gradient_reference(case, tensors, seed)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
-        gradients.poison(tensors)
+        poison(case, tensors)
         found = call()
         if found[0].is_cuda:
             torch.cuda.synchronize()
         if peer.name == DETERMINISTIC and not all(map(torch.equal, found, call())):
             return Verdict(False, "two calls differ")
-        return gradients.check(truth, found, rule=rule)
+        return check_gradients(truth, found, rule=rule)
 
     return judge
 

@@ -16,7 +16,6 @@ from bench import (
     cases,
     flops,
     gate,
-    gradients,
     masks,
     measure,
     peers,
@@ -98,12 +97,14 @@ BACKWARDS = [
 @pytest.mark.parametrize("case", BACKWARDS, ids=lambda c: f"{c.mask}-{c.form}-{c.dtype}")
 def test_gate_of_gradients(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
-    truth = gradients.reference(case, tensors, 4)
+    truth = gate.gradient_reference(case, tensors, 4)
     found = peers.PEERS["ours"].prepare(case, tensors)()
-    assert gradients.check(truth, found, rule=gate.RULE).ok
+    assert gate.check_gradients(truth, found, rule=gate.RULE).ok
     # in pieces it is the same reference
-    monkeypatch.setattr(gradients, "SCORES", 96 * case.n)
-    for whole, pieces in zip(truth.exact, gradients.reference(case, tensors, 4).exact, strict=True):
+    monkeypatch.setattr(gate, "SCORES", 96 * case.n)
+    for whole, pieces in zip(
+        truth.exact, gate.gradient_reference(case, tensors, 4).exact, strict=True
+    ):
         assert all(
             torch.allclose(x, y, rtol=1e-9, atol=1e-9) for x, y in zip(whole, pieces, strict=True)
         )
@@ -113,19 +114,19 @@ def test_gate_of_gradients(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> 
         damaged[place] = found[place].clone()
         damaged[place].view(-1)[0] = torch.nan
         for wrong in (off, damaged):
-            assert not gradients.check(truth, wrong, rule=gate.RULE).ok
+            assert not gate.check_gradients(truth, wrong, rule=gate.RULE).ok
     swapped_heads = [x.roll(1, -2) for x in found]
-    assert not gradients.check(truth, swapped_heads, rule=gate.PEER_RULE).ok
+    assert not gate.check_gradients(truth, swapped_heads, rule=gate.PEER_RULE).ok
 
 
 @pytest.mark.parametrize("window", [55, 57])
 def test_gate_of_gradients_sees_a_mask_that_is_off_by_one_key(window: int) -> None:
     case = small("sliding_window", 900, kind="backward", window=56)
     tensors = peers.save_forward(case, make_tensors(case, "cpu", 5), 5)
-    truth = gradients.reference(case, tensors, 1)
+    truth = gate.gradient_reference(case, tensors, 1)
     other = replace(case, window=window)
     wrong = peers.PEERS["ours"].prepare(other, peers.save_forward(other, tensors, 5))()
-    assert not gradients.check(truth, wrong, rule=gate.RULE).ok
+    assert not gate.check_gradients(truth, wrong, rule=gate.RULE).ok
 
 
 def backward_options(names: tuple[str, ...]) -> measure.Options:

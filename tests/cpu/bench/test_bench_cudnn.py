@@ -174,7 +174,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> peers.CudnnFlexPee
 
 @pytest.mark.parametrize("mask", ["longformer_window", "tree_bfs", "hstu"])
 def test_the_peer_computes_the_case(cudnn: peers.CudnnFlexPeer, mask: str) -> None:
-    from bench import gate, gradients
+    from bench import gate
 
     case = static(mask)
     tensors = make_tensors(case, "cpu", 2)
@@ -189,7 +189,9 @@ def test_the_peer_computes_the_case(cudnn: peers.CudnnFlexPeer, mask: str) -> No
     saved = peers.Saved(out, lse, torch.randn_like(out))
     tensors = tensors._replace(saved=saved)
     found = cudnn.prepare(backward, tensors)()
-    assert gradients.check(gradients.reference(backward, tensors, 4), found, rule=gate.PEER_RULE).ok
+    assert gate.check_gradients(
+        gate.gradient_reference(backward, tensors, 4), found, rule=gate.PEER_RULE
+    ).ok
 
 
 def test_the_plan_is_told_lengths_and_both_directions(cudnn: peers.CudnnFlexPeer) -> None:

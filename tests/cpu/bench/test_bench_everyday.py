@@ -10,7 +10,7 @@ import torch
 from small_cases import rate_row, small
 
 import bench
-from bench import everyday, flops, gate, gradients, peers, report, run, tables, timing
+from bench import everyday, flops, gate, peers, report, run, tables, timing
 from bench.cases import CASES, BenchCase, make_tensors
 from bench.everyday import SHAPES, WIDTHS, Width
 
@@ -88,14 +88,14 @@ def test_tiles_and_gates(case: BenchCase) -> None:
     assert gate.check(truth, without, None, rule=gate.PEER_RULE).ok != case.sink
     backward = replace(case, kind="backward")
     tensors = peers.save_forward(backward, tensors, 2)
-    reference = gradients.reference(backward, tensors, 4)
+    reference = gate.gradient_reference(backward, tensors, 4)
     found = peers.PEERS["ours"].prepare(backward, tensors)()
     assert len(found) == 3 + case.sink
-    assert gradients.check(reference, found, rule=gate.RULE).ok
+    assert gate.check_gradients(reference, found, rule=gate.RULE).ok
     for place in range(len(found)):
         off = list(found)
         off[place] = found[place] * 1.05
-        assert not gradients.check(reference, off, rule=gate.RULE).ok
+        assert not gate.check_gradients(reference, off, rule=gate.RULE).ok
 
 
 def made_up(run_id: str, name: str, variant: str = "loop", **ms: float) -> list[bench.Json]:

@@ -9,7 +9,7 @@ import torch
 from small_cases import small
 from test_bench_everyday import bar_of, made_up
 
-from bench import gate, gradients, measure, peers, timing
+from bench import gate, measure, peers, timing
 from bench.cases import CASES, make_tensors
 from bench.measure import Inputs, Options
 
@@ -52,7 +52,7 @@ def test_a_step_is_a_forward_and_its_backward() -> None:
     case = small("causal", 130, kind="host_step")
     tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
     found = peers.PEERS["ours"].prepare(case, tensors)()
-    assert gradients.check(gradients.reference(case, tensors, 4), found, rule=gate.RULE).ok
+    assert gate.check_gradients(gate.gradient_reference(case, tensors, 4), found, rule=gate.RULE).ok
     with pytest.raises(ValueError, match="without what its forward saved"):
         peers.PEERS["ours"].prepare(case, tensors._replace(saved=None))
 
