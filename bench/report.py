@@ -2,34 +2,9 @@
 
 Without an option the table of every run, and its sweeps. --write makes bench/results/TABLES.md of
 all that follows. --table paper prints the FlashMask paper's Tables 4 to 9, ours and peers side by
-side, --table shapes those of everyday shapes (`bench.tables`). --bars compares the figures with
-what they must reach.
-The latest run that can decide a bar decides it, together with the other runs of its commit that
-can: by the median of their ratios, as equal code in two processes may differ by 7 %. Where a run
-has timed a shape under two names, their mean counts.
-
-forward   ours / flash-attn-4 in the same case, at sustained load
-masks     ours / flash-attn-4 native causal of the same head dimension and length, for the twelve
-          masks of the FlashMask paper. With r the best peer's level (bench/targets.json): 1.08 r at
-          d=128 and 1.15 r at d=64, or 95 % of our own full attention where that is lower; over
-          the masks with r < 0.9 the geometric mean of the ratio to r is 1.20.
-callables ours / flash-attn-4 with the same mask_mod and block lists, or the same score_mod
-metadata  microseconds, launches and bytes at 131072 tokens
-linearity R^2 and intercept of latency against block sparsity
-backward  dense and masks as above, with 1.06 r for both head dimensions and 1.15 for the mean; the
-          time of a deterministic backward over that of the default; ours / flash-attn-4 with the
-          same mask_mod and block lists; the wall time of a training step of 4096 tokens over its
-          device time, 1.05 at most. Without a bar, where there are rows: the host time of a
-          forward and its backward, ours / flash-attn-4; the bytes that a backward needs
-shapes    everyday shapes, both directions: ours / flash-attn-4 in the same case, or / cuDNN where
-          flash-attn-4 took part in the run and refused: 1.00, but 0.97 in the backward of ungrouped
-          heads at d=128 and in the forward at d=256; the geometric mean of all shapes, 1.15 forward
-          and 1.08 backward, which has no figure before all are measured. Milliseconds of ours at
-          one shape over those at the next larger of the head dimensions 64, 96, 128, 192, 256: 1.00
-          at most
-cudnn     masks beside cudnn.flex_attention: ours / cuDNN in the same case, 1.10 forward and 1.05
-          backward, and geometric means by size. Where either takes less than half a millisecond a
-          call, by bursts of ten calls. Preparing a mask, ours / cuDNN's plan, has no bar
+side, --table shapes those of everyday shapes (`bench.tables`), --table parts where the time of
+masks goes (`bench.breakdown`). --bars compares the figures with what they must reach;
+docs/benchmarking.md says what each bar means, and which runs decide it.
 """
 
 from __future__ import annotations
@@ -94,7 +69,11 @@ BACKWARD_CALLABLES = {
     for mask, bar in (("document", 1.25), ("random_eviction", 1.8))
 }
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
-TABLES = {"paper": paper_tables, "shapes": shape_table}
+TABLES: dict[str, Callable[[Sequence[Json]], str]] = {
+    "paper": paper_tables,
+    "shapes": shape_table,
+    "parts": lambda rows: "\n\n".join(breakdown.table(rows, way) for way in DIRECTIONS),
+}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
 SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
@@ -113,7 +92,7 @@ Shapes that people run, TFLOP/s in both directions. Ratios are to flash-attn-4, 
 where flash-attn-4 refuses."""
 PARTS_SAY = """\
 Percent of the rate of our own full attention in the same run. In brackets the other percent of
-the mask's time, by a fit over all masks of a run (`python -m bench.breakdown`): visited tiles
+the mask's time, by a fit over all masks of a run (`bench.report --table parts`): visited tiles
 beyond those that operations are counted by, partial tiles, ends of work tiles, and what the fit
 leaves. A dash: not timed in that run, or with tiles of another shape."""
 FIGURES_SAY = """\
@@ -467,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
     shown.add_argument("--write", action="store_true", help="write bench/results/TABLES.md")
-    shown.add_argument("--table", choices=tuple(TABLES), help="the paper's tables, or shapes")
+    shown.add_argument("--table", choices=tuple(TABLES), help="the paper's, shapes, or parts")
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)

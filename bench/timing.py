@@ -1,38 +1,8 @@
-"""How time is taken. Nothing here is called before the results passed `bench.peers.check`.
+"""How time is taken: a function for each mode of the protocol in docs/benchmarking.md.
 
-What holds for every mode
-  * Inputs are random, made once for a case, and shared by all peers. They are gigabytes, many times
-    the L2, so no cache is flushed between calls. Those of everyday shapes may be smaller than the
-    L2: then all peers find them there.
-  * Every peer is called before anything is timed: compilation and handles stay outside.
-  * Peers take turns inside each round and the order rotates by one from round to round, so that
-    drifting clocks and temperature fall on all alike. The figure is the median of the rounds.
-
-loop    Sustained, the power limit included. A round gives each peer a burst of about `burst_s`
-        seconds of back-to-back calls between two CUDA events. An eighth as many calls run untimed
-        before the first event: they bring the clocks to this peer's level, and the host gets ahead
-        of the device, so its cost is hidden wherever a call costs the host less than the device.
-        A burst has three calls at least, and two before it; in the backward, which takes up to a
-        second, and in tables, one and one. Where a call lasts longer than a burst, there are three
-        rounds at most.
-single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of about a millisecond
-        holds the device while the host enqueues event, call, event; so the host is not timed.
-short   A burst of ten calls after such a gap, held and enqueued likewise: short, at full clock, and
-        without the host's cost also where a call costs the host more than the device. Publications
-        that time ten calls mean this; so does a case whose call is short.
-host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
-        drained between chunks, outside the timed part, so that the launch queue never fills. In
-        training a call is a forward and its backward by autograd.
-sweep   Milliseconds of one call of two that follow an untimed one, in turns over all draws.
-step    Microseconds of a training step, of twenty one after the other from an idle device until it
-        is idle again: by autograd, and in turns with that as replays of a CUDA graph of one step,
-        which the host's cost is not in.
-wall    Microseconds from a call on an idle device until the device is idle again.
-cold    Seconds in fresh processes: importing torch, importing the peer, the first call up to its
-        synchronised end. Caches on disk are empty in the first process and kept for the second. An
-        earlier process, not reported, pays for the bytecode of newly installed packages.
-
-SM clock and power are read under an untimed load right after the rounds.
+Nothing here is called before the results passed their gate, and after every peer was called once.
+Peers take turns inside each round and the order rotates by one from round to round, so that
+drifting clocks and temperature fall on all alike. The figure is the median of the rounds.
 """
 
 from __future__ import annotations
