@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from bench import ROOT, Json, commit_here
 from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
+from bench.rows import row_line
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 
@@ -393,8 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(tables(rows))
     if options.out:
-        lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-        options.out.write_text("".join(lines))
+        options.out.write_text("".join(map(row_line, rows)))
     return 0
 
 

@@ -180,7 +180,7 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     least = options.least_calls(case)
     modes: dict[str, Callable[[], timing.Samples]] = {
         "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s, least),
-        "single": lambda: timing.time_single(calls, options.singles),
+        "single": lambda: timing.time_short(calls, options.singles, count=1),
         "short": lambda: timing.time_short(calls, options.shorts),
     }
     if case.kind in ("host", "host_train"):
@@ -211,20 +211,14 @@ def measure_sweep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     drawn = {drawn.name: drawn for drawn in (dense_case(case), *draw_cases(case))}
     calls = {}
     for name, each in drawn.items():
-        calls[name] = _checked(ours.prepare(each, tensors), each, tensors, options)
+        calls[name] = ours.prepare(each, tensors)
+        judge = forward_judge(each, tensors, options.seed, SWEEP_ROWS)
+        if not (verdict := judge(ours, calls[name], RULE)).ok:
+            raise Refused(f"{name}: {verdict.text}")
     torch.cuda.synchronize()
     for name, values in timing.time_sweep(calls, max(1, options.repeats // 2)).items():
         remarks = (f"spread {timing.spread(values):.1%}",)
         yield row_of(drawn[name], "ours", "sweep", timing.median(values), remarks)
-
-
-def _checked(call: Call, case: BenchCase, tensors: CaseTensors, options: Options) -> Call:
-    poison(case, tensors)
-    truth = reference(case, tensors, options.seed, SWEEP_ROWS)
-    verdict = check(truth, *PEERS["ours"].unpack(call()), rule=RULE)
-    if not verdict.ok:
-        raise Refused(f"{case.name}: {verdict.text}")
-    return call
 
 
 def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:

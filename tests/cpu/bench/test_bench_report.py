@@ -19,7 +19,7 @@ from bench import DETERMINISTIC, cudnn_cases, everyday, flops, plot, prep, repor
 from bench.cases import CASES
 from bench.everyday import SHAPES, WIDTHS, Width
 from bench.peers import DOCUMENT_MASKS
-from bench.rows import HEAD, RESULTS, append_row, read_rows
+from bench.rows import HEAD, RESULTS, append_row, read_rows, row_line
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE
 
 ROWS = [
@@ -75,7 +75,7 @@ def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
     assert len(heads) == 4 and len(lines) == len(given) + len(heads)
     own = ROWS[1] | {"commit": "its own"}
     with open(path, "a") as file:
-        file.write(bench.rows._line(own))  # type: ignore[attr-defined]
+        file.write(row_line(own))
     assert read_rows(path) == [*given, own] and {*HEAD} <= own.keys()
 
 
