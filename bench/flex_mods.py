@@ -620,3 +620,4 @@ OTHERS = (
     FlexMod("gelu_weights", lambda x: Made(causal, gelu_weights)),
     FlexMod("mla_rope", _mla_rope),
 )
+BY_NAME = {x.name: x for x in (*NAMED, *OTHERS)}
