@@ -4,8 +4,6 @@ First the mods, each made of sizes and of the tensors that it captures; the test
 with lengths that no tile divides. Then the problems that `bench.flex` measures: twelve that have
 names everywhere, at all sizes (NAMED), the others at one (OTHERS). Where our own functions have a
 way of their own to say the same (flags, column intervals, a CuTe mod by hand), `own` tells it.
-
-A tensor by position has a dimension for the batch in front, or none.
 """
 
 from __future__ import annotations
@@ -69,6 +67,11 @@ def strided_by_head(width: int, stride: int) -> Mod:
 
 
 # -- masks by what captured tensors say of positions ----------------------------------------------
+
+
+def _at(table: Tensor, b: Tensor, *places: Tensor) -> Tensor:
+    """An entry of a tensor by position, with a dimension for the batch in front or none."""
+    return table[(b,) * (table.dim() - len(places)) + places]
 
 
 def document(ids: Tensor) -> Mod:
