@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,11 @@ def commit_here() -> str:
         return head + ("+" if git("status", "--porcelain", "--", "flash_mask_cute") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def why_no_gpu(command: str) -> str | None:

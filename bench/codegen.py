@@ -38,18 +38,8 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 FIGURES = ("arch", "tiles", "registers", "spill_bytes", "smem_bytes", "warnings", "code")
 # Opcodes that say most about a loop, for the printed line.
 SHOWN = (
-    "HGMMA",
-    "UTCHMMA",
-    "MUFU",
-    "FFMA",
-    "FMNMX",
-    "F2FP",
-    "UTMALDG",
-    "RED",
-    "BAR",
-    "SYNCS",
-    "LDL",
-    "STL",
+    *("HGMMA", "UTCHMMA", "MUFU", "FFMA", "FMNMX", "F2FP"),
+    *("UTMALDG", "RED", "BAR", "SYNCS", "LDL", "STL"),
 )
 SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)", re.MULTILINE)
 PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*)(?=[.\s;])", re.MULTILINE)

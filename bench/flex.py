@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, Json, commit_here, timing, versions, why_no_gpu
+from bench import ROOT, Json, commit_here, say, timing, versions, why_no_gpu
 from bench.oracle import attend
 
 TOKENS, HIDDEN = 32768, 4096
@@ -293,11 +293,6 @@ def measure_prep(case: Case) -> Json:
 
 
 # -- runs -----------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def rows_in(paths: Sequence[str]) -> list[Json]:

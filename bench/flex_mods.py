@@ -76,16 +76,14 @@ def _at(table: Tensor, b: Tensor, *places: Tensor) -> Tensor:
 
 def document(ids: Tensor) -> Mod:
     def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of = (b,) * (ids.dim() - 1)
-        return ids[(*of, q)] == ids[(*of, k)]
+        return _at(ids, b, q) == _at(ids, b, k)
 
     return document
 
 
 def document_causal(ids: Tensor) -> Mod:
     def document_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of = (b,) * (ids.dim() - 1)
-        return (q >= k) & (ids[(*of, q)] == ids[(*of, k)])
+        return (q >= k) & (_at(ids, b, q) == _at(ids, b, k))
 
     return document_causal
 
@@ -316,8 +314,7 @@ def graph_spatial(distances: Tensor, bias: Tensor) -> Mod:
     """Graphormer: a bias for each distance in a graph, one index from another."""
 
     def graph_spatial(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of = (b,) * (distances.dim() - 2)
-        return score + bias[distances[(*of, q, k)], h]
+        return score + bias[_at(distances, b, q, k), h]
 
     return graph_spatial
 

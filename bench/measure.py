@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, everyday, paper, row_of, timing
+from bench import DETERMINISTIC, Json, everyday, gate, paper, row_of, say, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
-from bench.gate import (
-    PEER_RULE,
-    RULE,
-    Verdict,
-    check,
-    check_gradients,
-    gradient_reference,
-    poison,
-    reference,
-)
+from bench.gate import PEER_RULE, RULE, Verdict
 from bench.peers import PEERS, Call, Peer, column_mask, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
@@ -94,11 +84,6 @@ class Inputs:
         return self._tensors
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def given(case: BenchCase, options: Options, inputs: Inputs) -> CaseTensors:
     """What the calls of a case are made of."""
     tensors = inputs.of(case, options.seed)
@@ -139,14 +124,14 @@ def admit(
 def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int, rows: int) -> Judge:
     import torch
 
-    truth = reference(case, tensors, seed, rows)
+    truth = gate.reference(case, tensors, seed, rows)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
-        poison(case, tensors)
+        gate.poison(case, tensors)
         out, lse = peer.unpack(call())
         if out.is_cuda:
             torch.cuda.synchronize()
-        return check(truth, out, lse, rule=rule)
+        return gate.check(truth, out, lse, rule=rule)
 
     return judge
 
@@ -155,16 +140,16 @@ def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
     """Also of two calls that say they are deterministic: whether they are."""
     import torch
 
-    truth = gradient_reference(case, tensors, seed)
+    truth = gate.gradient_reference(case, tensors, seed)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
-        poison(case, tensors)
+        gate.poison(case, tensors)
         found = call()
         if found[0].is_cuda:
             torch.cuda.synchronize()
         if peer.name == DETERMINISTIC and not all(map(torch.equal, found, call())):
             return Verdict(False, "two calls differ")
-        return check_gradients(truth, found, rule=rule)
+        return gate.check_gradients(truth, found, rule=rule)
 
     return judge
 

@@ -35,6 +35,7 @@ from bench import (
     name_of,
     paper,
     peer_of,
+    say,
     tells_code,
     versions,
     why_no_gpu,
@@ -42,7 +43,7 @@ from bench import (
 from bench.ahead import LIMIT_S, compile_ahead, deal, jobs
 from bench.cases import CASES, BenchCase, select
 from bench.flops import attention_flops, listing
-from bench.measure import TABLES, Inputs, Options, measure, say
+from bench.measure import TABLES, Inputs, Options, measure
 from bench.peers import DEFAULT_PEERS, PEERS
 from bench.rows import RESULTS, append_row, read_rows
 from bench.sweep import summary

@@ -279,7 +279,7 @@ def cold_child(peer_name: str, case_name: str) -> None:
 
     torch_done = time.perf_counter()
     peer, case = PEERS[peer_name], CASES[case_name]
-    peer.load()
+    importlib.import_module(peer.needs)
     peer_done = time.perf_counter()
     call = peer.prepare(case, make_tensors(case, "cuda", seed=0))
     torch.cuda.synchronize()

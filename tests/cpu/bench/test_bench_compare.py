@@ -209,35 +209,24 @@ def test_earlier_commits_are_unpacked(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["d128-full-8k"],
-        ["--base", "HEAD", "host-128"],
-        ["--base", "HEAD", "d512*"],
-        ["--base", "HEAD", "--base", "HEAD"],
-        ["--base", "here"],
-        ["--base", "HEAD", "--processes", "0"],
-    ],
-)
-def test_wrong_arguments_stop_before_any_work(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        compare.parse(arguments)
-    assert stopped.value.code == 2
-
-
-@pytest.mark.parametrize("command", ["run", "compare"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_commands_say_so(command: str, tmp_path: Path) -> None:
-    arguments = {"run": ["--out", str(tmp_path / "rows")], "compare": ["--base", str(ROOT)]}
-    child = subprocess.run(
-        [sys.executable, "-m", f"bench.{command}", *arguments[command]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 2 and not child.stderr
-    assert re.fullmatch(
-        rf"python -m bench\.{command} needs a GPU, and torch .* sees none\n", child.stdout
-    )
-    assert not (tmp_path / "rows").exists()
+def test_commands_refuse_before_any_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for told in ("d128-full-8k", "--base HEAD host-128", "--base HEAD --base HEAD", "--base here",
+                 "--base HEAD --processes 0"):  # fmt: skip
+        with pytest.raises(SystemExit) as stopped:
+            compare.parse(told.split())
+        assert stopped.value.code == 2
+    capfd.readouterr()
+    out = tmp_path / "rows"
+    commands = {
+        "run": ["--out", str(out)],
+        "compare": ["--base", str(ROOT)],
+        "flex": [],
+        "decode": [],
+    }
+    for name, arguments in commands.items():
+        command = [sys.executable, "-m", f"bench.{name}", *arguments]
+        assert subprocess.run(command, cwd=ROOT).returncode == 2
+        said = "".join(capfd.readouterr())
+        assert re.fullmatch(rf"python -m bench\.{name} needs a GPU, and torch .* sees none\n", said)
+    assert not out.exists()
