@@ -540,6 +540,7 @@ def main() -> int:
             DecodeCase("append", 1, 512, (8, 2), 64, appends=True),
             DecodeCase("mixed", 3, 512, (8, 2), 64, 20, pages=(16,), decoding=2),
             DecodeCase("blocks", 1, 1024, (8, 2), 64, mask="blocks"),
+            DecodeCase("sink", 2, 512, (8, 2), 64, 3, pages=(0, 16), mask="sink"),
         )
         peers = ["ours", "sdpa"]
     else:
