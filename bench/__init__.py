@@ -1,34 +1,8 @@
-"""Speed of flash_mask_cute against its peers, on one GPU.
+"""Speed of flash_mask_cute against its peers, on one GPU: see docs/benchmarking.md.
 
-masks      the twelve masks, as a definition and as column intervals (numpy only)
-cases      what is measured: shapes, masks, inputs
-flops      how many operations a case is charged for, block lists (numpy only)
-mods       masks and biases as callables of the kernels' languages
-gate       the check that a result is the case's function
-gradients  the same of a backward
-peers      who is measured
-timing     how time is taken
-everyday   shapes that people run, out of everyday_shapes.json: names and sizes
-cudnn_cases    masks beside cudnn.flex_attention: names, sizes, what is drawn
-row_intervals  a mask by the ranges of keys that each query sees (numpy only)
-sweep      the draws of a sweep; prep: what preparing a mask means
-paper      the table of the FlashMask paper: its cases, who takes part
-flex       `python -m bench.flex`: mods of torch through flex_attention, ours and torch's;
-           flex_mods: these mods
-ahead      compiling before the first case; pace: how long cases take
-measure    one case, from inputs to rows
-rows       the file of rows, bench/results/<gpu>.jsonl: heads of runs, and rows
-run        `python -m bench.run`: appends rows to that file
-report     `python -m bench.report`: the table of rows, and `--bars`, what they must reach
-tables     the paper's tables, and the README's, out of rows
-linearity  `python -m bench.linearity`: latency against sparsity
-breakdown  `python -m bench.breakdown`: where a mask's time goes
-plot       `python -m bench.plot`: figures, and the tables of pages, out of rows; figure: a canvas;
-           gallery: the picture of masks
-codegen    `python -m bench.codegen`: registers, spills and opcodes of the kernels, without a GPU
-blackwell_model  `python -m bench.blackwell_model`: what a block of the Blackwell backward costs, by
-           counting; sass_paths: machine code as a graph
-compare    `python -m bench.compare`: this tree against another commit; history: earlier commits
+Commands are bench.run, compare, report, plot, flex, decode, codegen and blackwell_model. What they
+measure is in cases (masks, mods, everyday, cudnn_cases, paper, sweep), who takes part in peers,
+whether results are right in gate (by oracle), how time is taken in timing, what was found in rows.
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure; its
 `note` starts with the name of its case.
@@ -38,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +55,11 @@ def commit_here() -> str:
         return head + ("+" if git("status", "--porcelain", "--", "flash_mask_cute") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def why_no_gpu(command: str) -> str | None:

@@ -1,4 +1,4 @@
-"""python -m bench.breakdown [ROWS]: where a mask's time goes, by a fit over the masks of a run.
+"""Where a mask's time goes, by a fit over the masks of a run (`bench.report --table parts`).
 
 The time of a call is taken as
 
@@ -15,11 +15,9 @@ chooses now, so a run of before a change of its tables may be read wrongly.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +27,7 @@ from bench.cases import CASES, BenchCase
 from bench.flops import touched
 from bench.masks import MASKS
 from bench.paper import DIMS, table_name
-from bench.rows import RESULTS, read_rows
-from bench.tables import DIRECTIONS, NOTHING, markdown
+from bench.tables import NOTHING, markdown
 
 SIZES = ("8k", "32k")
 # fewer cases of a tile shape than that are not fitted
@@ -38,8 +35,7 @@ LEAST_CASES = 6
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """A mask's time in shares of itself, which add up to 1.
 
     ideal: what its operations take at the rate of our own full attention. tiles: visited tiles
@@ -59,30 +55,28 @@ def tile_shape(case: BenchCase) -> tuple[int, int]:
     from flash_mask_cute.call.choose.config import select_bwd_config, select_fwd_config
     from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 
-    is_native = case.form == "native"
     problem = AttentionProblem(
         case.dtype,
         case.d,
         case.d_v,
         is_causal=case.causal,
         has_window_left=case.window is not None,
-        intervals=None if is_native else (1, case.causal),
+        intervals=None if case.form == "native" else (1, case.causal),
     )
     if case.kind == "backward":
         choice = select_bwd_config(case.d, case.d_v, problem.tuning_class, seqlen_k=case.n)
         return choice.tiles.tile_m, choice.tile_n
-    sizes = (case.n,) * 4
-    shapes = FwdShapes(case.batch, *sizes, case.heads, case.heads_kv, case.d, case.d_v)
-    tiles = select_fwd_config(problem, shapes, window=case.window if is_native else None).tiles
+    shapes = FwdShapes(case.batch, *(case.n,) * 4, case.heads, case.heads_kv, case.d, case.d_v)
+    window = case.window if case.form == "native" else None
+    tiles = select_fwd_config(problem, shapes, window=window).tiles
     return tiles.tile_m, tiles.tile_n
 
 
 def counts(case: BenchCase) -> tuple[int, int, int]:
     """Visited tiles, cut tiles and work tiles of a call."""
-    tile_m, tile_n = tile_shape(case)
-    mask = case.mask_of(case.n)
-    visited = touched(*mask.visible_rows(), tile_m, tile_n)
-    cut = visited & touched(*mask.hidden_rows(), tile_m, tile_n)
+    tile, mask = tile_shape(case), case.mask_of(case.n)
+    visited = touched(*mask.visible_rows(), *tile)
+    cut = visited & touched(*mask.hidden_rows(), *tile)
     work_tiles = visited.shape[int(case.kind == "backward")]
     times = case.batch * case.heads
     return int(visited.sum()) * times, int(cut.sum()) * times, work_tiles * times
@@ -103,31 +97,29 @@ def fit(counted: Floats, milliseconds: Floats) -> Floats:
     return best
 
 
-def latest_run(rows: Sequence[Json], d: int, way: str) -> dict[str, Json]:
-    """Rows of ours by case, of the latest run with as many cases as there are masks, or more."""
-    wanted = {
-        table_name(d, size, mask, is_backward=way == "bwd") for size in SIZES for mask in MASKS
-    }
-    runs: dict[str, dict[str, Json]] = {}
-    for row in rows:
-        if row["variant"] == "loop" and peer_of(row) == "ours" and name_of(row) in wanted:
-            runs.setdefault(row["run"], {})[name_of(row)] = row
-    return next((found for found in reversed(runs.values()) if len(found) >= len(MASKS)), {})
-
-
-@dataclass(frozen=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """Of a run: the costs of a visited, a cut and a work tile in milliseconds, by tile shape, and
     the parts of each case of such a shape whose full attention was timed. Empty without a run."""
 
     run: str
-    costs: dict[tuple[int, int], tuple[float, ...]]
+    costs: dict[tuple[int, int], Sequence[float]]
     parts: dict[str, Parts]
 
-    @staticmethod
-    def create(rows: Sequence[Json], d: int, way: str) -> Breakdown:
-        found = latest_run(rows, d, way)
-        run = next((row["run"] for row in found.values()), "")
+    @classmethod
+    def create(cls, rows: Sequence[Json], d: int, way: str) -> Breakdown:
+        back = way == "bwd"
+        wanted = {table_name(d, size, mask, is_backward=back) for size in SIZES for mask in MASKS}
+        runs: dict[str, dict[str, Json]] = {}
+        for row in rows:
+            if row["variant"] == "loop" and peer_of(row) == "ours" and name_of(row) in wanted:
+                runs.setdefault(row["run"], {})[name_of(row)] = row
+        for run, found in reversed(runs.items()):
+            if len(found) >= len(MASKS):
+                return cls._of_run(run, found, way)
+        return cls("", {}, {})
+
+    @classmethod
+    def _of_run(cls, run: str, found: dict[str, Json], way: str) -> Breakdown:
         shapes: dict[tuple[int, int], list[str]] = {}
         for name in found:
             shapes.setdefault(tile_shape(CASES[name]), []).append(name)
@@ -138,7 +130,7 @@ class Breakdown:
             counted = np.array([counts(CASES[name]) for name in names], dtype=float)
             milliseconds = np.array([found[name][f"{way}_ms"] for name in names])
             fitted = fit(counted, milliseconds)
-            costs[shape] = tuple(fitted.tolist())
+            costs[shape] = fitted.tolist()
             shares = counted * fitted / milliseconds[:, None]
             for name, (visited, cut, ends) in zip(names, shares.tolist(), strict=True):
                 full = name.replace(CASES[name].mask, "full")
@@ -146,7 +138,7 @@ class Breakdown:
                     ideal = found[name][way] / found[full][way]
                     rest = 1 - visited - cut - ends
                     parts[name] = Parts(ideal, visited - ideal, cut, ends, rest)
-        return Breakdown(run, costs, parts)
+        return cls(run, costs, parts)
 
     def told(self) -> str:
         costs = (
@@ -157,38 +149,19 @@ class Breakdown:
         return f"run {self.run}: {'; '.join(costs)}"
 
 
-def _told(parts: Parts | None) -> str:
-    if parts is None:
-        return NOTHING
-    others = (parts.tiles, parts.cut, parts.ends, parts.rest)
-    return f"{100 * parts.ideal:.0f} ({' '.join(f'{100 * x:+.0f}' for x in others)})"
-
-
 def table(rows: Sequence[Json], way: str) -> str:
     """Markdown: percent of our own full attention, and of the time, by mask, d and length."""
     found = {d: Breakdown.create(rows, d, way) for d in DIMS}
-    header = ("mask", *(f"d={d}, {size[:-1]}K" for d in DIMS for size in SIZES))
-    lines = []
-    for mask in MASKS:
-        cells = [
-            _told(found[d].parts.get(table_name(d, size, mask, is_backward=way == "bwd")))
-            for d in DIMS
-            for size in SIZES
-        ]
-        lines.append([mask.replace("_", " "), *cells])
+
+    def cell(mask: str, d: int, size: str) -> str:
+        parts = found[d].parts.get(table_name(d, size, mask, is_backward=way == "bwd"))
+        if parts is None:
+            return NOTHING
+        ideal, *others = parts
+        return f"{100 * ideal:.0f} ({' '.join(f'{100 * x:+.0f}' for x in others)})"
+
+    columns = [(d, size) for d in DIMS for size in SIZES]
+    lines = [[mask.replace("_", " "), *(cell(mask, *at) for at in columns)] for mask in MASKS]
+    header = ("mask", *(f"d={d}, {size[:-1]}K" for d, size in columns))
     notes = "\n".join(f"- d={d}, {each.told()}" for d, each in found.items() if each.costs)
     return f"{markdown(header, lines, 1)}\n\n{notes or 'No run has enough masks.'}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m bench.breakdown", description="A mask's time.")
-    parser.add_argument("rows", nargs="?", default=str(RESULTS), help="default: %(default)s")
-    args = parser.parse_args(argv)
-    rows = read_rows(args.rows)
-    for way in DIRECTIONS:
-        sys.stdout.write(f"{way}\n\n{table(rows, way)}\n\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

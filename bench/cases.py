@@ -209,182 +209,107 @@ def _size(n: int) -> str:
     return f"{n // 1024}k" if n % 1024 == 0 else str(n)
 
 
-def _dense(
-    d: int,
-    mask: str,
-    n: int,
-    *,
-    name: str = "",
-    d_v: int = 0,
-    heads_kv: int = 0,
-    dtype: str = "bfloat16",
-    softcap: float = 0.0,
-    kind: str = "attention",
-) -> BenchCase:
-    d_v = d_v or d
-    heads = HIDDEN // d_v
-    return BenchCase(
-        name=name or f"d{d}-{mask.replace('sliding_', '')}-{_size(n)}",
-        mask=mask,
-        d=d,
-        d_v=d_v,
-        n=n,
-        tokens=TOKENS,
-        heads=heads,
-        heads_kv=heads_kv or heads,
-        dtype=dtype,
-        window=n // 16 if mask == "sliding_window" else None,
-        softcap=softcap,
-        kind=kind,
-    )
+def _case(name: str, mask: str, d: int, n: int, **fields: Any) -> BenchCase:
+    """Of TOKENS tokens and hidden size HIDDEN, with a window where the mask has one."""
+    fields = {"d_v": d, "tokens": TOKENS} | fields
+    fields.setdefault("heads", HIDDEN // fields["d_v"])
+    fields.setdefault("heads_kv", fields["heads"])
+    fields.setdefault("window", n // 16 if mask.endswith("sliding_window") else None)
+    return BenchCase(name, mask, d, n=n, **fields)
 
 
-def _varlen(heads_kv: int) -> BenchCase:
-    lengths = document_lengths(32, TOKENS, 256, 8192, seed=1)
-    return BenchCase(
-        name=f"d128-varlen-kv{heads_kv}",
-        mask="varlen_causal",
-        d=128,
-        d_v=128,
-        n=max(lengths),
-        tokens=TOKENS,
-        heads=32,
-        heads_kv=heads_kv,
-        doc_lengths=lengths,
-    )
+def _dense(d: int, mask: str, n: int, prefix: str = "", **fields: Any) -> BenchCase:
+    name = f"{prefix}d{d}-{mask.replace('sliding_', '')}-{_size(n)}"
+    return _case(name, mask, d, n, **fields)
 
 
-def _tiny(name: str, kind: str) -> BenchCase:
-    return BenchCase(name, "causal", 128, 128, 128, 128, 32, 32, kind=kind)
-
-
-def _step(d: int, n: int) -> BenchCase:
-    """Of a small model: 4096 tokens, causal, as many heads as the wider head dimension has."""
-    heads = HIDDEN // 128
-    return BenchCase(
-        f"host-step-d{d}-{_size(n)}", "causal", d, d, n, STEP_TOKENS, heads, heads, kind="host_step"
-    )
+def _packed(name: str, lengths: tuple[int, ...], **fields: Any) -> BenchCase:
+    """Causal documents through cu_seqlens."""
+    return _case(name, "varlen_causal", 128, max(lengths), doc_lengths=lengths, **fields)
 
 
 def _masked(name: str, d: int, mask: str, n: int, **fields: Any) -> BenchCase:
     """A case of the FlashMask paper's size, said as a user would: by flags where there are any."""
     fields = {"form": "native" if mask in NATIVE else "columns"} | fields
-    return BenchCase(
-        name=name,
-        mask=mask,
-        d=d,
-        d_v=d,
-        n=n,
-        tokens=TOKENS,
-        heads=HIDDEN // d,
-        heads_kv=HIDDEN // d,
-        window=n // 16 if mask.endswith("sliding_window") else None,
-        draw=None if mask in NATIVE else paper_draw(n, mask),
-        **fields,
-    )
+    return _case(name, mask, d, n, draw=None if mask in NATIVE else paper_draw(n, mask), **fields)
 
 
-def _mods(d: int, n: int) -> tuple[BenchCase, ...]:
-    by_score = ((mod, "causal", mod, "native") for mod in SCORE_MODS if mod)
-    by_mask = [(mask, mask, "", "mask_mod") for mask in LISTED]
-    by_mask.append(("document-alone", "document", "", "mask_mod_alone"))
-    return tuple(
-        _masked(f"mod-d{d}-{_size(n)}-{name}", d, mask, n, score_mod=mod, form=form)
-        for name, mask, mod, form in (*by_score, *by_mask)
-    )
+def _mods(d: int, n: int) -> Iterator[BenchCase]:
+    def named(name: str) -> str:
+        return f"mod-d{d}-{_size(n)}-{name}"
+
+    for mod in filter(None, SCORE_MODS):
+        yield _masked(named(mod), d, "causal", n, score_mod=mod)
+    for mask in LISTED:
+        yield _masked(named(mask), d, mask, n, form="mask_mod")
+    yield _masked(named("document-alone"), d, "document", n, form="mask_mod_alone")
 
 
-def _memory(n: int) -> BenchCase:
+def _memory(n: int, **fields: Any) -> BenchCase:
     """One sequence of as many documents at every length."""
-    return BenchCase(
-        name=f"memory-{_size(n)}-causal_document",
-        mask="causal_document",
-        d=128,
-        d_v=128,
-        n=n,
-        tokens=n,
-        heads=HIDDEN // 128,
-        heads_kv=HIDDEN // 128,
-        kind="memory",
-        form="columns",
-        draw=Draw(masks.draw_documents(n, masks.DOCUMENT_COUNTS[131072], seed=0)),
-    )
+    draw = Draw(masks.draw_documents(n, masks.DOCUMENT_COUNTS[131072], seed=0))
+    fields = {"kind": "memory", "name": f"memory-{_size(n)}-causal_document"} | fields
+    name = fields.pop("name")
+    return _case(name, "causal_document", 128, n, tokens=n, form="columns", draw=draw, **fields)
 
 
 def _memory_backwards() -> Iterator[BenchCase]:
     """Also of a mask that peers have a flag for."""
-    for case in map(_memory, REMEMBERED_BACKWARD):
-        name = case.name.replace("memory-", "memory-bwd-")
-        yield replace(case, name=name, kind="memory_backward")
+    for n in REMEMBERED_BACKWARD:
+        yield _memory(n, name=f"memory-bwd-{_size(n)}-causal_document", kind="memory_backward")
     yield _masked("memory-bwd-128k-causal", 128, "causal", TOKENS, kind="memory_backward")
 
 
 def _backwards() -> Iterator[BenchCase]:
     """The backward of the cases above."""
-
-    def dense(d: int, mask: str, n: int) -> BenchCase:
-        name = f"bwd-d{d}-{mask.replace('sliding_', '')}-{_size(n)}"
-        return _dense(d, mask, n, name=name, kind="backward")
-
+    back = {"kind": "backward"}
     for d in (128, 64):
-        yield from (dense(d, mask, n) for mask in ("full", "causal") for n in (8192, 32768))
-    yield dense(128, "sliding_window", 8192)
-    yield from (dense(256, mask, 8192) for mask in ("full", "causal"))
+        for mask in ("full", "causal"):
+            yield from (_dense(d, mask, n, "bwd-", **back) for n in (8192, 32768))
+    yield _dense(128, "sliding_window", 8192, "bwd-", **back)
+    yield from (_dense(256, mask, 8192, "bwd-", **back) for mask in ("full", "causal"))
     for d in (128, 64):
         for n in (8192, 32768, 131072):
             for mask in masks.MASKS:
-                yield _masked(f"bwd-mask-d{d}-{_size(n)}-{mask}", d, mask, n, kind="backward")
+                yield _masked(f"bwd-mask-d{d}-{_size(n)}-{mask}", d, mask, n, **back)
     for mask in ("causal", "document"):
-        fields = {"kind": "backward", "deterministic": True}
-        yield _masked(f"bwd-det-d128-8k-{mask}", 128, mask, 8192, **fields)
+        yield _masked(f"bwd-det-d128-8k-{mask}", 128, mask, 8192, deterministic=True, **back)
     for n in (8192, 32768):
-        for mask in LISTED:
-            fields = {"kind": "backward", "form": "mask_mod"}
-            yield _masked(f"bwd-mod-d128-{_size(n)}-{mask}", 128, mask, n, **fields)
-        fields = {"kind": "backward", "form": "mask_mod_alone"}
-        yield _masked(f"bwd-mod-d128-{_size(n)}-document-alone", 128, "document", n, **fields)
+        for case in _mods(128, n):
+            if not case.score_mod:
+                yield replace(case, name=f"bwd-{case.name}", kind="backward")
 
 
-def _shape(shape: everyday.Shape, *, is_backward: bool) -> BenchCase:
-    masks_of = {"window": "sliding_window", "varlen causal": "varlen_causal"}
-    return BenchCase(
-        name=shape.case_name(is_backward=is_backward),
-        mask=masks_of.get(shape.mask, shape.mask),
-        d=shape.head_dim,
-        d_v=shape.head_dim_v,
-        n=max(shape.documents, default=shape.seqlen),
-        tokens=shape.batch * shape.seqlen,
-        heads=shape.heads,
-        heads_kv=shape.heads_kv,
-        window=shape.window,
-        doc_lengths=shape.documents,
-        kind="backward" if is_backward else "attention",
-        n_k=shape.seqlen_k,
-        sink=shape.sink,
-    )
-
-
-def _width(width: everyday.Width, mask: str, *, is_backward: bool) -> BenchCase:
-    return BenchCase(
-        name=width.case_name(mask, is_backward=is_backward),
-        mask=mask,
-        d=width.d,
-        d_v=width.d_v,
-        n=everyday.WIDTH_TOKENS,
-        tokens=everyday.WIDTH_BATCH * everyday.WIDTH_TOKENS,
-        heads=everyday.WIDTH_HEADS,
-        heads_kv=everyday.WIDTH_HEADS,
-        kind="backward" if is_backward else "attention",
-    )
+WAYS = {False: "attention", True: "backward"}
 
 
 def _everyday() -> Iterator[BenchCase]:
     """Each backward after its forward, widths of one mask and direction together."""
-    ways = (False, True)
-    yield from (_shape(shape, is_backward=way) for shape in everyday.SHAPES for way in ways)
+    masks_of = {"window": "sliding_window", "varlen causal": "varlen_causal"}
+    for shape in everyday.SHAPES:
+        for is_backward, kind in WAYS.items():
+            yield BenchCase(
+                name=shape.case_name(is_backward=is_backward),
+                mask=masks_of.get(shape.mask, shape.mask),
+                d=shape.head_dim,
+                d_v=shape.head_dim_v,
+                n=max(shape.documents, default=shape.seqlen),
+                tokens=shape.batch * shape.seqlen,
+                heads=shape.heads,
+                heads_kv=shape.heads_kv,
+                window=shape.window,
+                doc_lengths=shape.documents,
+                kind=kind,
+                n_k=shape.seqlen_k,
+                sink=shape.sink,
+            )
+    n, heads = everyday.WIDTH_TOKENS, everyday.WIDTH_HEADS
     for mask in everyday.WIDTH_MASKS:
-        for way in ways:
-            yield from (_width(width, mask, is_backward=way) for width in everyday.WIDTHS)
+        for is_backward, kind in WAYS.items():
+            for width in everyday.WIDTHS:
+                name = width.case_name(mask, is_backward=is_backward)
+                sizes = {"tokens": everyday.WIDTH_BATCH * n, "heads": heads, "d_v": width.d_v}
+                yield _case(name, mask, width.d, n, kind=kind, **sizes)
 
 
 def _cudnn(case_name: str, name: str, width: everyday.Width, n: int, **fields: Any) -> BenchCase:
@@ -392,56 +317,38 @@ def _cudnn(case_name: str, name: str, width: everyday.Width, n: int, **fields: A
     ours is told it as a user would: by flags, else columns, else mask_mod with block lists."""
     mask = cudnn_cases.BENCHMARK.get(name, name)
     form = "mask_mod" if mask in masks.BEYOND_COLUMNS else "columns"
-    heads = cudnn_cases.HIDDEN // width.d_v
-    return BenchCase(
-        name=case_name,
-        mask=mask,
-        d=width.d,
-        d_v=width.d_v,
-        n=n,
-        tokens=n if fields.get("kind") == "prep" else cudnn_cases.TOKENS,
-        heads=heads,
-        window=cudnn_cases.window(name, n),
-        form="native" if mask in NATIVE else form,
-        draw=cudnn_cases.draw(name, n),
-        **({"heads_kv": heads} | fields),
-    )
-
-
-def _cudnn_packed(heads_kv: int, *, is_backward: bool) -> BenchCase:
-    lengths = document_lengths(16, cudnn_cases.TOKENS, 256, 8192, seed=1)
-    return BenchCase(
-        name=cudnn_cases.packed_name(heads_kv, is_backward=is_backward),
-        mask="varlen_causal",
-        d=128,
-        d_v=128,
-        n=max(lengths),
-        tokens=cudnn_cases.TOKENS,
-        heads=cudnn_cases.HIDDEN // 128,
-        heads_kv=heads_kv,
-        doc_lengths=lengths,
-        kind="backward" if is_backward else "attention",
-    )
+    fields = {
+        "tokens": cudnn_cases.TOKENS,
+        "d_v": width.d_v,
+        "heads": cudnn_cases.HIDDEN // width.d_v,
+        "window": cudnn_cases.window(name, n),
+        "form": "native" if mask in NATIVE else form,
+        "draw": cudnn_cases.draw(name, n),
+    } | fields
+    return _case(case_name, mask, width.d, n, **fields)
 
 
 def _cudnn_table() -> Iterator[BenchCase]:
-    ways = {False: "attention", True: "backward"}
     for width in cudnn_cases.WIDTHS:
         for size, n in cudnn_cases.SIZES.items():
             for name in cudnn_cases.MASKS:
-                for way, kind in ways.items():
-                    case_name = cudnn_cases.case_name(name, width, size, is_backward=way)
+                for is_backward, kind in WAYS.items():
+                    case_name = cudnn_cases.case_name(name, width, size, is_backward=is_backward)
                     yield _cudnn(case_name, name, width, n, kind=kind)
     width, kv = cudnn_cases.WIDTHS[0], cudnn_cases.GROUPED_KV_HEADS
-    for way, kind in ways.items():
+    lengths = document_lengths(16, cudnn_cases.TOKENS, 256, 8192, seed=1)
+    sizes = {"tokens": cudnn_cases.TOKENS, "heads": cudnn_cases.HIDDEN // 128}
+    for is_backward, kind in WAYS.items():
         for name in cudnn_cases.GROUPED:
-            case_name = cudnn_cases.grouped_name(name, is_backward=way)
+            case_name = cudnn_cases.grouped_name(name, is_backward=is_backward)
             yield _cudnn(case_name, name, width, cudnn_cases.SIZES["8k"], kind=kind, heads_kv=kv)
         for heads_kv in cudnn_cases.PACKED_KV_HEADS:
-            yield _cudnn_packed(heads_kv, is_backward=way)
+            name = cudnn_cases.packed_name(heads_kv, is_backward=is_backward)
+            yield _packed(name, lengths, heads_kv=heads_kv, kind=kind, **sizes)
     for size, n in cudnn_cases.SIZES.items():
         for name in filter(cudnn_cases.is_planned, cudnn_cases.MASKS):
-            yield _cudnn(cudnn_cases.plan_name(name, size), name, width, n, kind="prep")
+            case_name = cudnn_cases.plan_name(name, size)
+            yield _cudnn(case_name, name, width, n, kind="prep", tokens=n)
 
 
 _ALL = (
@@ -449,17 +356,32 @@ _ALL = (
     *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
     *(_dense(256, mask, 8192) for mask in ("full", "causal")),
     *(_dense(d, "sliding_window", n) for d in (128, 64) for n in (8192, 32768)),
-    _varlen(32),
-    _varlen(8),
+    *(
+        _packed(f"d128-varlen-kv{kv}", document_lengths(32, TOKENS, 256, 8192, seed=1), heads_kv=kv)
+        for kv in (32, 8)
+    ),
     *(_dense(128, "causal", n) for n in (512, 1024, 2048)),
-    _tiny("host-128", "host"),
-    _tiny("host-128-train", "host_train"),
-    *(_step(d, n) for d in STEP_DIMS for n in STEP_LENGTHS),
-    _dense(192, "causal", 8192, d_v=128, name="extra-d192v128-causal-8k"),
-    _dense(128, "causal", 8192, heads_kv=8, name="extra-d128-gqa8-causal-8k"),
-    _dense(128, "causal", 8192, dtype="float16", name="extra-d128-fp16-causal-8k"),
-    _dense(128, "causal", 8192, softcap=30.0, name="extra-d128-softcap-causal-8k"),
-    _tiny("cold-128", "cold"),
+    _case("host-128", "causal", 128, 128, tokens=128, kind="host"),
+    _case("host-128-train", "causal", 128, 128, tokens=128, kind="host_train"),
+    *(
+        # of a small model, with as many heads as the wider head dimension has
+        _case(
+            f"host-step-d{d}-{_size(n)}",
+            "causal",
+            d,
+            n,
+            tokens=STEP_TOKENS,
+            heads=HIDDEN // 128,
+            kind="host_step",
+        )
+        for d in STEP_DIMS
+        for n in STEP_LENGTHS
+    ),
+    _case("extra-d192v128-causal-8k", "causal", 192, 8192, d_v=128),
+    _case("extra-d128-gqa8-causal-8k", "causal", 128, 8192, heads_kv=8),
+    _case("extra-d128-fp16-causal-8k", "causal", 128, 8192, dtype="float16"),
+    _case("extra-d128-softcap-causal-8k", "causal", 128, 8192, softcap=30.0),
+    _case("cold-128", "causal", 128, 128, tokens=128, kind="cold"),
     *(
         _masked(f"mask-d{d}-{_size(n)}-{mask}", d, mask, n)
         for d in (128, 64)

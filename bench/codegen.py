@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import lzma
 import re
 import shutil
 import struct
@@ -32,24 +31,15 @@ from typing import Any
 from bench import Json, commit_here, versions
 from bench.codegen_variants import VARIANTS, compile_variant
 from bench.history import PACKAGE, environment, unpacked
+from bench.rows import archive_of, lines, row_line
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 
 FIGURES = ("arch", "tiles", "registers", "spill_bytes", "smem_bytes", "warnings", "code")
 # Opcodes that say most about a loop, for the printed line.
 SHOWN = (
-    "HGMMA",
-    "UTCHMMA",
-    "MUFU",
-    "FFMA",
-    "FMNMX",
-    "F2FP",
-    "UTMALDG",
-    "RED",
-    "BAR",
-    "SYNCS",
-    "LDL",
-    "STL",
+    *("HGMMA", "UTCHMMA", "MUFU", "FFMA", "FMNMX", "F2FP"),
+    *("UTMALDG", "RED", "BAR", "SYNCS", "LDL", "STL"),
 )
 SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)", re.MULTILINE)
 PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*)(?=[.\s;])", re.MULTILINE)
@@ -141,19 +131,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def archive_of(path: Path) -> Path:
-    return path.with_name(path.name + ".xz")
-
-
 def read_rows(path: Path) -> dict[str, Json]:
     """Rows by name of variant; of equal names the last counts. Those of an archive beside the file,
     `<file>.xz`, come first: `xz -9e < FILE > FILE.xz`, and then the file may go."""
-    archive, text = archive_of(path), ""
-    if archive.is_file():
-        text = lzma.decompress(archive.read_bytes()).decode()
-    if path.is_file() or not text:
-        text += path.read_text()
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = [json.loads(line) for _, line in lines(path) if line.strip()]
     return {row["name"]: row for row in rows}
 
 
@@ -215,8 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changed |= bool(found)
             print("\n".join(f"    {text}" for text in found or ["unchanged"]), flush=True)
     if options.out:
-        lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-        options.out.write_text("".join(lines))
+        options.out.write_text("".join(map(row_line, rows)))
     return int(changed)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from bench import ROOT, Json, measure, timing, why_no_gpu
+from bench import ROOT, Json, measure, say, timing, why_no_gpu
 from bench.cases import CASES, BenchCase, select
 from bench.flops import tflops
 from bench.history import PACKAGE, environment, unpacked
@@ -283,11 +283,11 @@ def compare_all(
                     found = compare(name, sides, rounds, burst_s, least_calls(CASES[name]))
                 except Failed as failure:
                     good = False
-                    measure.say(f"{name}: {failure}")
+                    say(f"{name}: {failure}")
                     break
                 for base in found.bases:
                     good &= found.ratio(base) <= 1 + limit
-                    measure.say(f"{found.line(base, limit)} ({time.monotonic() - begin:.0f} s)")
+                    say(f"{found.line(base, limit)} ({time.monotonic() - begin:.0f} s)")
     return good
 
 
@@ -316,10 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for ref in args.base:
                 folders[ref] = unpacking.enter_context(unpacked(ref, PACKAGE))
         except ValueError as error:
-            measure.say(f"--base: {error}")
+            say(f"--base: {error}")
             return 2
         if reason := why_no_gpu("bench.compare"):
-            measure.say(reason)
+            say(reason)
             return 2
         return int(not compare_all(args.names, launch, args.repeats, args.burst, args.limit))
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from bench import Json, commit_here, versions, why_no_gpu
+from bench.oracle import attend
 
 # bytes of K and V that the calls of a graph take turns over
 FOOTPRINT = 1e9
@@ -277,11 +278,10 @@ class Problem:
         q = self.of_last(self.q)[:, : self.group].float()
         scores = torch.einsum("qgd,kd->qgk", q, k.float()) * self.case.d**-0.5
         scores = scores.masked_fill(~self.visible(length)[:, None], -math.inf)
+        sink = None
         if self.sink is not None:
-            extra = self.sink[: self.group].expand(self.case.queries, -1)[..., None]
-            scores = torch.cat([scores, extra], -1)
-            v = torch.cat([v, v.new_zeros(1, v.shape[-1])])
-        want = torch.einsum("qgk,kd->qgd", scores.softmax(-1), v.float())
+            sink = self.sink[: self.group].repeat(self.case.queries)[:, None]
+        want = attend(scores.flatten(0, 1), v.float(), sink).out.view(q.shape)
         got = self.of_last(out)[:, : self.group].float()
         return ((got - want).abs().max() / want.abs().max()).item()
 
@@ -324,6 +324,15 @@ def _hides_fourth_block(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return (k // scalar_to_ssa(128, Int32)) % scalar_to_ssa(4, Int32) != scalar_to_ssa(3, Int32)
 
 
+def _by_page(run: Run, p: Problem, peer: str, call: Call, **more: Any) -> None:
+    """A row for each page size of the case."""
+    for page in p.case.pages:
+        where: Json = {"seqused_k": p.used}
+        if page:
+            where = {"page_table": p.table(page), "seqused_k": p.full}
+        measure(run, p, peer, functools.partial(call, **where, **more), page)
+
+
 def ours(run: Run, p: Problem) -> None:
     from flash_mask_cute.interface import _flash_attn_fwd
 
@@ -350,17 +359,13 @@ def ours(run: Run, p: Problem) -> None:
     def call(k: Tensor, v: Tensor, **more: Any) -> Tensor:
         return _flash_attn_fwd(p.q, k, v, **keywords, **more)[0]
 
-    for page in case.pages:
-        if page:
-            more: Json = {"page_table": p.table(page), "seqused_k": p.full}
-        else:
-            more = {"seqused_k": p.used}
-        measure(run, p, "ours", functools.partial(call, num_splits=0, **more), page)
-    measure(run, p, "ours:one_pass", functools.partial(call, num_splits=1, seqused_k=p.used))
+    _by_page(run, p, "ours", call, num_splits=0)
+    one_pass = {"one_pass": 1}
     if run.left() > 60 and case.name in ("b1x131072", "q985-b1x62208"):
-        for splits in (8, 16, 32):
-            name = f"ours:splits{splits}"
-            measure(run, p, name, functools.partial(call, num_splits=splits, seqused_k=p.used))
+        one_pass |= {f"splits{splits}": splits for splits in (8, 16, 32)}
+    for name, splits in one_pass.items():
+        split = functools.partial(call, num_splits=splits, seqused_k=p.used)
+        measure(run, p, f"ours:{name}", split)
 
 
 def appending(p: Problem) -> Call:
@@ -396,12 +401,7 @@ def fa4(run: Run, p: Problem) -> None:
     def call(k: Tensor, v: Tensor, **more: Any) -> Tensor:
         return attend(p.q, k, v, **keywords, **more)[0]
 
-    for page in case.pages:
-        if page:
-            more: Json = {"page_table": p.table(page), "seqused_k": p.full}
-        else:
-            more = {"seqused_k": p.used}
-        measure(run, p, "fa4", functools.partial(call, **more), page)
+    _by_page(run, p, "fa4", call)
 
 
 def fa3(run: Run, p: Problem) -> None:
@@ -540,6 +540,7 @@ def main() -> int:
             DecodeCase("append", 1, 512, (8, 2), 64, appends=True),
             DecodeCase("mixed", 3, 512, (8, 2), 64, 20, pages=(16,), decoding=2),
             DecodeCase("blocks", 1, 1024, (8, 2), 64, mask="blocks"),
+            DecodeCase("sink", 2, 512, (8, 2), 64, 3, pages=(0, 16), mask="sink"),
         )
         peers = ["ours", "sdpa"]
     else:

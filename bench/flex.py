@@ -25,8 +25,8 @@ import copy
 import fnmatch
 import importlib
 import json
-import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,7 +39,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, Json, commit_here, timing, versions, why_no_gpu
+from bench import ROOT, Json, commit_here, say, timing, versions, why_no_gpu
+from bench.oracle import attend
 
 TOKENS, HIDDEN = 32768, 4096
 PEERS = ("ours", "own", "torch")
@@ -97,11 +98,11 @@ class Problem:
         import torch
         from torch.nn.attention.flex_attention import BlockMask
 
-        from bench.flex_mods import NAMED, OTHERS, Sizes
+        from bench.flex_mods import BY_NAME, Sizes
         from flash_mask_cute import create_block_mask, keep_block_mask
 
         self.case = case
-        self.entry = next(x for x in (*NAMED, *OTHERS) if x.name == case.mod)
+        self.entry = BY_NAME[case.mod]
         self.made = self.entry.make(Sizes(case.batch, case.heads, case.n, device))
         generator = torch.Generator(device).manual_seed(0)
         shape = case.batch, case.n, case.heads, case.d
@@ -178,8 +179,7 @@ class Problem:
             if mask_mod is not None:
                 seen = torch.vmap(lambda k: mask_mod(*place, k))(keys)
                 scores = scores.masked_fill(~seen, -torch.inf)
-            weights = torch.softmax(scores.double(), 0).nan_to_num()
-            return weights @ self.v[b, :, h].double()
+            return attend(scores.double()[None], self.v[b, :, h].double()).out[0]
 
     def gradients(self, out: Any) -> Callable[[], Any]:
         import torch
@@ -277,10 +277,10 @@ def measure_prep(case: Case) -> Json:
     import torch
     from torch.nn.attention import flex_attention as torch_flex
 
-    from bench.flex_mods import NAMED, Sizes
+    from bench.flex_mods import BY_NAME, Sizes
     from flash_mask_cute import create_block_mask
 
-    entry = next(x for x in NAMED if x.name == case.mod)
+    entry = BY_NAME[case.mod]
     mod: Any = entry.make(Sizes(1, 1, case.n, "cuda")).mask_mod
     torch._dynamo.reset()
     compiled: Any = torch.compile(torch_flex.create_block_mask, dynamic=False)
@@ -293,11 +293,6 @@ def measure_prep(case: Case) -> Json:
 
 
 # -- runs -----------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def rows_in(paths: Sequence[str]) -> list[Json]:
@@ -413,65 +408,61 @@ def is_wanted(name: str, patterns: Sequence[str]) -> bool:
 
 def report(rows: Sequence[Json]) -> None:
     """The latest row of each case and direction, geometric means and least ratios."""
-    latest = {(row["case"], row.get("direction")): row for row in rows}
-    for (name, _), row in sorted(latest.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+    latest = {(row["case"], row.get("direction", "")): row for row in rows}
+    for (name, _), row in sorted(latest.items()):
         say(f"{name:36} {shown(row)}")
-    for label, over, under, chosen in (
-        ("torch / ours, attention", "torch_ms", "ours_ms", lambda row: True),
-        ("ours / own, by hand", "ours_ms", "own_ms", lambda row: row["by_hand"]),
-        ("ours / own, host time", "ours_us", "own_us", lambda row: True),
-        ("torch / ours, create_block_mask", "torch_us", "ours_us", lambda row: True),
+    for label, over, under, by_hand in (
+        ("torch / ours, attention", "torch_ms", "ours_ms", (True, False)),
+        ("ours / own, by hand", "ours_ms", "own_ms", (True,)),
+        ("ours / own, host time", "ours_us", "own_us", (None,)),
+        ("torch / ours, create_block_mask", "torch_us", "ours_us", (None,)),
     ):
-        for way in DIRECTIONS if over.endswith("ms") else (None,):
+        for way in DIRECTIONS if over.endswith("ms") else ("",):
             ratios = sorted(
-                (row[over] / row[under], row["case"])
-                for row in latest.values()
-                if over in row and under in row and row.get("direction") == way and chosen(row)
+                (row[over] / row[under], name)
+                for (name, direction), row in latest.items()
+                if {over, under} <= row.keys()
+                and direction == way
+                and row.get("by_hand") in by_hand
             )
             if ratios:
-                mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
-                ends = (f"{word} {x:.3f} ({name})" for word, (x, name) in (
-                    ("least", ratios[0]), ("most", ratios[-1])
-                ))  # fmt: skip
-                figures = f"geometric mean {mean:.3f}, {', '.join(ends)}"
-                say(f"{label}, {way or 'all'}: {figures}, {len(ratios)} cases")
+                mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+                (least, where), (most, there) = ratios[0], ratios[-1]
+                ends = f"least {least:.3f} ({where}), most {most:.3f} ({there})"
+                figures = f"geometric mean {mean:.3f}, {ends}, {len(ratios)} cases"
+                say(f"{label}, {way or 'all'}: {figures}")
 
 
 def dry(patterns: Sequence[str]) -> int:
-    """Every mod once on the CPU, forward and backward, float32."""
+    """Every mod once on the CPU, forward and backward, float32; the errors of rows."""
     import torch
 
-    from bench.flex_mods import NAMED, OTHERS
+    from bench.flex_mods import BY_NAME
 
     failed = 0
-    for entry in (*NAMED, *OTHERS):
-        case = Case(entry.name, 256, 16, batch=2, heads=2)
+    for name in BY_NAME:
+        case = Case(name, 256, 16, batch=2, heads=2)
         if not is_wanted(case.name, patterns):
             continue
-        begin = time.time()
+        begin, told = time.time(), ""
         try:
             problem = Problem(case, "cpu", torch.float32)
             for peer in ("ours", "own"):
                 out = problem.call_of(peer)()
-                error = problem.check_rows(out)
-                gradients = problem.gradients(out)()
-                assert all(x.isfinite().all() for x in gradients)
-            with torch.no_grad():
-                torchs = error_of(problem)
-            say(f"{entry.name:24} rows {error:.1e}, torch's {torchs}, {time.time() - begin:.1f} s")
+                told += f"{peer} {problem.check_rows(out):.1e}, "
+                assert all(x.isfinite().all() for x in problem.gradients(out)())
+            problem.q, problem.k, problem.v = (
+                x.detach() for x in (problem.q, problem.k, problem.v)
+            )
+            try:
+                told += f"torch's {problem.check_rows(problem.call_of('torch')().detach()):.1e}"
+            except Exception as error:
+                told += f"torch's none ({type(error).__name__})"
         except Exception as error:
             failed += 1
-            say(f"{entry.name:24} failed: {type(error).__name__}: {error}")
+            told = f"failed: {type(error).__name__}: {error}"
+        say(f"{name:24} {told}, {time.time() - begin:.1f} s")
     return int(failed > 0)
-
-
-def error_of(problem: Problem) -> str:
-    """Of torch's own on the same rows, or why it cannot."""
-    problem.q, problem.k, problem.v = (x.detach() for x in (problem.q, problem.k, problem.v))
-    try:
-        return f"{problem.check_rows(problem.call_of('torch')()):.1e}"
-    except Exception as error:
-        return f"none ({type(error).__name__})"
 
 
 def main() -> int:

@@ -1,13 +1,16 @@
-"""FlexAttention mods at the sizes at which people run them, for `bench.flex`.
+"""FlexAttention mods as users write them in torch: the catalogue of the benchmark and of the tests.
 
-Each is written in torch, as users write it. Twelve that have names everywhere are measured at all
-sizes (NAMED), and where our own functions have a way of their own to say the same (flags, column
-intervals, a CuTe mod by hand), `own` tells it. The others are measured at one size (OTHERS).
+First the mods, each made of sizes and of the tensors that it captures; the tests draw these small,
+with lengths that no tile divides. Then the problems that `bench.flex` measures: twelve that have
+names everywhere, at all sizes (NAMED), the others at one (OTHERS). Where our own functions have a
+way of their own to say the same (flags, column intervals, a CuTe mod by hand), `own` tells it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,12 +18,353 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from bench.mods import Language, cute_language
 
 Mod = Callable[..., Any]
-SOFTCAP = 30.0
-WINDOW, GLOBAL_TOKENS, T5_REACH = 1024, 64, 128
+
+
+# -- masks by distance and by length --------------------------------------------------------------
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def sliding_window(width: int) -> Mod:
+    def sliding_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= width)
+
+    return sliding_window
+
+
+def dilated(reach: int, step: int) -> Mod:
+    def dilated_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = q - k
+        return (distance.abs() <= reach) & (distance % step == 0)
+
+    return dilated_window
+
+
+def prefix_lm(lengths: Tensor) -> Mod:
+    def prefix_lm(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k < lengths[b]) | (q >= k)
+
+    return prefix_lm
+
+
+def strided_by_head(width: int, stride: int) -> Mod:
+    """By the two functions of torch that join masks."""
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q - k < width
+
+    def strided(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k % stride == h % stride
+
+    return and_masks(causal, or_masks(near, strided))
+
+
+# -- masks by what captured tensors say of positions ----------------------------------------------
+
+
+def _at(table: Tensor, b: Tensor, *places: Tensor) -> Tensor:
+    """An entry of a tensor by position, with a dimension for the batch in front or none."""
+    return table[(b,) * (table.dim() - len(places)) + places]
+
+
+def document(ids: Tensor) -> Mod:
+    def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return _at(ids, b, q) == _at(ids, b, k)
+
+    return document
+
+
+def document_causal(ids: Tensor) -> Mod:
+    def document_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (_at(ids, b, q) == _at(ids, b, k))
+
+    return document_causal
+
+
+def packed_causal(ids: Tensor) -> Mod:
+    """A position inside its document is what is compared, as packed sequences have it."""
+    places = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
+
+    def packed_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (ids[q] == ids[k]) & (places[q] >= places[k])
+
+    return packed_causal
+
+
+def block_map(is_kept: Tensor, size: int) -> Mod:
+    def block_map(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return is_kept[b, h, q // size, k // size]
+
+    return block_map
+
+
+def top_blocks(numbers: Tensor, size: int) -> Mod:
+    """The numbers of the key blocks that a query block sees: a vector is compared, and reduced."""
+
+    def top_blocks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (numbers[b, h, q // size] == (k // size).unsqueeze(-1)).any(-1)
+
+    return top_blocks
+
+
+def draft_tree(ancestors: Tensor, context: int, clamps: bool) -> Mod:
+    """Speculative decoding: drafted tokens, a tree, see their ancestors and all of the context.
+
+    The index of a key of the context is negative, and not used. clamps: it is made 0, as torch's
+    kernel reads before the table otherwise.
+    """
+
+    def place(token: Tensor) -> Tensor:
+        return (token - context).clamp(min=0) if clamps else token - context
+
+    def draft_tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.where(k < context, k <= q, ancestors[place(q), place(k)] & (q >= k))
+
+    return draft_tree
+
+
+# -- masks by arithmetic on positions -------------------------------------------------------------
+
+
+def block_diffusion(size: int, half: int) -> Mod:
+    """The noised sequence, then the clean one: a noised block sees itself and clean blocks before
+    it, a clean block the clean ones up to itself."""
+
+    def block_diffusion(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q_is_clean, k_is_clean = q >= half, k >= half
+        q_block = torch.where(q_is_clean, q - half, q) // size
+        k_block = torch.where(k_is_clean, k - half, k) // size
+        itself = (q_block == k_block) & (q_is_clean == k_is_clean)
+        earlier = ~q_is_clean & k_is_clean & (q_block > k_block)
+        return itself | earlier | (q_is_clean & k_is_clean & (q_block >= k_block))
+
+    return block_diffusion
+
+
+def _is_near(q: Sequence[Any], k: Sequence[Any], extents: Sequence[int], reach: int) -> Tensor:
+    """Whether k is at most `reach` from q in each dimension; near an edge the neighbourhood of q
+    moves inwards and keeps its size."""
+    near: list[Tensor] = [
+        (q_at.clamp(reach, extent - 1 - reach) - k_at).abs() <= reach
+        for q_at, k_at, extent in zip(q, k, extents, strict=True)
+    ]
+    return functools.reduce(operator.and_, near)
+
+
+def natten(height: int, width: int, reach: int) -> Mod:
+    """Of an image, row by row."""
+
+    def natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        places = (q // width, q % width), (k // width, k % width)
+        return _is_near(*places, (height, width), reach)
+
+    return natten
+
+
+def tiled_natten(tile: tuple[int, int], across: int, height: int, reach: int) -> Mod:
+    """Tokens are in memory tile by tile, `across` of them beside each other."""
+    tile_h, tile_w = tile
+
+    def place(token: Tensor) -> tuple[Tensor, Tensor]:
+        number, inside = token // (tile_h * tile_w), token % (tile_h * tile_w)
+        row = number // across * tile_h + inside // tile_w
+        return row, number % across * tile_w + inside % tile_w
+
+    def tiled_natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return _is_near(place(q), place(k), (height, across * tile_w), reach)
+
+    return tiled_natten
+
+
+def morton_natten(side: int, reach: int) -> Mod:
+    """Tokens are in memory along a Z curve, whose bits alternate between row and column."""
+
+    def every_second_bit(code: Tensor) -> Tensor:
+        code = code & 0x55555555
+        for shift, keep in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
+            code = (code | (code >> shift)) & keep
+        return code
+
+    def place(token: Tensor) -> tuple[Tensor, Tensor]:
+        return every_second_bit(token >> 1), every_second_bit(token)
+
+    def morton_natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return _is_near(place(q), place(k), (side, side), reach)
+
+    return morton_natten
+
+
+def sliding_tiles(size: int, tiles: Sequence[int], tokens: int = 0, text: int = 0) -> Mod:
+    """Tiles of an image or a video, of `size` tokens each, see the tiles around theirs. text: as
+    many tokens behind the first `tokens` see all and are seen by all."""
+
+    def place(token: Tensor) -> list[Tensor]:
+        number, found = token // size, []
+        for extent in reversed(tiles):
+            found.append(number % extent)
+            number = number // extent
+        return found[::-1]
+
+    def sliding_tiles(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if not text:
+            return _is_near(place(q), place(k), tiles, 1)
+        in_picture = (q < tokens) & (k < tokens)
+        near = _is_near(place(q), place(k), tiles, 1)
+        to_text = (q < tokens) & (k >= tokens) & (k < tokens + text)
+        from_text = (q >= tokens) & ~(k >= tokens + text)
+        return (in_picture & near) | to_text | from_text
+
+    return sliding_tiles
+
+
+def svg_spatial(frame: int) -> Mod:
+    """Heads of a video model that look inside a frame and at its neighbours."""
+
+    def svg_spatial(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ((q // frame - k // frame).abs() < 2) | (k < frame)
+
+    return svg_spatial
+
+
+def svg_temporal(frame: int, half: int, sees_next: bool = False) -> Mod:
+    """Heads that look at the same place of all frames; the difference is negative for half the
+    scores. sees_next: and at the frame behind."""
+
+    def svg_temporal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        offset = (q - k) % frame
+        seen = (offset <= half) | (offset >= frame - half)
+        return seen | ((k - q) // frame == -1) if sees_next else seen
+
+    return svg_temporal
+
+
+# -- scores ---------------------------------------------------------------------------------------
+
+
+def alibi(heads: int) -> Mod:
+    def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + torch.exp2(-((h + 1) * 8.0 / heads)) * (k - q)
+
+    return alibi
+
+
+def soft_cap(cap: float) -> Mod:
+    def soft_cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return soft_cap
+
+
+def soft_cap_by_sigmoid(cap: float) -> Mod:
+    def soft_cap_by_sigmoid(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (2 * cap) * torch.sigmoid(score * (2 / cap)) - cap
+
+    return soft_cap_by_sigmoid
+
+
+def sandwich(ratios: Tensor) -> Mod:
+    """Inner products of sinusoidal embeddings: cosines of the distance at several wave lengths."""
+    frequencies = [10000 ** (-i / 4) for i in range(4)]
+
+    def sandwich(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        waves: Any = sum(torch.cos((q - k) * frequency) for frequency in frequencies)
+        return score + ratios[h] * waves
+
+    return sandwich
+
+
+def t5_bias(table: Tensor, reach: int) -> Mod:
+    """A learned bias by the distance, near ones only, as T5's encoder has it."""
+
+    def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + table[(k - q).clamp(-reach, reach) + reach, h]
+
+    return t5_bias
+
+
+def relative_bias(table: Tensor, behind: int) -> Mod:
+    def relative_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + table[h, q - k + behind]
+
+    return relative_bias
+
+
+def hidden_scores(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where((q >= k) & (k != 5), score, float("-inf"))
+
+
+def additive_mask(added: Tensor, is_shared: bool) -> Mod:
+    """A 4-D mask that is added, with one head for all, indexed step by step. is_shared: all
+    batches have the first one's."""
+
+    def additive_mask(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + added[0 if is_shared else b][0][q][k]
+
+    return additive_mask
+
+
+def graph_spatial(distances: Tensor, bias: Tensor) -> Mod:
+    """Graphormer: a bias for each distance in a graph, one index from another."""
+
+    def graph_spatial(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[_at(distances, b, q, k), h]
+
+    return graph_spatial
+
+
+def graph_edges(hops: Sequence[Tensor], says: Sequence[Tensor]) -> Mod:
+    """Graphormer: the mean of what the edges on the way say."""
+
+    def hop(edges: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # bytes would be a mask
+        return edges[q, k].int() if edges.dtype == torch.uint8 else edges[q, k]
+
+    def graph_edges(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        total = says[0][hop(hops[0], q, k), h]
+        for edges, told in zip(hops[1:], says[1:], strict=True):
+            total = total + told[hop(edges, q, k), h]
+        return score + total / len(hops)
+
+    return graph_edges
+
+
+# Other weights than exponentials of scores: exp(log(w(score))) is w(score). What is added keeps the
+# logarithm finite, so that its derivative is a number.
+
+
+def relu_weights(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.log(torch.relu(score) + 0.125)
+
+
+def sigmoid_weights(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.log(torch.sigmoid(score))
+
+
+def gelu_weights(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.log(F.gelu(score) + 0.25)
+
+
+def mla_rope(rotated_q: Tensor, rotated_k: Tensor) -> Mod:
+    """Multi-head latent attention: the part of a score that comes of rotated dimensions, whose keys
+    all heads share."""
+
+    def mla_rope(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + torch.dot(rotated_q[b, h, q], rotated_k[b, k])
+
+    return mla_rope
+
+
+# -- what bench.flex measures ---------------------------------------------------------------------
+
+SOFTCAP, T5_REACH = 30.0, 128
+WINDOW, GLOBAL_TOKENS = 1024, 64
 
 
 class Sizes(NamedTuple):
@@ -38,17 +382,18 @@ class Sizes(NamedTuple):
         drawn = torch.randint(low, high, shape, generator=self.generator(), dtype=torch.int32)
         return drawn.to(self.device)
 
-    def floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator()).to(self.device)
+    def parameter(self, *shape: int, scale: float = 1.0) -> nn.Parameter:
+        drawn = torch.randn(shape, generator=self.generator()).to(self.device)
+        return nn.Parameter(drawn * scale)
 
     def lengths(self, parts: int) -> list[int]:
         """`parts` numbers that sum up to n, none the same."""
         ends = [round(self.n * (i / parts) ** 1.2) for i in range(parts + 1)]
         return [b - a for a, b in zip(ends, ends[1:], strict=False)]
 
-    def ids(self, lengths: Sequence[int]) -> Tensor:
-        numbers = torch.arange(len(lengths), dtype=torch.int32)
-        return numbers.repeat_interleave(torch.tensor(lengths)).to(self.device)
+    def ids(self, parts: int) -> Tensor:
+        numbers = torch.arange(parts, dtype=torch.int32)
+        return numbers.repeat_interleave(torch.tensor(self.lengths(parts))).to(self.device)
 
 
 class Made(NamedTuple):
@@ -72,122 +417,12 @@ class FlexMod:
     has_table: bool = False
 
 
-def _causal_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
-
-
-def _builders() -> Any:
+def _columns(x: Sizes, mask_mod: Mod, builder: str, *sizes: Any) -> Made:
+    """own: the column intervals of one of our builders."""
     from flash_mask_cute import builders
 
-    return builders
-
-
-def _columns(mask: Any) -> dict[str, Any]:
-    return {"startend_row_indices": mask, "causal": mask.causal}
-
-
-# -- named ----------------------------------------------------------------------------------------
-
-
-def _causal(x: Sizes) -> Made:
-    return Made(_causal_mask, own={"causal": True})
-
-
-def _sliding_window(x: Sizes) -> Made:
-    def sliding_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < WINDOW)
-
-    return Made(sliding_window, own={"causal": True, "window_size": (WINDOW - 1, 0)})
-
-
-def _prefix_lm(x: Sizes) -> Made:
-    length = x.n // 4
-    prefix = torch.full((x.batch,), length, dtype=torch.int32, device=x.device)
-
-    def prefix_lm(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k < prefix[b]) | (q >= k)
-
-    return Made(prefix_lm, own=_columns(_builders().prefix_lm_causal(x.n, length, device=x.device)))
-
-
-def _document_causal(x: Sizes) -> Made:
-    lengths = x.lengths(8)
-    ids = x.ids(lengths)
-
-    def document_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (ids[q] == ids[k])
-
-    return Made(
-        document_causal, own=_columns(_builders().causal_document(lengths, device=x.device))
-    )
-
-
-def _document(x: Sizes) -> Made:
-    lengths = x.lengths(8)
-    ids = x.ids(lengths)
-
-    def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ids[q] == ids[k]
-
-    return Made(document, own=_columns(_builders().document(lengths, device=x.device)))
-
-
-def _shared_question(x: Sizes) -> Made:
-    lengths = x.lengths(5)
-    parts = x.ids(lengths)
-
-    def shared_question(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & ((parts[q] == parts[k]) | (parts[k] == 0))
-
-    own = _columns(_builders().share_question([lengths], device=x.device))
-    return Made(shared_question, own=own)
-
-
-def _global_window(x: Sizes) -> Made:
-    half = WINDOW // 2
-
-    def global_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q < GLOBAL_TOKENS) | (k < GLOBAL_TOKENS) | ((q - k).abs() < half)
-
-    own = _builders().global_sliding_window(x.n, GLOBAL_TOKENS, half - 1, device=x.device)
-    return Made(global_window, own=_columns(own))
-
-
-def _block_diffusion(x: Sizes) -> Made:
-    """The noised sequence, then the clean one, in blocks of 32."""
-    size, half = 32, x.n // 2
-
-    def block_diffusion(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q_is_clean, k_is_clean = q >= half, k >= half
-        q_block = torch.where(q_is_clean, q - half, q) // size
-        k_block = torch.where(k_is_clean, k - half, k) // size
-        itself = (q_block == k_block) & (q_is_clean == k_is_clean)
-        earlier = ~q_is_clean & k_is_clean & (q_block > k_block)
-        return itself | earlier | (q_is_clean & k_is_clean & (q_block >= k_block))
-
-    return Made(block_diffusion)
-
-
-def _near(q: Sequence[Any], k: Sequence[Any], extents: Sequence[int], reach: int) -> Any:
-    """Neighbourhoods that move inwards near an edge."""
-    seen = None
-    for q_at, k_at, extent in zip(q, k, extents, strict=True):
-        near = (q_at.clamp(reach, extent - 1 - reach) - k_at).abs() <= reach
-        seen = near if seen is None else seen & near
-    return seen
-
-
-def _natten(x: Sizes) -> Made:
-    """Of an image, row by row."""
-    width = 1 << (x.n.bit_length() // 2)
-    reach = min(6, width // 4)
-    height = max(x.n // width, 2 * reach + 1)
-
-    def natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        places = (q // width, q % width), (k // width, k % width)
-        return _near(*places, (height, width), reach)
-
-    return Made(natten)
+    mask = getattr(builders, builder)(*sizes, device=x.device)
+    return Made(mask_mod, own={"startend_row_indices": mask, "causal": mask.causal})
 
 
 def _by_hand(mod: Callable[[Language, Any, Any, Any, Any], Any], names: tuple[str, ...]) -> Mod:
@@ -199,54 +434,57 @@ def _by_hand(mod: Callable[[Language, Any, Any, Any, Any], Any], names: tuple[st
     return score_mod
 
 
+def _prefix_lm(x: Sizes) -> Made:
+    length = x.n // 4
+    prefix = torch.full((x.batch,), length, dtype=torch.int32, device=x.device)
+    return _columns(x, prefix_lm(prefix), "prefix_lm_causal", x.n, length)
+
+
+def _shared_question(x: Sizes) -> Made:
+    parts = x.ids(5)
+
+    def shared_question(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((parts[q] == parts[k]) | (parts[k] == 0))
+
+    return _columns(x, shared_question, "share_question", [x.lengths(5)])
+
+
+def _global_window(x: Sizes) -> Made:
+    half = WINDOW // 2
+
+    def global_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q < GLOBAL_TOKENS) | (k < GLOBAL_TOKENS) | ((q - k).abs() < half)
+
+    sizes = x.n, GLOBAL_TOKENS, half - 1
+    return _columns(x, global_window, "global_sliding_window", *sizes)
+
+
+def _natten(x: Sizes) -> Made:
+    width = 1 << (x.n.bit_length() // 2)
+    reach = min(6, width // 4)
+    return Made(natten(max(x.n // width, 2 * reach + 1), width, reach))
+
+
 def _alibi(x: Sizes) -> Made:
     heads = x.heads
-
-    def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + torch.exp2(-((h + 1) * 8.0 / heads)) * (k - q)
 
     def by_hand(has: Language, score: Any, h: Any, q: Any, k: Any) -> Any:
         return score + has.exp2(has.real(h + 1) * (-8.0 / heads)) * has.real(k - q)
 
-    return Made(_causal_mask, alibi, own={"causal": True, "score_mod": _by_hand(by_hand, ())})
+    return Made(causal, alibi(heads), own={"causal": True, "score_mod": _by_hand(by_hand, ())})
 
 
 def _soft_cap(x: Sizes) -> Made:
-    def soft_cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return SOFTCAP * torch.tanh(score / SOFTCAP)
-
     def by_hand(has: Language, score: Any, h: Any, q: Any, k: Any) -> Any:
         return has.tanh(score * (1.0 / SOFTCAP)) * SOFTCAP
 
-    return Made(_causal_mask, soft_cap, own={"causal": True, "score_mod": _by_hand(by_hand, ())})
+    own = {"causal": True, "score_mod": _by_hand(by_hand, ())}
+    return Made(causal, soft_cap(SOFTCAP), own=own)
 
 
 def _t5_bias(x: Sizes) -> Made:
-    """A learned bias by the distance, near ones only, as T5's encoder has it."""
-    table = nn.Parameter(x.floats(2 * T5_REACH + 1, x.heads))
-
-    def t5_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + table[(k - q).clamp(-T5_REACH, T5_REACH) + T5_REACH, h]
-
-    return Made(None, t5_bias, (table,))
-
-
-# -- others ---------------------------------------------------------------------------------------
-
-
-def _dilated(x: Sizes) -> Made:
-    def dilated(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        distance = q - k
-        return (distance.abs() <= 2 * WINDOW) & (distance % 4 == 0)
-
-    return Made(dilated)
-
-
-def _strided_by_head(x: Sizes) -> Made:
-    def strided_by_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & ((q - k < WINDOW) | (k % 8 == h % 8))
-
-    return Made(strided_by_head)
+    table = x.parameter(2 * T5_REACH + 1, x.heads)
+    return Made(None, t5_bias(table, T5_REACH), (table,))
 
 
 def _padded(x: Sizes) -> Made:
@@ -258,20 +496,10 @@ def _padded(x: Sizes) -> Made:
     return Made(padded)
 
 
-def _packed_causal(x: Sizes) -> Made:
-    ids = x.ids(x.lengths(8))
-    places = torch.arange(x.n, device=x.device) - torch.searchsorted(ids, ids)
-
-    def packed_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (ids[q] == ids[k]) & (places[q] >= places[k])
-
-    return Made(packed_causal)
-
-
 def _last_image(x: Sizes) -> Made:
     """Flamingo: text sees the tokens of the last image before it."""
     tokens = 64
-    seen = x.ids(x.lengths(x.n // (2 * tokens)))
+    seen = x.ids(x.n // (2 * tokens))
 
     def last_image(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return seen[q] == k // tokens
@@ -280,225 +508,116 @@ def _last_image(x: Sizes) -> Made:
 
 
 def _tiled_natten(x: Sizes) -> Made:
-    """Tokens lie in memory tile by tile, of 8 x 8."""
-    tile, across = 8, max(4, 1 << ((x.n // 64).bit_length() // 2))
-    height = max(x.n // (across * tile), 16)
-
-    def place(token: Any) -> tuple[Any, Any]:
-        number, inside = token // (tile * tile), token % (tile * tile)
-        row = number // across * tile + inside // tile
-        return row, number % across * tile + inside % tile
-
-    def tiled_natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return _near(place(q), place(k), (height, across * tile), 6)
-
-    return Made(tiled_natten)
+    across = max(4, 1 << ((x.n // 64).bit_length() // 2))
+    return Made(tiled_natten((8, 8), across, max(x.n // (across * 8), 16), 6))
 
 
 def _morton_natten(x: Sizes) -> Made:
-    """Tokens lie in memory along a Z curve."""
     side = 1 << math.ceil(math.log2(x.n) / 2)
-
-    def every_second_bit(code: Any) -> Any:
-        code = code & 0x55555555
-        for shift, keep in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
-            code = (code | (code >> shift)) & keep
-        return code
-
-    def morton_natten(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q_place, k_place = (
-            (every_second_bit(token >> 1), every_second_bit(token)) for token in (q, k)
-        )
-        return _near(q_place, k_place, (side, side), min(6, side // 4))
-
-    return Made(morton_natten)
-
-
-def _sliding_tiles(x: Sizes) -> Made:
-    """Tiles of a video, of 128 tokens, see the tiles around theirs."""
-    size, tiles = 128, (max(x.n // (128 * 16), 3), 4, 4)
-
-    def place(token: Any) -> list[Any]:
-        number, found = token // size, []
-        for extent in reversed(tiles):
-            found.append(number % extent)
-            number = number // extent
-        return found[::-1]
-
-    def sliding_tiles(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return _near(place(q), place(k), tiles, 1)
-
-    return Made(sliding_tiles)
-
-
-def _svg_spatial(x: Sizes) -> Made:
-    frame = max(x.n // 16, 4)
-
-    def svg_spatial(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ((q // frame - k // frame).abs() < 2) | (k < frame)
-
-    return Made(svg_spatial)
+    return Made(morton_natten(side, min(6, side // 4)))
 
 
 def _svg_temporal(x: Sizes) -> Made:
     frame = max(x.n // 16, 4)
-    half = frame // 8
-
-    def svg_temporal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        offset = (q - k) % frame
-        return (offset <= half) | (offset >= frame - half)
-
-    return Made(svg_temporal)
+    return Made(svg_temporal(frame, frame // 8))
 
 
 def _draft_tree(x: Sizes) -> Made:
-    """Drafted tokens, a tree, see their ancestors and the context."""
     context = x.n // 2
     place = torch.arange(x.n - context, device=x.device)
     ends = place + 1 + x.ints(0, 256, x.n - context)
     ancestors = (place[:, None] >= place) & (place[:, None] < ends)
-
-    def draft_tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # torch's kernel reads before the table where an index is negative
-        is_seen = ancestors[(q - context).clamp(min=0), (k - context).clamp(min=0)]
-        return torch.where(k < context, k <= q, is_seen & (q >= k))
-
-    return Made(draft_tree)
+    return Made(draft_tree(ancestors, context, clamps=True))
 
 
 def _block_map(x: Sizes) -> Made:
     blocks = -(-x.n // 128)
     is_kept = x.ints(0, 4, x.batch, x.heads, blocks, blocks) == 0
-    is_kept |= torch.eye(blocks, dtype=torch.bool, device=x.device)
-
-    def block_map(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return is_kept[b, h, q // 128, k // 128]
-
-    return Made(block_map)
+    return Made(block_map(is_kept | torch.eye(blocks, dtype=torch.bool, device=x.device), 128))
 
 
 def _top_blocks(x: Sizes) -> Made:
-    """The numbers of the key blocks that a query block sees: a vector is compared, and reduced."""
     blocks = -(-x.n // 128)
-    numbers = x.ints(0, blocks, x.batch, x.heads, blocks, 8)
-
-    def top_blocks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (numbers[b, h, q // 128] == (k // 128).unsqueeze(-1)).any(-1)
-
-    return Made(top_blocks)
-
-
-def _score(mod: Mod, *trained: Tensor, mask: Mod | None = _causal_mask) -> Made:
-    return Made(mask, mod, trained)
-
-
-def _soft_cap_by_sigmoid(x: Sizes) -> Made:
-    return _score(lambda s, b, h, q, k: (2 * SOFTCAP) * torch.sigmoid(s * (2 / SOFTCAP)) - SOFTCAP)
+    return Made(top_blocks(x.ints(0, blocks, x.batch, x.heads, blocks, 8), 128))
 
 
 def _sandwich(x: Sizes) -> Made:
-    ratios = torch.arange(1, x.heads + 1, device=x.device) / x.heads
-    frequencies = [10000 ** (-i / 4) for i in range(4)]
-
-    def sandwich(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        waves: Any = sum(torch.cos((q - k) * frequency) for frequency in frequencies)
-        return score + ratios[h] * waves
-
-    return _score(sandwich)
+    return Made(causal, sandwich(torch.arange(1, x.heads + 1, device=x.device) / x.heads))
 
 
 def _relative_bias(x: Sizes) -> Made:
-    table, behind = nn.Parameter(x.floats(x.heads, 2 * x.n)), x.n
-    return _score(lambda s, b, h, q, k: s + table[h, q - k + behind], table, mask=None)
-
-
-def _hidden_scores(x: Sizes) -> Made:
-    return _score(
-        lambda s, b, h, q, k: torch.where((q >= k) & (k != 5), s, float("-inf")), mask=None
-    )
+    table = x.parameter(x.heads, 2 * x.n)
+    return Made(None, relative_bias(table, x.n), (table,))
 
 
 def _additive_mask(x: Sizes) -> Made:
     added = torch.where(x.ints(0, 4, 1, 1, x.n, x.n) == 0, -64.0, 0.0).to(torch.bfloat16)
-    return _score(lambda s, b, h, q, k: s + added[0][0][q][k], mask=None)
+    return Made(None, additive_mask(added, is_shared=True))
 
 
 def _graph_spatial(x: Sizes) -> Made:
-    distances, bias = x.ints(0, 12, x.n, x.n), nn.Parameter(x.floats(12, x.heads))
-    return _score(lambda s, b, h, q, k: s + bias[distances[q, k], h], bias, mask=None)
+    bias = x.parameter(12, x.heads)
+    return Made(None, graph_spatial(x.ints(0, 12, x.n, x.n), bias), (bias,))
 
 
 def _graph_edges(x: Sizes) -> Made:
     hops = [x.ints(0, 7, x.n, x.n).to(torch.uint8) for _ in range(3)]
-    says = [nn.Parameter(x.floats(7, x.heads)) for _ in hops]
-
-    def graph_edges(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        total: Any = sum(told[edges[q, k].int(), h] for edges, told in zip(hops, says, strict=True))
-        return score + total / len(hops)
-
-    return _score(graph_edges, *says, mask=None)
-
-
-def _relu_weights(x: Sizes) -> Made:
-    return _score(lambda s, b, h, q, k: torch.log(torch.relu(s) + 0.125))
-
-
-def _sigmoid_weights(x: Sizes) -> Made:
-    return _score(lambda s, b, h, q, k: torch.log(torch.sigmoid(s)))
-
-
-def _gelu_weights(x: Sizes) -> Made:
-    return _score(lambda s, b, h, q, k: torch.log(F.gelu(s) + 0.25))
+    says = tuple(x.parameter(7, x.heads) for _ in hops)
+    return Made(None, graph_edges(hops, says), says)
 
 
 def _mla_rope(x: Sizes) -> Made:
-    dim = 8
-    rotated_q = nn.Parameter(x.floats(x.batch, x.heads, x.n, dim) / 4)
-    rotated_k = nn.Parameter(x.floats(x.batch, x.n, dim) / 4)
-
-    def mla_rope(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + torch.dot(rotated_q[b, h, q], rotated_k[b, k])
-
-    return _score(mla_rope, rotated_q, rotated_k)
+    rotated_q = x.parameter(x.batch, x.heads, x.n, 8, scale=0.25)
+    rotated_k = x.parameter(x.batch, x.n, 8, scale=0.25)
+    return Made(causal, mla_rope(rotated_q, rotated_k), (rotated_q, rotated_k))
 
 
 NAMED = (
-    FlexMod("causal", _causal),
-    FlexMod("sliding_window", _sliding_window),
+    FlexMod("causal", lambda x: Made(causal, own={"causal": True})),
+    FlexMod(
+        "sliding_window",
+        lambda x: Made(
+            sliding_window(WINDOW - 1), own={"causal": True, "window_size": (WINDOW - 1, 0)}
+        ),
+    ),
     FlexMod("prefix_lm", _prefix_lm, "b"),
-    FlexMod("document_causal", _document_causal),
-    FlexMod("document", _document),
+    FlexMod(
+        "document_causal",
+        lambda x: _columns(x, document_causal(x.ids(8)), "causal_document", x.lengths(8)),
+    ),
+    FlexMod("document", lambda x: _columns(x, document(x.ids(8)), "document", x.lengths(8))),
     FlexMod("shared_question", _shared_question),
     FlexMod("global_window", _global_window),
-    FlexMod("block_diffusion", _block_diffusion),
+    FlexMod("block_diffusion", lambda x: Made(block_diffusion(32, x.n // 2))),
     FlexMod("natten", _natten),
     FlexMod("alibi", _alibi),
     FlexMod("soft_cap", _soft_cap),
     FlexMod("t5_bias", _t5_bias),
 )
 OTHERS = (
-    FlexMod("dilated", _dilated),
-    FlexMod("strided_by_head", _strided_by_head, "h"),
+    FlexMod("dilated", lambda x: Made(dilated(2 * WINDOW, 4))),
+    FlexMod("strided_by_head", lambda x: Made(strided_by_head(WINDOW, 8)), "h"),
     FlexMod("padded", _padded, "b"),
-    FlexMod("packed_causal", _packed_causal),
+    FlexMod("packed_causal", lambda x: Made(packed_causal(x.ids(8)))),
     FlexMod("last_image", _last_image),
     FlexMod("tiled_natten", _tiled_natten),
     FlexMod("morton_natten", _morton_natten),
-    FlexMod("sliding_tiles", _sliding_tiles),
-    FlexMod("svg_spatial", _svg_spatial),
+    FlexMod("sliding_tiles", lambda x: Made(sliding_tiles(128, (max(x.n // (128 * 16), 3), 4, 4)))),
+    FlexMod("svg_spatial", lambda x: Made(svg_spatial(max(x.n // 16, 4)))),
     FlexMod("svg_temporal", _svg_temporal),
     FlexMod("draft_tree", _draft_tree, has_table=True),
     FlexMod("block_map", _block_map, "bh"),
     FlexMod("top_blocks", _top_blocks, "bh"),
-    FlexMod("soft_cap_by_sigmoid", _soft_cap_by_sigmoid),
+    FlexMod("soft_cap_by_sigmoid", lambda x: Made(causal, soft_cap_by_sigmoid(SOFTCAP))),
     FlexMod("sandwich", _sandwich),
     FlexMod("relative_bias", _relative_bias),
-    FlexMod("hidden_scores", _hidden_scores),
+    FlexMod("hidden_scores", lambda x: Made(None, hidden_scores)),
     FlexMod("additive_mask", _additive_mask, has_table=True),
     FlexMod("graph_spatial", _graph_spatial, has_table=True),
     FlexMod("graph_edges", _graph_edges, has_table=True),
-    FlexMod("relu_weights", _relu_weights),
-    FlexMod("sigmoid_weights", _sigmoid_weights),
-    FlexMod("gelu_weights", _gelu_weights),
+    FlexMod("relu_weights", lambda x: Made(causal, relu_weights)),
+    FlexMod("sigmoid_weights", lambda x: Made(causal, sigmoid_weights)),
+    FlexMod("gelu_weights", lambda x: Made(causal, gelu_weights)),
     FlexMod("mla_rope", _mla_rope),
 )
+BY_NAME = {x.name: x for x in (*NAMED, *OTHERS)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from bench import DETERMINISTIC, Json, everyday, gradients, paper, row_of, timing
+from bench import DETERMINISTIC, Json, everyday, gate, paper, row_of, say, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
-from bench.gate import PEER_RULE, RULE, Verdict, check, poison, reference
+from bench.gate import PEER_RULE, RULE, Verdict
 from bench.peers import PEERS, Call, Peer, column_mask, save_forward
 from bench.prep import PREPARERS
 from bench.sweep import dense_case, draw_cases
@@ -85,11 +84,6 @@ class Inputs:
         return self._tensors
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def given(case: BenchCase, options: Options, inputs: Inputs) -> CaseTensors:
     """What the calls of a case are made of."""
     tensors = inputs.of(case, options.seed)
@@ -130,14 +124,14 @@ def admit(
 def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int, rows: int) -> Judge:
     import torch
 
-    truth = reference(case, tensors, seed, rows)
+    truth = gate.reference(case, tensors, seed, rows)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
-        poison(case, tensors)
+        gate.poison(case, tensors)
         out, lse = peer.unpack(call())
         if out.is_cuda:
             torch.cuda.synchronize()
-        return check(truth, out, lse, rule=rule)
+        return gate.check(truth, out, lse, rule=rule)
 
     return judge
 
@@ -146,16 +140,16 @@ def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
     """Also of two calls that say they are deterministic: whether they are."""
     import torch
 
-    truth = gradients.reference(case, tensors, seed)
+    truth = gate.gradient_reference(case, tensors, seed)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
-        gradients.poison(tensors)
+        gate.poison(case, tensors)
         found = call()
         if found[0].is_cuda:
             torch.cuda.synchronize()
         if peer.name == DETERMINISTIC and not all(map(torch.equal, found, call())):
             return Verdict(False, "two calls differ")
-        return gradients.check(truth, found, rule=rule)
+        return gate.check_gradients(truth, found, rule=rule)
 
     return judge
 
@@ -171,7 +165,7 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     least = options.least_calls(case)
     modes: dict[str, Callable[[], timing.Samples]] = {
         "loop": lambda: timing.time_loop(calls, options.repeats, options.burst_s, least),
-        "single": lambda: timing.time_single(calls, options.singles),
+        "single": lambda: timing.time_short(calls, options.singles, count=1),
         "short": lambda: timing.time_short(calls, options.shorts),
     }
     if case.kind in ("host", "host_train"):
@@ -202,20 +196,14 @@ def measure_sweep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
     drawn = {drawn.name: drawn for drawn in (dense_case(case), *draw_cases(case))}
     calls = {}
     for name, each in drawn.items():
-        calls[name] = _checked(ours.prepare(each, tensors), each, tensors, options)
+        calls[name] = ours.prepare(each, tensors)
+        judge = forward_judge(each, tensors, options.seed, SWEEP_ROWS)
+        if not (verdict := judge(ours, calls[name], RULE)).ok:
+            raise Refused(f"{name}: {verdict.text}")
     torch.cuda.synchronize()
     for name, values in timing.time_sweep(calls, max(1, options.repeats // 2)).items():
         remarks = (f"spread {timing.spread(values):.1%}",)
         yield row_of(drawn[name], "ours", "sweep", timing.median(values), remarks)
-
-
-def _checked(call: Call, case: BenchCase, tensors: CaseTensors, options: Options) -> Call:
-    poison(case, tensors)
-    truth = reference(case, tensors, options.seed, SWEEP_ROWS)
-    verdict = check(truth, *PEERS["ours"].unpack(call()), rule=RULE)
-    if not verdict.ok:
-        raise Refused(f"{case.name}: {verdict.text}")
-    return call
 
 
 def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:

@@ -46,8 +46,9 @@ class Peer(Protocol):
     @property
     def name(self) -> str: ...
 
-    def load(self) -> None:
-        """Import whatever the call needs."""
+    @property
+    def needs(self) -> str:
+        """The module that a call needs."""
 
     def supports(self, case: BenchCase) -> str | None:
         """Why the case cannot be measured, or None where it can."""
@@ -107,8 +108,9 @@ class CutePeer:
     list_rows_64: int = TILE
     deterministic: bool = False
 
-    def load(self) -> None:
-        importlib.import_module(f"{self.package}.interface")
+    @property
+    def needs(self) -> str:
+        return f"{self.package}.interface"
 
     def supports(self, case: BenchCase) -> str | None:
         top = self.package.partition(".")[0]
@@ -132,7 +134,7 @@ class CutePeer:
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         import torch
 
-        interface = importlib.import_module(f"{self.package}.interface")
+        interface = importlib.import_module(self.needs)
         options = self._options(case, tensors)
         if self.deterministic:
             options["deterministic"] = True
@@ -243,9 +245,7 @@ class FlexPeer:
 
     name: str
     backend: str | None = None
-
-    def load(self) -> None:
-        importlib.import_module("torch.nn.attention.flex_attention")
+    needs: str = "torch.nn.attention.flex_attention"
 
     def supports(self, case: BenchCase) -> str | None:
         # another backend takes the same block mask, in the same memory
@@ -301,9 +301,7 @@ class SdpaPeer:
     backend: str | None
     kinds: tuple[str, ...]
     dense: bool = False
-
-    def load(self) -> None:
-        importlib.import_module("torch.nn.attention")
+    needs: str = "torch.nn.attention"
 
     def supports(self, case: BenchCase) -> str | None:
         call = "scaled_dot_product_attention"
@@ -376,8 +374,9 @@ class CudnnFlexPeer:
     package: str = "cudnn"
     module: str = "flex_attention"
 
-    def load(self) -> None:
-        importlib.import_module(f"{self.package}.{self.module}")
+    @property
+    def needs(self) -> str:
+        return f"{self.package}.{self.module}"
 
     def supports(self, case: BenchCase) -> str | None:
         # the folder tells, without the import of a package that loads libraries
@@ -401,7 +400,7 @@ class CudnnFlexPeer:
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        module = importlib.import_module(f"{self.package}.{self.module}")
+        module = importlib.import_module(self.needs)
         plan = cudnn_plan_call(case, tensors, build_backward=case.is_backward)()
         attention = partial(module.flex_attn_func, mask_plan=plan)
         if case.is_backward:

@@ -1,36 +1,40 @@
 """python -m bench.plot [ROWS] [--readme]: the figures and tables that the pages show.
 
-Draws docs/figures/ from rows (the masks in it from their builders, by `bench.gallery`), and with
+Draws docs/figures/ from rows (the masks in it from their builders), and with
 --readme writes what stands between the markers
 
     <!-- rows: NAME -->
     <!-- end of NAME -->
 
 of README.md and docs/results.md. The same rows give the same bytes; what no row says is left out.
-Figures need matplotlib (extra `plot`), the tables do not.
+Figures need matplotlib (extra `plot`), the tables do not. They come out the same, to the byte, of
+the same rows and the same matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import ROOT, Json, gallery, name_of, peer_of
-from bench.figure import save, subplots
-from bench.linearity import draw as draw_sweeps
-from bench.linearity import sweeps
+from bench import ROOT, Json, name_of, peer_of
 from bench.masks import MASKS
 from bench.paper import table_name
 from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
 from bench.report import cudnn_table
 from bench.rows import RESULTS, read_rows
+from bench.sweep import Sweep, sweeps
 from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline
+
+if TYPE_CHECKING:
+    from flash_mask_cute import ColumnMask
 
 FOLDER = ROOT / "docs" / "figures"
 COLOURS = {
@@ -46,6 +50,56 @@ SHOWN_PEERS, SHOWN_LENGTHS = ("ours", "fa4", "fa4_mask_mod", "flex"), ("8k", "32
 WAYS = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
 MEMORY_TOKENS = tuple(2**power for power in range(12, 21))
 Rows = Sequence[Json]
+# Ids inside an svg are hashes; text stays text, so that no font is copied into the file.
+SETTINGS = {
+    "svg.hashsalt": "flash_mask_cute",
+    "svg.fonttype": "none",
+    # one font, not a list of a dozen at each text
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.dpi": 100,
+}
+# No date, and for png no program either.
+METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {"Software": None}}
+
+
+def subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+    """(figure, array of axes (rows, columns)); options as of `matplotlib.pyplot.subplots`."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    plt: Any = importlib.import_module("matplotlib.pyplot")
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(SETTINGS)
+    return plt.subplots(rows, columns, squeeze=False, **options)
+
+
+def save(figure: Any, path: str) -> None:
+    """Write an svg or a png, by the end of the path, and let go of the figure."""
+    plt: Any = importlib.import_module("matplotlib.pyplot")
+    kind = path.rpartition(".")[2]
+    figure.savefig(path, metadata=METADATA[kind])
+    plt.close(figure)
+    if kind == "svg":
+        written = Path(path)
+        written.write_text(smaller_svg(written.read_text()))
+
+
+def smaller_svg(text: str) -> str:
+    """The same picture in half of the text: without indentation, metadata, ids that nothing refers
+    to and line breaks inside paths, and with coordinates to a hundredth of a point."""
+    program = r"<metadata>.*?(Matplotlib v[\d.]+).*?</metadata>"
+    text = re.sub(program, r"<!-- \1 -->", text, flags=re.DOTALL)
+    long = r"scale\([^)]*\)|(?<![\w.#])(-?\d+\.\d{3,})(?![\w.])"
+    text = re.sub(long, lambda found: f"{float(found[1]):.2f}" if found[1] else found[0], text)
+    text = re.sub(r"\n +", "\n", text)
+    used = set(re.findall(r"#([\w.]+)", text))
+    text = re.sub(r' id="([\w.]+)"', lambda found: found[0] if found[1] in used else "", text)
+    return re.sub(r' d="[^"]*"', lambda found: re.sub(r" ?\n", "", found[0]), text)
+
+
+# -- figures of rows -----------------------------------------------------------------------------
 
 
 def draw_speed(rows: Rows, d: int, path: str) -> None:
@@ -141,6 +195,87 @@ def _tokens(n: int) -> str:
     return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}K"
 
 
+def draw_sweeps(found: Sequence[Sweep], path: str) -> None:
+    """Points and fitted lines, a panel for each mask."""
+    latest = {sweep.mask: sweep for sweep in found}
+    size = (4.2 * len(latest), 3.6)
+    figure, panels = subplots(1, len(latest), figsize=size, sharey=True)
+    for panel, (mask, sweep) in zip(panels[0], latest.items(), strict=True):
+        intercept, slope = sweep.line()
+        ends = np.array([0.0, 1.0])
+        panel.plot(ends, intercept + slope * (1 - ends), color="0.6", linewidth=1)
+        panel.scatter(sweep.sparsity, sweep.ms, s=12)
+        panel.scatter([0], [sweep.dense_ms], s=24, marker="x", color="black")
+        panel.set_title(f"{mask}, R$^2$ = {sweep.r_squared():.4f}", fontsize=10)
+        panel.set_xlabel("block sparsity")
+        panel.set_xlim(-0.03, 1.03)
+        panel.set_ylim(bottom=0)
+    panels[0][0].set_ylabel("forward, ms (x: full attention)")
+    figure.tight_layout()
+    save(figure, path)
+
+
+# -- the picture of masks ------------------------------------------------------------------------
+
+TOKENS, TILE = 512, 32
+COLUMNS = 5
+# Not multiples of a tile, as lengths of documents seldom are.
+DOCUMENTS = (210, 120, 182)
+
+
+def named_masks() -> dict[str, ColumnMask]:
+    """What is drawn, by name of its builder."""
+    import torch
+
+    from flash_mask_cute import builders
+
+    n, window = TOKENS, 100
+    return {
+        "full": builders.full(n),
+        "causal": builders.causal(n),
+        "sliding_window": builders.sliding_window(n, window),
+        "sink_window": builders.sink_window(n, sinks=40, window=window),
+        "causal_document": builders.causal_document(DOCUMENTS),
+        "document": builders.document(DOCUMENTS),
+        "share_question": builders.share_question([[110, 60, 130], [80, 70, 62]]),
+        "global_sliding_window": builders.global_sliding_window(n, 40, window=70),
+        "causal_blockwise": builders.causal_blockwise([120, 90, 150, 152]),
+        "prefix_lm_causal": builders.prefix_lm_causal(n, prefix=200),
+        "prefix_lm_document": builders.prefix_lm_document(DOCUMENTS, prefixes=[90, 50, 80]),
+        "qk_sparse": builders.qk_sparse(n, dropped=[(70, 110), (260, 150)]),
+        "random_eviction": builders.random_eviction(
+            n, cache_size=256, generator=torch.Generator("cpu").manual_seed(0)
+        ),
+    }
+
+
+def draw_masks(path: str) -> None:
+    """The picture of masks by name, small enough that single tiles can be told apart."""
+    from flash_mask_cute import plot
+
+    masks = named_masks()
+    rows = -(-len(masks) // COLUMNS)
+    figure, grid = subplots(rows, COLUMNS, figsize=(10, 2.25 * rows), layout="constrained")
+    panels = list(grid.flat)
+    legend: Any = None
+    for panel, (name, mask) in zip(panels, masks.items(), strict=False):
+        plot(mask, tile_m=TILE, tile_n=TILE, ax=panel)
+        # what each panel would repeat is said once
+        legend = panel.get_legend()
+        legend.remove()
+        panel.set(title="", xlabel="", ylabel="", xticks=[], yticks=[], aspect="equal")
+        panel.set_title(name, fontsize=8.5)
+    for panel in panels[len(masks) :]:
+        panel.set_axis_off()
+    handles = legend.legend_handles
+    labels = [text.get_text() for text in legend.get_texts()]
+    panels[-1].legend(handles, labels, loc="center", frameon=False, title=f"{TILE} x {TILE} tiles")
+    save(figure, path)
+
+
+# -- pages ---------------------------------------------------------------------------------------
+
+
 def draw_all(rows: Rows, folder: Path) -> None:
     """ImportError without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +283,7 @@ def draw_all(rows: Rows, folder: Path) -> None:
     draw_memory(rows, str(folder / "memory.svg"))
     if found := sweeps(rows):
         draw_sweeps(found, str(folder / "sparsity.svg"))
-    gallery.draw(str(folder / "masks.svg"))
+    draw_masks(str(folder / "masks.svg"))
 
 
 def _speed(rows: Rows) -> str:

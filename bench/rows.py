@@ -21,7 +21,7 @@ RESULTS = ROOT / "bench" / "results" / "h200.jsonl"
 HEAD = ("run", "date", "gpu", "commit", "versions", "tokens", "dtype", "deterministic")
 
 
-def _line(value: Json) -> str:
+def row_line(value: Json) -> str:
     """Without spaces: the rows are a large part of the repository."""
     return json.dumps(value, separators=(",", ":")) + "\n"
 
@@ -31,8 +31,8 @@ def append_row(path: str | Path, row: Json) -> None:
 
     Raises KeyError for a row without a field of the head.
     """
-    head = _line({key: row[key] for key in HEAD})
-    own = _line({key: row[key] for key in row if key == "run" or key not in HEAD})
+    head = row_line({key: row[key] for key in HEAD})
+    own = row_line({key: row[key] for key in row if key == "run" or key not in HEAD})
     begin = head.partition('"date":')[0] + '"date":'
     with open(path, "a+") as file:
         file.seek(0)
@@ -42,9 +42,13 @@ def append_row(path: str | Path, row: Json) -> None:
         file.write(own if heads[-1:] == [head] else head + own)
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
+def archive_of(path: Path) -> Path:
+    return path.with_name(path.name + ".xz")
+
+
+def lines(path: Path) -> list[tuple[str, str]]:
     """The lines of a file, those of its archive first, each with the place that an error names."""
-    archive, texts = path.with_name(path.name + ".xz"), list[tuple[Path, str]]()
+    archive, texts = archive_of(path), list[tuple[Path, str]]()
     if archive.exists():
         with lzma.open(archive, "rt") as file:
             texts.append((archive, file.read()))
@@ -64,7 +68,7 @@ def read_rows(path: str | Path) -> list[Json]:
     that lacks a field of the head because no head of its run stands before it.
     """
     heads, rows = dict[str, Json](), list[Json]()
-    for place, line in _lines(Path(path)):
+    for place, line in lines(Path(path)):
         value: Json = json.loads(line)
         if "kind" not in value:
             heads[value["run"]] = value

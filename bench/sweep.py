@@ -1,18 +1,24 @@
-"""The draws of a sweep: one mask at many sparsities, spread as in appendix A.4.1 of the paper.
+"""Sweeps: one mask at many sparsities, and how linear latency is in the visible share of the tiles.
 
-arXiv 2410.01359 draws documents again and again and fills buckets of sparsity, 0.05 wide, from 0.5
-(causal masks) or 0 to 1. Here a bucket is full with fewer draws, and `ENOUGH` of them end the
-drawing, or `TRIES`, whether or not each bucket was met.
+As in appendix A.4.1 of the paper: arXiv 2410.01359 draws documents again and again and fills
+buckets of sparsity, 0.05 wide, from 0.5 (causal masks) or 0 to 1. Here a bucket is full with fewer
+draws, and `ENOUGH` of them end the drawing, or `TRIES`, whether or not each bucket was met.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
+from bench import Json, name_of
 from bench.cases import BenchCase
 from bench.flops import sparsity
 from bench.masks import Draw, draw_documents
 
+Floats = npt.NDArray[np.float64]
 BUCKET = 0.05
 TRIES, ENOUGH = 400, 44
 # Draws a bucket, and how many documents.
@@ -41,3 +47,65 @@ def draw_cases(case: BenchCase) -> list[BenchCase]:
             filled[bucket] = filled.get(bucket, 0) + 1
             drawn.append(candidate)
     return drawn
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The points of a run: sparsity and milliseconds of each draw, and the dense time. The fit is
+    milliseconds = intercept + slope * (1 - sparsity)."""
+
+    run: str
+    mask: str
+    sparsity: Floats
+    ms: Floats
+    dense_ms: float
+
+    def line(self) -> tuple[float, float]:
+        """Intercept and slope in milliseconds, over the visible share of the tiles."""
+        slope, intercept = np.polyfit(1 - self.sparsity, self.ms, 1)
+        return float(intercept), float(slope)
+
+    def r_squared(self) -> float:
+        intercept, slope = self.line()
+        rest = self.ms - intercept - slope * (1 - self.sparsity)
+        return float(1 - rest.var() / self.ms.var())
+
+    def intercept_share(self) -> float:
+        """The time where nothing is visible, of the dense time."""
+        return self.line()[0] / self.dense_ms
+
+
+def sweeps(rows: Sequence[Json]) -> list[Sweep]:
+    """The sweeps in `rows`, in their order; without a dense time or three draws there is none."""
+    draws: dict[tuple[str, str], list[Json]] = {}
+    dense: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["variant"] == "sweep":
+            name, _, which = name_of(row).partition("#")
+            key = (row["run"], name)
+            draws.setdefault(key, [])
+            if which == "dense":
+                dense[key] = row["fwd_ms"]
+            else:
+                draws[key].append(row)
+    return [
+        Sweep(
+            run,
+            points[0]["mask"],
+            np.array([row["sparsity"] for row in points]),
+            np.array([row["fwd_ms"] for row in points]),
+            dense[run, name],
+        )
+        for (run, name), points in draws.items()
+        if len(points) >= 3 and (run, name) in dense
+    ]
+
+
+def summary(rows: Sequence[Json]) -> list[str]:
+    """One line for each sweep."""
+    return [
+        f"{sweep.mask:16} {len(sweep.ms)} draws, sparsity {sweep.sparsity.min():.2f} to "
+        f"{sweep.sparsity.max():.2f}: R^2 {sweep.r_squared():.4f}, intercept "
+        f"{sweep.intercept_share():.1%} of the dense {sweep.dense_ms:.2f} ms (run {sweep.run})"
+        for sweep in sweeps(rows)
+    ]

@@ -1,5 +1,4 @@
-"""The rows of the paper's cases as tables: the layout of its Tables 4 to 9, and the README's; and
-those of everyday shapes.
+"""The rows as tables: the layout of the paper's Tables 4 to 9, the README's, everyday shapes.
 
 A figure of ours comes from the latest run that has it, with flash-attn-4's causal attention of that
 size beside it if any run does, or from one of the same commit that has the other direction as well;
@@ -9,14 +8,16 @@ names its runs, by a letter. Only figures of one run may be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple, TypeVar
 
 from bench import Json, name_of, peer_of, tells_code
 from bench.everyday import SHAPES, Shape
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS, table_name, table_names
 
+T = TypeVar("T")
 PEER_LABELS = {
     "ours": "flash_mask_cute",
     "fa4": "flash-attn-4",
@@ -35,64 +36,10 @@ COLUMNS = (
 NOTHING = "-"
 # A call that takes less may cost the host more than the device, and flatter whom it costs less.
 HOST_MS = 0.5
-SHAPE_NAMES = tuple(s.case_name(is_backward=way) for s in SHAPES for way in (False, True))
 SHAPE_COLUMNS = (
     *("shape", "heads", "d", "forward", "flash-attn-4", "cuDNN", "ratio"),
     *("backward", "flash-attn-4", "cuDNN", "ratio", "runs"),
 )
-
-
-class Figures:
-    """What the rows say of the table's cases. by_run: rows by case, run and peer."""
-
-    def __init__(self, rows: Sequence[Json]) -> None:
-        self.by_run: dict[str, dict[str, dict[str, Json]]] = {}
-        wanted = set(table_names())
-        for row in rows:
-            if row["variant"] == "loop" and name_of(row) in wanted:
-                runs = self.by_run.setdefault(name_of(row), {})
-                runs.setdefault(row["run"], {})[peer_of(row)] = row
-
-    def of(self, name: str) -> dict[str, Json]:
-        """The row of each peer, in the order of PEER_LABELS; none without a figure of ours."""
-        runs = self.by_run.get(name, {})
-        run = self._run_of_ours(name)
-        if run is None:
-            return {}
-        found = dict(runs[run])
-        for other in reversed(runs.values()):
-            found = other | found
-        return {peer: found[peer] for peer in PEER_LABELS if peer in found}
-
-    def _run_of_ours(self, name: str) -> str | None:
-        runs = {
-            run: found["ours"]
-            for run, found in self.by_run.get(name, {}).items()
-            if "ours" in found
-        }
-        if not runs:
-            return None
-        compared = self.by_run.get(f"{name.rpartition('-')[0]}-causal", {})
-        runs = {run: row for run, row in runs.items() if "fa4" in compared.get(run, {})} or runs
-        latest = list(runs)[-1]
-        other_way = name.removeprefix("bwd-") if name.startswith("bwd-") else f"bwd-{name}"
-        others = self.by_run.get(other_way, {})
-        both = [
-            run
-            for run, row in runs.items()
-            if row["commit"] == runs[latest]["commit"] and "ours" in others.get(run, {})
-        ]
-        return both[-1] if both else latest
-
-    def together(self, name: str) -> dict[str, Json]:
-        """As `of`, of the run of ours alone: what may stand in one picture."""
-        found = self.of(name)
-        return {peer: row for peer, row in found.items() if row["run"] == found["ours"]["run"]}
-
-    def reference(self, row: Json, d: int, size: str, direction: str) -> Json | None:
-        """flash-attn-4's native causal attention of the same size, in the run of `row`."""
-        name = table_name(d, size, "causal", is_backward=direction == "bwd")
-        return self.by_run.get(name, {}).get(row["run"], {}).get("fa4")
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> str:
@@ -118,66 +65,94 @@ class Letters:
 
     def of(self, row: Json) -> str:
         self._runs.setdefault(row["run"], row)
-        return _letter(list(self._runs).index(row["run"]))
+        return self._letter(list(self._runs).index(row["run"]))
+
+    @staticmethod
+    def _letter(number: int) -> str:
+        first, second = divmod(number, 26)
+        return (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
 
     def legend(self) -> list[str]:
         return [
-            f"{_letter(number)}: run {run}, commit {row['commit']}, {row['gpu']}, "
+            f"- {self._letter(number)}: run {run}, commit {row['commit']}, {row['gpu']}, "
             + ", ".join(f"{name} {version}" for name, version in row["versions"].items())
             for number, (run, row) in enumerate(self._runs.items())
         ]
 
 
-def _letter(number: int) -> str:
-    first, second = divmod(number, 26)
-    return (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
+# -- the paper's masks ----------------------------------------------------------------------------
 
 
-class Sums(NamedTuple):
-    """Milliseconds and operations (in TFLOP) of a direction or of both; None: not measured."""
+class Figures:
+    """What the rows say of the paper's cases. by_run: rows by case, run and peer."""
 
-    ms: float | None
-    tflop: float | None
+    def __init__(self, rows: Sequence[Json]) -> None:
+        self.by_run: dict[str, dict[str, dict[str, Json]]] = {}
+        wanted = set(table_names())
+        for row in rows:
+            if row["variant"] == "loop" and name_of(row) in wanted:
+                runs = self.by_run.setdefault(name_of(row), {})
+                runs.setdefault(row["run"], {})[peer_of(row)] = row
 
-    @classmethod
-    def create(cls, row: Json | None, direction: str) -> Sums:
-        if row is None:
-            return cls(None, None)
-        ms = row[f"{direction}_ms"]
-        return cls(ms, ms * row[direction] / 1e3)
+    def of(self, name: str) -> dict[str, Json]:
+        """The row of each peer, in the order of PEER_LABELS; none without a figure of ours."""
+        runs = self.by_run.get(name, {})
+        run = self._run_of_ours(name)
+        if run is None:
+            return {}
+        found = dict(runs[run])
+        for other in reversed(runs.values()):
+            found = other | found
+        return {peer: found[peer] for peer in PEER_LABELS if peer in found}
 
-    def plus(self, other: Sums) -> Sums:
-        if None in (*self, *other):
-            return Sums(None, None)
-        return Sums(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[operator]
+    def _run_of_ours(self, name: str) -> str | None:
+        runs = {
+            x: found["ours"] for x, found in self.by_run.get(name, {}).items() if "ours" in found
+        }
+        if not runs:
+            return None
+        compared = self.by_run.get(f"{name.rpartition('-')[0]}-causal", {})
+        runs = {run: row for run, row in runs.items() if "fa4" in compared.get(run, {})} or runs
+        latest = list(runs)[-1]
+        other_way = name.removeprefix("bwd-") if name.startswith("bwd-") else f"bwd-{name}"
+        others = self.by_run.get(other_way, {})
+        commit = runs[latest]["commit"]
+        both = [x for x in runs if runs[x]["commit"] == commit and "ours" in others.get(x, {})]
+        return both[-1] if both else latest
 
-    def cells(self) -> tuple[str, str, str]:
-        """ms, TFLOP, TFLOP/s."""
-        if self.ms is None or self.tflop is None:
-            return NOTHING, NOTHING, NOTHING
-        return f"{self.ms:.2f}", f"{self.tflop:.2f}", f"{self.tflop / self.ms * 1e3:.1f}"
+    def reference(self, row: Json, d: int, size: str, direction: str) -> Json | None:
+        """flash-attn-4's native causal attention of the same size, in the run of `row`."""
+        name = table_name(d, size, "causal", is_backward=direction == "bwd")
+        return self.by_run.get(name, {}).get(row["run"], {}).get("fa4")
+
+
+def _cells(sums: Sequence[float] | None) -> tuple[str, str, str]:
+    """ms, TFLOP and TFLOP/s, of the first two."""
+    if sums is None:
+        return NOTHING, NOTHING, NOTHING
+    ms, tflop = sums
+    return f"{ms:.2f}", f"{tflop:.2f}", f"{tflop / ms * 1e3:.1f}"
 
 
 def _lines(figures: Figures, d: int, size: str, letters: Letters) -> Iterator[list[str]]:
     for mask in MASKS:
-        ways = [
-            figures.of(table_name(d, size, mask, is_backward=way == "bwd")) for way in DIRECTIONS
-        ]
+        ways = [figures.of(table_name(d, size, mask, is_backward=w == "bwd")) for w in DIRECTIONS]
         for peer in (peer for peer in PEER_LABELS if any(peer in found for found in ways)):
-            rows = [found.get(peer) for found in ways]
-            forward, backward = (
-                Sums.create(row, way) for row, way in zip(rows, DIRECTIONS, strict=True)
-            )
-            known = [row for row in rows if row is not None]
-            is_one_run = len({row["run"] for row in known}) == 1
-            total = forward.plus(backward) if is_one_run else Sums(None, None)
-            by_column = zip(*(sums.cells() for sums in (forward, backward, total)), strict=True)
+            rows = {way: found.get(peer) for way, found in zip(DIRECTIONS, ways, strict=True)}
+            sums = [
+                None if row is None else (row[f"{way}_ms"], row[f"{way}_ms"] * row[way] / 1e3)
+                for way, row in rows.items()
+            ]
+            known = [row for row in rows.values() if row is not None]
+            is_one_run = len(known) == 2 and known[0]["run"] == known[1]["run"]
+            total = [sum(both) for both in zip(*filter(None, sums), strict=True)]
+            by_column = zip(*map(_cells, (*sums, total if is_one_run else None)), strict=True)
             yield [
                 mask.replace("_", " "),
                 PEER_LABELS[peer],
                 *(cell for column in by_column for cell in column),
                 f"{known[0]['sparsity']:.2f}",
-                " ".join(NOTHING if row is None else letters.of(row) for row in rows),
+                " ".join(NOTHING if row is None else letters.of(row) for row in rows.values()),
             ]
 
 
@@ -191,10 +166,8 @@ def paper_tables(rows: Sequence[Json]) -> str:
         for size in LENGTHS:
             letters = Letters()
             if lines := list(_lines(figures, d, size, letters)):
-                legend = "\n".join(f"- {line}" for line in letters.legend())
-                parts.append(
-                    f"### d={d}, {size[:-1]}K tokens\n\n{markdown(COLUMNS, lines, 2)}\n\n{legend}"
-                )
+                title = f"### d={d}, {size[:-1]}K tokens"
+                parts += [title, markdown(COLUMNS, lines, 2), "\n".join(letters.legend())]
     return "\n\n".join(parts)
 
 
@@ -202,24 +175,23 @@ def headline(rows: Sequence[Json], d: int = 128) -> str:
     """Markdown: TFLOP/s of ours by mask, length and direction, and in brackets their ratio to
     flash-attn-4's native causal attention of the same direction and size in the same run."""
     figures = Figures(rows)
-    header = ["mask"]
-    header += [f"{way} {size[:-1]}K" for way in ("forward", "backward") for size in LENGTHS]
-    lines = []
-    for mask in MASKS:
-        cells = [mask.replace("_", " ")]
-        for way in DIRECTIONS:
-            for size in LENGTHS:
-                found = figures.of(table_name(d, size, mask, is_backward=way == "bwd"))
-                cells.append(_headline_cell(figures, found.get("ours"), d, size, way))
-        lines.append(cells)
-    return markdown(header, lines, 1)
+
+    def cell(mask: str, size: str, way: str) -> str:
+        row = figures.of(table_name(d, size, mask, is_backward=way == "bwd")).get("ours")
+        if row is None:
+            return NOTHING
+        causal = figures.reference(row, d, size, way)
+        return f"{row[way]:.0f}" + (f" ({row[way] / causal[way]:.2f})" if causal else "")
+
+    header = [f"{way} {size[:-1]}K" for way in ("forward", "backward") for size in LENGTHS]
+    lines = [
+        [mask.replace("_", " "), *(cell(mask, size, way) for way in DIRECTIONS for size in LENGTHS)]
+        for mask in MASKS
+    ]
+    return markdown(["mask", *header], lines, 1)
 
 
-def _headline_cell(figures: Figures, row: Json | None, d: int, size: str, way: str) -> str:
-    if row is None:
-        return NOTHING
-    causal = figures.reference(row, d, size, way)
-    return f"{row[way]:.0f}" + (f" ({row[way] / causal[way]:.2f})" if causal else "")
+# -- ours beside a peer ---------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
@@ -236,56 +208,84 @@ class Comparison(NamedTuple):
         return ratio
 
 
-class ShapeFigures:
-    """What the rows say of everyday shapes, or of the cases of these names.
+class Runs:
+    """Rows by run, then case, then peer, of `loop` and the like and of `short`; of equal ones the
+    last counts."""
 
-    Figures are those of `loop`, or where the call of any peer takes less than HOST_MS, those of
-    `short`, which the host's cost is not in. Ours is held against the first of `rivals`, or where
-    that has no row in a run in which it took part, against the next.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Json],
-        names: Sequence[str] = SHAPE_NAMES,
-        rivals: Sequence[str] = ("fa4", "cudnn"),
-    ) -> None:
-        self._by_run: dict[str, dict[str, dict[str, dict[str, Json]]]] = {}
-        wanted, self._rivals = set(names), rivals
-        self._runs_of_first: set[str] = set()
+    def __init__(self, rows: Sequence[Json]) -> None:
+        self.by_run: dict[str, dict[str, dict[str, Json]]] = {}
+        self._short: dict[str, dict[str, dict[str, Json]]] = {}
+        self._runs_of_shapes: set[tuple[str, str]] = set()
         for row in rows:
-            if row["variant"] in ("loop", "short") and name_of(row) in wanted:
-                by_case = self._by_run.setdefault(row["run"], {})
-                by_mode = by_case.setdefault(name_of(row), {})
-                by_mode.setdefault(row["variant"], {})[peer_of(row)] = row
-                if row["peer"] == rivals[0]:
-                    self._runs_of_first.add(row["run"])
+            run, name, peer = row["run"], name_of(row), peer_of(row)
+            is_short = row["variant"] == "short"
+            if is_short or row["variant"] in ("loop", "warm", "step", "wall", "peak"):
+                by_case = (self._short if is_short else self.by_run).setdefault(run, {})
+                by_case.setdefault(name, {})[peer] = row
+                self.by_run.setdefault(run, {})
+                if "shape-" in name:
+                    self._runs_of_shapes.add((run, peer))
 
-    def comparisons(self, name: str, direction: str) -> list[Comparison]:
-        """Of all runs that have one, of the last commit with such a run; the latest run first."""
-        found: list[Comparison] = []
-        for run in reversed(self._by_run):
-            comparison = self._comparison(run, name, f"{direction}_ms")
-            if comparison is None:
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for run in self.by_run.values() for name in run))
+
+    def latest(self, *wanted: tuple[str, str]) -> list[Json] | None:
+        """Rows of the latest run that has all of them; each wanted is (case name, peer)."""
+        for known in reversed(self.by_run.values()):
+            rows = [known.get(name, {}).get(peer) for name, peer in wanted]
+            if all(rows):
+                return [row for row in rows if row]
+        return None
+
+    def _of_last_commit(self, find: Callable[[str], tuple[str, T] | None]) -> dict[str, T]:
+        """What `find` (run -> commit and result) finds in the runs of the last commit that has any
+        such run; by run, the latest first. A commit that does not tell the code counts once."""
+        found: dict[str, T] = {}
+        last = None
+        for run in reversed(self.by_run):
+            each = find(run)
+            if each is None or (found and each[0] != last):
                 continue
-            commit = comparison.ours["commit"]
-            if found and commit != found[0].ours["commit"]:
-                continue
-            found.append(comparison)
-            if not tells_code(commit):
+            last, found[run] = each
+            if not tells_code(last):
                 break
         return found
 
-    def _comparison(self, run: str, name: str, key: str) -> Comparison | None:
-        by_mode = self._by_run[run].get(name, {})
-        rows = by_mode.get("loop", {})
-        if rows and min(row[key] for row in rows.values()) < HOST_MS:
-            rows = by_mode.get("short", {})
-        rivals = self._rivals if run in self._runs_of_first else self._rivals[:1]
-        rival = next((rows[peer] for peer in rivals if peer in rows), None)
-        if "ours" not in rows or rival is None:
-            return None
-        return Comparison(rows["ours"], rival, rows)
+    def measured(self, key: str, *wanted: tuple[tuple[str, ...], str]) -> dict[str, list[float]]:
+        """Figures by run, of the runs that have all of them. Each wanted is (names of one shape,
+        peer)."""
+
+        def find(run: str) -> tuple[str, list[float]] | None:
+            known = self.by_run[run]
+            rows = [
+                [known[name][peer] for name in names if peer in known.get(name, {})]
+                for names, peer in wanted
+            ]
+            if not all(rows):
+                return None
+            return rows[0][0]["commit"], [fmean(x[key] for x in of_shape) for of_shape in rows]
+
+        return self._of_last_commit(find)
+
+    def comparisons(
+        self, name: str, direction: str, rivals: Sequence[str] = ("fa4", "cudnn")
+    ) -> list[Comparison]:
+        """Of `loop`, or where the call of any peer takes less than HOST_MS, of `short`, which the
+        host's cost is not in. Ours is held against the first of `rivals`, or where that has no row
+        in a run in which it took part in shapes, against the next."""
+        key = f"{direction}_ms"
+
+        def find(run: str) -> tuple[str, Comparison] | None:
+            rows = self.by_run[run].get(name, {})
+            if rows and min(row[key] for row in rows.values()) < HOST_MS:
+                rows = self._short.get(run, {}).get(name, {})
+            among = rivals if (run, rivals[0]) in self._runs_of_shapes else rivals[:1]
+            rival = next((rows[peer] for peer in among if peer in rows), None)
+            if "ours" not in rows or rival is None:
+                return None
+            return rows["ours"]["commit"], Comparison(rows["ours"], rival, rows)
+
+        return list(self._of_last_commit(find).values())
 
 
 def _shape_cells(found: Sequence[Comparison], direction: str) -> list[str]:
@@ -299,40 +299,36 @@ def _shape_cells(found: Sequence[Comparison], direction: str) -> list[str]:
     return [*rates, f"{found[0].ratio(direction):.2f}"]
 
 
-def _shape_line(figures: ShapeFigures, shape: Shape, letters: Letters) -> list[str] | None:
-    ways = [
-        figures.comparisons(shape.case_name(is_backward=way == "bwd"), way) for way in DIRECTIONS
-    ]
-    if not any(ways):
+def _shape_line(runs: Runs, shape: Shape, letters: Letters) -> list[str] | None:
+    """A run's letter has a star where its figures are of short bursts."""
+    ways = {way: runs.comparisons(shape.case_name(is_backward=way == "bwd"), way)
+            for way in DIRECTIONS}  # fmt: skip
+    if not any(ways.values()):
         return None
     of_v = "" if shape.head_dim_v == shape.head_dim else f"/{shape.head_dim_v}"
-    cells = (_shape_cells(found, way) for found, way in zip(ways, DIRECTIONS, strict=True))
-    runs = (_run_mark(found, letters) for found in ways)
+    marks = (
+        letters.of(found[0].ours) + "*" * (found[0].ours["variant"] == "short")
+        if found
+        else NOTHING
+        for found in ways.values()
+    )
     return [
         f"{shape.name}, {shape.mask}",
         f"{shape.heads}/{shape.heads_kv}",
         f"{shape.head_dim}{of_v}",
-        *(cell for of_way in cells for cell in of_way),
-        " ".join(runs),
+        *(cell for way, found in ways.items() for cell in _shape_cells(found, way)),
+        " ".join(marks),
     ]
-
-
-def _run_mark(found: Sequence[Comparison], letters: Letters) -> str:
-    """The run's letter, with a star where its figures are of short bursts."""
-    if not found:
-        return NOTHING
-    ours = found[0].ours
-    return letters.of(ours) + ("*" if ours["variant"] == "short" else "")
 
 
 def shape_table(rows: Sequence[Json]) -> str:
     """Markdown: TFLOP/s of everyday shapes in both directions, each direction of one run, and what
     the runs were. Shapes without a comparison are left out."""
-    figures, letters = ShapeFigures(rows), Letters()
-    lines = [line for shape in SHAPES if (line := _shape_line(figures, shape, letters))]
+    runs, letters = Runs(rows), Letters()
+    lines = [line for shape in SHAPES if (line := _shape_line(runs, shape, letters))]
     if not lines:
         return "No everyday shape is among the rows."
-    legend = [f"- {line}" for line in letters.legend()]
+    legend = letters.legend()
     if any("*" in line[-1] for line in lines):
         legend.append(f"- \\*: single bursts of ten calls, where a call takes under {HOST_MS} ms")
     return "\n\n".join((markdown(SHAPE_COLUMNS, lines, 1), "\n".join(legend)))

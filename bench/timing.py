@@ -1,38 +1,8 @@
-"""How time is taken. Nothing here is called before the results passed `bench.peers.check`.
+"""How time is taken: a function for each mode of the protocol in docs/benchmarking.md.
 
-What holds for every mode
-  * Inputs are random, made once for a case, and shared by all peers. They are gigabytes, many times
-    the L2, so no cache is flushed between calls. Those of everyday shapes may be smaller than the
-    L2: then all peers find them there.
-  * Every peer is called before anything is timed: compilation and handles stay outside.
-  * Peers take turns inside each round and the order rotates by one from round to round, so that
-    drifting clocks and temperature fall on all alike. The figure is the median of the rounds.
-
-loop    Sustained, the power limit included. A round gives each peer a burst of about `burst_s`
-        seconds of back-to-back calls between two CUDA events. An eighth as many calls run untimed
-        before the first event: they bring the clocks to this peer's level, and the host gets ahead
-        of the device, so its cost is hidden wherever a call costs the host less than the device.
-        A burst has three calls at least, and two before it; in the backward, which takes up to a
-        second, and in tables, one and one. Where a call lasts longer than a burst, there are three
-        rounds at most.
-single  One call after an idle gap of `idle_s`, clocks high. A spin kernel of about a millisecond
-        holds the device while the host enqueues event, call, event; so the host is not timed.
-short   A burst of ten calls after such a gap, held and enqueued likewise: short, at full clock, and
-        without the host's cost also where a call costs the host more than the device. Publications
-        that time ten calls mean this; so does a case whose call is short.
-host    Wall time of a warm call without synchronisation, in chunks of 100 calls; the device is
-        drained between chunks, outside the timed part, so that the launch queue never fills. In
-        training a call is a forward and its backward by autograd.
-sweep   Milliseconds of one call of two that follow an untimed one, in turns over all draws.
-step    Microseconds of a training step, of twenty one after the other from an idle device until it
-        is idle again: by autograd, and in turns with that as replays of a CUDA graph of one step,
-        which the host's cost is not in.
-wall    Microseconds from a call on an idle device until the device is idle again.
-cold    Seconds in fresh processes: importing torch, importing the peer, the first call up to its
-        synchronised end. Caches on disk are empty in the first process and kept for the second. An
-        earlier process, not reported, pays for the bytecode of newly installed packages.
-
-SM clock and power are read under an untimed load right after the rounds.
+Nothing here is called before the results passed their gate, and after every peer was called once.
+Peers take turns inside each round and the order rotates by one from round to round, so that
+drifting clocks and temperature fall on all alike. The figure is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from bench import ROOT
@@ -105,41 +75,33 @@ def calls_in(seconds: float, milliseconds: float, least: int = 3) -> int:
     return max(least, round(seconds * 1e3 / milliseconds))
 
 
-def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float, least: int = 3) -> Samples:
-    """Sustained milliseconds a call, one sample a round, of `least` calls or more."""
+def _in_turns(
+    calls: Mapping[str, Call], rounds: int, take: Callable[[str, Call], float]
+) -> Samples:
+    """A sample of each call a round, in turns."""
     samples: Samples = {name: [] for name in calls}
+    for order in rotations(list(calls), rounds):
+        for name in order:
+            samples[name].append(take(name, calls[name]))
+    return samples
+
+
+def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float, least: int = 3) -> Samples:
+    """Sustained milliseconds a call, one sample a round, of `least` calls or more; at most three
+    rounds where a call lasts longer than a burst. An eighth as many untimed calls come first: they
+    bring the clocks to this peer's level, and the host gets ahead of the device."""
     if not rounds:
-        return samples
+        return {name: [] for name in calls}
     few = min(2, least)
     first = {name: burst(call, least, few) for name, call in calls.items()}
     counts = {name: calls_in(burst_s, ms, least) for name, ms in first.items()}
     if max(first.values()) > burst_s * 1e3:
         rounds = min(rounds, LONG_ROUNDS)
-    for order in rotations(list(calls), rounds):
-        for name in order:
-            count = counts[name]
-            samples[name].append(burst(calls[name], count, max(few, count // 8)))
-    return samples
 
+    def take(name: str, call: Call) -> float:
+        return burst(call, counts[name], max(few, counts[name] // 8))
 
-def time_single(calls: Mapping[str, Call], rounds: int, idle_s: float = 0.05) -> Samples:
-    """Milliseconds of one call after an idle gap, one sample a round."""
-    import torch
-
-    spin: Any = torch.cuda._sleep
-    samples: Samples = {name: [] for name in calls}
-    for order in rotations(list(calls), rounds):
-        for name in order:
-            begin, end = _events()
-            torch.cuda.synchronize()
-            time.sleep(idle_s)
-            spin(SPIN_CYCLES)
-            begin.record()
-            calls[name]()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
-    return samples
+    return _in_turns(calls, rounds, take)
 
 
 def _spin_cycles(call: Call, count: int) -> int:
@@ -158,52 +120,45 @@ def _spin_cycles(call: Call, count: int) -> int:
 def time_short(
     calls: Mapping[str, Call], rounds: int, count: int = SHORT_CALLS, idle_s: float = 0.05
 ) -> Samples:
-    """Milliseconds a call of `count` calls after an idle gap, one sample a round."""
+    """Milliseconds a call of `count` calls after an idle gap, one sample a round: at full clock.
+    A spin kernel holds the device meanwhile, so that the host is not timed."""
     import torch
 
-    samples: Samples = {name: [] for name in calls}
     if not rounds:
-        return samples
+        return {name: [] for name in calls}
     spin: Any = torch.cuda._sleep
-    cycles = {name: _spin_cycles(call, count) for name, call in calls.items()}
-    for order in rotations(list(calls), rounds):
-        for name in order:
-            torch.cuda.synchronize()
-            time.sleep(idle_s)
-            spin(cycles[name])
-            samples[name].append(burst(calls[name], count, untimed=0))
-    return samples
+    cycles = {name: SPIN_CYCLES if count == 1 else _spin_cycles(call, count)
+              for name, call in calls.items()}  # fmt: skip
+
+    def take(name: str, call: Call) -> float:
+        torch.cuda.synchronize()
+        time.sleep(idle_s)
+        spin(cycles[name])
+        return burst(call, count, untimed=0)
+
+    return _in_turns(calls, rounds, take)
 
 
 def time_sweep(calls: Mapping[str, Call], rounds: int) -> Samples:
-    """Milliseconds a call, one sample a round of each of many calls."""
-    samples: Samples = {name: [] for name in calls}
-    for order in rotations(list(calls), rounds):
-        for name in order:
-            calls[name]()
-            begin, end = _events()
-            begin.record()
-            calls[name]()
-            calls[name]()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end) / 2)
-    return samples
+    """Milliseconds of one call of two that follow an untimed one, one sample a round."""
+    return _in_turns(calls, rounds, lambda _, call: burst(call, 2, untimed=1))
 
 
 def time_wall(call: Call, rounds: int = 30) -> list[float]:
-    """Microseconds of a call up to its synchronised end, after three untimed ones."""
+    """Microseconds of a call on an idle device until it is idle again, after three untimed ones."""
+    samples = [_wall_us(call, 1) for _ in range(3 + rounds)]
+    return samples[3:]
+
+
+def _wall_us(call: Call, count: int) -> float:
     import torch
 
-    samples = []
-    for number in range(3 + rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter_ns()
+    torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    for _ in range(count):
         call()
-        torch.cuda.synchronize()
-        if number >= 3:
-            samples.append((time.perf_counter_ns() - begin) / 1e3)
-    return samples
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - begin) / count / 1e3
 
 
 def captured(call: Call) -> Call:
@@ -230,18 +185,7 @@ def captured(call: Call) -> Call:
 
 def time_steps(calls: Mapping[str, Call], rounds: int, count: int) -> Samples:
     """Wall microseconds of a call, of `count` one after the other, one sample a round."""
-    import torch
-
-    samples: Samples = {name: [] for name in calls}
-    for order in rotations(list(calls), 1 + rounds):
-        for name in order:
-            call = calls[name]
-            torch.cuda.synchronize()
-            begin = time.perf_counter_ns()
-            for _ in range(count):
-                call()
-            torch.cuda.synchronize()
-            samples[name].append((time.perf_counter_ns() - begin) / count / 1e3)
+    samples = _in_turns(calls, 1 + rounds, lambda _, call: _wall_us(call, count))
     # the first round finds the clocks of whatever ran before
     return {name: values[1:] for name, values in samples.items()}
 
@@ -261,30 +205,29 @@ def count_launches(call: Call) -> int:
 
 
 def time_host(calls: Mapping[str, Call], total: int = 2000) -> Samples:
-    """Host microseconds of a warm call, one sample a chunk."""
+    """Host microseconds of a warm call, one sample a chunk; the device is drained between chunks,
+    outside the timed part, so that the launch queue never fills."""
     import torch
+
+    def take(_: str, call: Call) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _number in range(CHUNK):
+            call()
+        return (time.perf_counter_ns() - begin) / CHUNK / 1e3
 
     for call in calls.values():
         for _ in range(CHUNK):
             call()
-    samples: Samples = {name: [] for name in calls}
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        for order in rotations(list(calls), total // CHUNK):
-            for name in order:
-                call = calls[name]
-                torch.cuda.synchronize()
-                begin = time.perf_counter_ns()
-                for _ in range(CHUNK):
-                    call()
-                samples[name].append((time.perf_counter_ns() - begin) / CHUNK / 1e3)
+        return _in_turns(calls, total // CHUNK, take)
     finally:
         torch.cuda.synchronize()
         if was_enabled:
             gc.enable()
-    return samples
 
 
 def parse_smi(line: str) -> str:
@@ -336,7 +279,7 @@ def cold_child(peer_name: str, case_name: str) -> None:
 
     torch_done = time.perf_counter()
     peer, case = PEERS[peer_name], CASES[case_name]
-    peer.load()
+    importlib.import_module(peer.needs)
     peer_done = time.perf_counter()
     call = peer.prepare(case, make_tensors(case, "cuda", seed=0))
     torch.cuda.synchronize()

@@ -14,6 +14,8 @@ from cases import FP32, FP64
 from dense_masks import DenseMasks
 from torch import Tensor
 
+from bench.oracle import Attention, attend
+
 NEG_INF = float("-inf")
 
 
@@ -196,19 +198,10 @@ class Head(NamedTuple):
         capped = rule.softcap * torch.tanh(raw / rule.softcap) if rule.softcap else raw
         return raw, x.modified(capped, head_idx)
 
-    def attend(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(self, scores: Tensor) -> Attention:
         """out, lse and probabilities of masked scores, of any size. Rows without a term have
         gradients of 0."""
-        sink = scores.new_tensor(NEG_INF) if self.sink is None else self.sink
-        terms = torch.cat([sink.expand(scores.shape[0], 1), scores], dim=1)
-        empty = terms.isneginf().all(dim=1)
-        largest = terms.detach().amax(dim=1).masked_fill(empty, 0.0)
-        # torch.logsumexp takes its derivative from its result, which may be too large for that
-        shifted = terms - largest[:, None]
-        log_total = torch.exp(shifted).sum(dim=1).masked_fill(empty, 1.0).log()
-        probabilities = torch.exp(shifted[:, 1:] - log_total[:, None])
-        lse = (largest + log_total).masked_fill(empty, NEG_INF)
-        return probabilities @ self.v, lse, probabilities
+        return attend(scores, self.v, self.sink)
 
 
 def _float64_sequence(x: OneSequence, rule: Rule) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import drawn_share
 import pytest
 import simulator_needed
 from drawn_share import Deal, is_in_share
-from simulator_needed import changed_files, verdict
+from simulator_needed import READ, changed_files, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = """
@@ -141,6 +142,27 @@ def test_one_file_elsewhere_is_enough(repository: Path, name: str) -> None:
     write(repository, "docs/page.md", "changed")
     write(repository, name, "new")
     assert is_needed(repository)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_tests_share_with_the_benchmark_is_enough(repository: Path, name: str) -> None:
+    assert (ROOT / name).is_file()
+    write(repository, name, "changed")
+    assert is_needed(repository)
+
+
+def test_what_the_simulator_reads_of_the_benchmark_is_known() -> None:
+    """By the imports of the tests and their helpers, those on the CPU and for kernels left out."""
+    read = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        apart = {"cpu", "gpu"} & {*path.relative_to(ROOT / "tests").parts}
+        if not apart and path.stem not in ("dsl_masks", "compiled_code"):
+            text = path.read_text()
+            read |= {*re.findall(r"^from bench\.(\w+) import", text, re.M)}
+            assert "import bench" not in text
+            for names in re.findall(r"^from bench import (.+)$", text, re.M):
+                read |= {each.split()[0] for each in names.split(",")}
+    assert {f"bench/{name}.py" for name in read} <= {*READ}
 
 
 def test_a_file_that_moved_to_the_benchmark_left_the_package(repository: Path) -> None:

@@ -1,12 +1,14 @@
-"""Cases small enough for a CPU, and rows of a chosen rate."""
+"""Cases small enough for a CPU, rows of a chosen rate, and what stands for a GPU."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
 import bench
-from bench import flops, masks
-from bench.cases import CASES, BenchCase
+from bench import flops, masks, measure, timing
+from bench.cases import CASES, BenchCase, CaseTensors, make_tensors
 
 
 def small(mask: str = "causal", n: int = 300, **changes: object) -> BenchCase:
@@ -22,8 +24,6 @@ SMALL = [
     small("sliding_window", 512, window=128),
     small("varlen_causal", 515, tokens=773, doc_lengths=(1, 129, 515, 128)),
 ]
-
-
 ODD = 701
 
 
@@ -42,8 +42,43 @@ def dense(case: BenchCase) -> np.ndarray:
     return case.mask_of(case.n).sees(rows[:, None], rows[None, :])
 
 
-def rate_row(run_id: str, case: str, peer: str, rate: float) -> bench.Json:
-    milliseconds = flops.attention_flops(CASES[case]) / rate / 1e9
-    return {"run": run_id, "commit": "abc"} | bench.row_of(
-        CASES[case], peer, "loop", milliseconds, ()
-    )
+def row(
+    run: str, name: str, peer: str, rate: float, variant: str = "loop", commit: str = "abc"
+) -> bench.Json:
+    """A whole row whose figure is `rate` TFLOP/s."""
+    milliseconds = flops.attention_flops(CASES[name]) / rate / 1e9
+    head = {"run": run, "date": "today", "gpu": "a GPU", "commit": commit, "versions": {"torch": 2}}
+    return head | bench.row_of(CASES[name], peer, variant, milliseconds, ())
+
+
+class Clock:
+    """Stands for the device's events; `now` in milliseconds."""
+
+    now = 0.0
+
+    class Event:
+        def __init__(self, clock: Clock) -> None:
+            self.clock, self.at = clock, 0.0
+
+        def record(self) -> None:
+            self.at = self.clock.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Clock.Event) -> float:
+            return end.at - self.at
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Inputs are on the CPU, nothing is waited for, and time passes only where the test says so."""
+
+    def on_cpu(case: BenchCase, device: str, seed: int) -> CaseTensors:
+        return make_tensors(case, "cpu", seed)
+
+    clock = Clock()
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(measure, "make_tensors", on_cpu)
+    monkeypatch.setattr(timing, "_events", lambda: (Clock.Event(clock), Clock.Event(clock)))
+    return clock

@@ -9,14 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from small_cases import masked, without_a_gpu
 
-from bench import ROOT, compare, history, masks, measure, timing
-from bench.cases import CASES, BenchCase, CaseTensors, make_tensors
+from bench import ROOT, compare, history
+from bench.cases import CASES, BenchCase
 from bench.compare import HERE, Failed
 
 BASE, OLD = "base", "old"
@@ -25,8 +25,10 @@ BASE, OLD = "base", "old"
 class FakeProcess:
     """Takes `ms` a call times a factor that drifts with each burst of any process."""
 
-    def __init__(self, label: str, ms: float, log: list[tuple[str, object]]) -> None:
-        self.label, self.ms, self.log = label, ms, log
+    def __init__(
+        self, label: str, ms: float, log: list[tuple[str, object]], drift: float = 1.01
+    ) -> None:
+        self.label, self.ms, self.log, self.drift = label, ms, log, drift
 
     def prepare(self, name: str) -> None:
         self.log.append((self.label, name))
@@ -39,7 +41,7 @@ class FakeProcess:
     def burst(self, count: int, untimed: int) -> float:
         self.log.append((self.label, (count, untimed)))
         bursts = sum(isinstance(told, tuple) for _, told in self.log)
-        return self.ms * 1.01**bursts
+        return self.ms * self.drift**bursts
 
 
 def test_sides_take_turns_with_bursts_of_one_size() -> None:
@@ -62,14 +64,6 @@ def test_sides_take_turns_with_bursts_of_one_size() -> None:
     assert found.apart(BASE) == 0
 
 
-class Steady(FakeProcess):
-    """Always takes `ms`."""
-
-    def burst(self, count: int, untimed: int) -> float:
-        self.log.append((self.label, (count, untimed)))
-        return self.ms
-
-
 def test_processes_of_a_side_count_by_their_mean(capsys: pytest.CaptureFixture[str]) -> None:
     """One process of the base is slow: this tree is no faster for that, and it is told."""
     log: list[tuple[str, object]] = []
@@ -77,9 +71,9 @@ def test_processes_of_a_side_count_by_their_mean(capsys: pytest.CaptureFixture[s
     @contextmanager
     def launch() -> Iterator[Mapping[str, Sequence[compare.Process]]]:
         yield {
-            HERE: [Steady("here 1", 5.0, log), Steady("here 2", 5.0, log)],
-            BASE: [Steady("base 1", 5.0, log), Steady("base 2", 5.2, log)],
-            OLD: [Steady("old 1", 5.5, log), Steady("old 2", 5.5, log)],
+            HERE: [FakeProcess("here 1", 5.0, log, 1.0), FakeProcess("here 2", 5.0, log, 1.0)],
+            BASE: [FakeProcess("base 1", 5.0, log, 1.0), FakeProcess("base 2", 5.2, log, 1.0)],
+            OLD: [FakeProcess("old 1", 5.5, log, 1.0), FakeProcess("old 2", 5.5, log, 1.0)],
         }
 
     assert compare.compare_all(["d128-full-8k"], launch, 2, 0.1, 0.03)
@@ -126,39 +120,10 @@ def test_after_a_failure_both_sides_start_again(capsys: pytest.CaptureFixture[st
     assert (BASE, (1, 1)) in log  # the first burst of a backward
 
 
-class Event:
-    clock = 0.0
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = Event.clock
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Event) -> float:
-        return end.at - self.at
-
-
-def small(kind: str = "attention", **changes: object) -> BenchCase:
-    return replace(
-        CASES["mask-d64-8k-document"],
-        **{"n": 96, "tokens": 192, "heads": 2, "heads_kv": 2, "kind": kind} | changes,  # type: ignore[arg-type]
-        draw=masks.Draw(((40,), (56,))),
-    )
-
-
 def test_a_side_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_cpu(case: BenchCase, device: str, seed: int) -> CaseTensors:
-        return make_tensors(case, "cpu", seed)
-
-    monkeypatch.setattr(measure, "make_tensors", on_cpu)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(timing, "_events", lambda: (Event(), Event()))
-    for name, case in {"forward": small(), "backward": small("backward")}.items():
-        monkeypatch.setitem(CASES, name, case)
+    clock = without_a_gpu(monkeypatch)
+    monkeypatch.setitem(CASES, "forward", masked("document", 96))
+    monkeypatch.setitem(CASES, "backward", masked("document", 96, kind="backward"))
     called = []
     admit = compare.admitting(3, 4)
 
@@ -167,7 +132,7 @@ def test_a_side_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def timed() -> None:
             called.append((case.kind, call()))
-            Event.clock += 2.5
+            clock.now += 2.5
 
         return timed
 
@@ -236,10 +201,7 @@ def test_earlier_commits_are_unpacked(tmp_path: Path) -> None:
         assert (folder / "flash_mask_cute").resolve() == (tmp_path / "flash_mask_cute").resolve()
     with pytest.raises(ValueError, match="no-such-commit"), history.unpacked("no-such-commit"):
         pass
-    is_repository = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True
-    )
-    if is_repository.returncode:
+    if not (ROOT / ".git").exists():
         pytest.skip("no repository here, so no earlier commit")
     with history.unpacked("HEAD", "flash_mask_cute") as folder:
         assert (folder / "flash_mask_cute" / "interface.py").is_file()
@@ -247,42 +209,24 @@ def test_earlier_commits_are_unpacked(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["d128-full-8k"],
-        ["--base", "HEAD", "host-128"],
-        ["--base", "HEAD", "d512*"],
-        ["--base", "HEAD", "--base", "HEAD"],
-        ["--base", "here"],
-        ["--base", "HEAD", "--processes", "0"],
-    ],
-)
-def test_wrong_arguments_stop_before_any_work(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        compare.parse(arguments)
-    assert stopped.value.code == 2
-
-
-def test_default_cases() -> None:
-    names = compare.parse(["--base", "HEAD"]).names
-    assert {CASES[name].kind for name in names} == {"attention", "backward"}
-    assert {CASES[name].n for name in names} == {8192} and 8 <= len(names) <= 24
-    assert compare.main(["--base", str(ROOT), "--base", "no-such-commit"]) == 2
-
-
-@pytest.mark.parametrize("command", ["run", "compare"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_commands_say_so(command: str, tmp_path: Path) -> None:
-    arguments = {"run": ["--out", str(tmp_path / "rows")], "compare": ["--base", str(ROOT)]}
-    child = subprocess.run(
-        [sys.executable, "-m", f"bench.{command}", *arguments[command]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 2 and not child.stderr
-    assert re.fullmatch(
-        rf"python -m bench\.{command} needs a GPU, and torch .* sees none\n", child.stdout
-    )
-    assert not (tmp_path / "rows").exists()
+def test_commands_refuse_before_any_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for told in ("d128-full-8k", "--base HEAD host-128", "--base HEAD --base HEAD", "--base here",
+                 "--base HEAD --processes 0"):  # fmt: skip
+        with pytest.raises(SystemExit) as stopped:
+            compare.parse(told.split())
+        assert stopped.value.code == 2
+    capfd.readouterr()
+    out = tmp_path / "rows"
+    commands = {
+        "run": ["--out", str(out)],
+        "compare": ["--base", str(ROOT)],
+        "flex": [],
+        "decode": [],
+    }
+    for name, arguments in commands.items():
+        command = [sys.executable, "-m", f"bench.{name}", *arguments]
+        assert subprocess.run(command, cwd=ROOT).returncode == 2
+        said = "".join(capfd.readouterr())
+        assert re.fullmatch(rf"python -m bench\.{name} needs a GPU, and torch .* sees none\n", said)
+    assert not out.exists()

@@ -1,27 +1,26 @@
-"""Rows: their file, and as tables."""
+"""Rows: their file, the bars that they are held to, and the pages that show them."""
 
 from __future__ import annotations
 
-import json
+import base64
+import hashlib
+import importlib.metadata
 import lzma
+import re
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from small_cases import row
 
 import bench
-from bench import flops, report, tables
+from bench import DETERMINISTIC, cudnn_cases, everyday, flops, plot, prep, report, sweep, tables
 from bench.cases import CASES
-from bench.rows import HEAD, append_row, read_rows
-
-
-def row(run: str, name: str, peer: str, rate: float, variant: str = "loop") -> bench.Json:
-    """A row whose figure is `rate` TFLOP/s."""
-    case = CASES[name]
-    milliseconds = flops.attention_flops(case) / rate / 1e9
-    known = {"run": run, "date": "today", "gpu": "a GPU", "commit": f"of {run}"}
-    known |= {"versions": {"torch": "2"}}
-    return known | bench.row_of(case, peer, variant, milliseconds, ())
-
+from bench.everyday import SHAPES, WIDTHS, Width
+from bench.peers import DOCUMENT_MASKS
+from bench.rows import HEAD, RESULTS, append_row, read_rows, row_line
+from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE
 
 ROWS = [
     row("old", "mask-d128-8k-causal", "ours", 600),
@@ -39,49 +38,55 @@ ROWS = [
 ]
 
 
+# -- the file -------------------------------------------------------------------------------------
+
+
+def test_a_row_is_charged_for_its_direction() -> None:
+    case = CASES["bwd-det-d128-8k-document"]
+    made = bench.row_of(case, DETERMINISTIC, "loop", 20.0, ("spread 1.0%", ""))
+    twin = flops.tflops(CASES["mask-d128-8k-document"], 20.0)
+    assert made["bwd"] == pytest.approx(2.5 * twin, abs=0.01) and "fwd" not in made
+    assert (made["kind"], made["peer"], made["deterministic"]) == ("attention", "ours", True)
+    assert made["note"] == f"{case.name}; columns; spread 1.0%"
+    assert (bench.name_of(made), bench.peer_of(made)) == (case.name, DETERMINISTIC)
+    host = bench.row_of(CASES["host-128"], "fa4", "warm", 104.125, ())
+    assert host["us"] == 104.12 and "fwd" not in host
+
+
+def test_the_table_of_a_run_never_mixes_runs() -> None:
+    rows = [row("a", "d128-full-8k", "ours", 600), row("b", "d128-full-8k", "fa4", 500)]
+    lines = bench.format_table(rows).splitlines()
+    assert len(lines) == 2 and not any("=" in line for line in lines)
+    (line,) = bench.format_table([*rows, row("b", "d128-full-8k", "ours", 600)]).splitlines()[1:]
+    assert line.endswith("= 1.200")
+
+
 def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
-    """Runs that append in turns, and one whose head changes and changes back."""
+    """Runs that append in turns, one whose head changes and changes back, and a row that was
+    written whole: what stands in it wins over the head."""
     path = tmp_path / "rows.jsonl"
-    given = [entry for pair in zip(ROWS[:4], ROWS[4:8], strict=True) for entry in pair]
+    given = [each for pair in zip(ROWS[:4], ROWS[4:8], strict=True) for each in pair]
     given += [ROWS[0] | {"commit": "another"}, ROWS[0], ROWS[0]]
-    for entry in given:
-        append_row(path, entry)
+    for each in given:
+        append_row(path, each)
     assert read_rows(path) == given
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    heads = [line for line in lines if "kind" not in line]
-    assert [(head["run"], head["commit"]) for head in heads] == [
-        ("old", "of old"),
-        ("new", "of new"),
-        ("old", "another"),
-        ("old", "of old"),
-    ]
-    assert all({*head} == {*HEAD} for head in heads) and len(lines) == len(given) + len(heads)
-    assert all({*line} & {*HEAD} == {"run"} for line in lines if "kind" in line)
-    compact = (json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    assert path.read_text() == "".join(compact)
-
-
-def test_a_row_with_a_head_of_its_own_needs_no_other(tmp_path: Path) -> None:
-    """Rows were once written so; what stands in a row wins over the head."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in ROWS))
-    assert read_rows(path) == ROWS
-    append_row(path, ROWS[0])
+    lines = path.read_text().splitlines()
+    heads = [line for line in lines if '"kind"' not in line]
+    assert len(heads) == 4 and len(lines) == len(given) + len(heads)
     own = ROWS[1] | {"commit": "its own"}
     with open(path, "a") as file:
-        file.write(json.dumps(own))
-    assert read_rows(path) == [*ROWS, ROWS[0], own]
+        file.write(row_line(own))
+    assert read_rows(path) == [*given, own] and {*HEAD} <= own.keys()
 
 
 def test_an_archive_is_read_before_its_file(tmp_path: Path) -> None:
     """Two runs archived one after the other, each a stream of its own, and a third in the file."""
     path, archive = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.xz"
-    for row in ROWS[:2]:
-        append_row(path, row)
+    for each in ROWS[:2]:
+        append_row(path, each)
         with open(archive, "ab") as file:
             file.write(lzma.compress(path.read_bytes()))
         path.unlink()
-    assert read_rows(path) == ROWS[:2]
     append_row(path, ROWS[2])
     assert read_rows(path) == ROWS[:3]
     with pytest.raises(FileNotFoundError):
@@ -100,149 +105,301 @@ def test_a_row_before_its_head_is_refused(tmp_path: Path) -> None:
         append_row(path, {"run": "new", "date": "today", "kind": "attention"})
 
 
-def cells(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+# -- tables ---------------------------------------------------------------------------------------
 
 
-def test_tables_of_the_paper() -> None:
-    text = tables.paper_tables(ROWS)
-    assert text.count("###") == 1 and text.startswith("### d=128, 8K tokens\n")
-    header, rule, *lines = cells(text)
-    assert header == list(tables.COLUMNS) and set("".join(rule)) == {"-", ":"}
+def cells(text: str) -> dict[tuple[str, ...], list[str]]:
+    """Lines of a table by their first two cells."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {(line[0].strip(), line[1].strip()): [x.strip() for x in line[2:]] for line in lines}
+
+
+def test_a_total_is_of_one_run() -> None:
+    found = cells(tables.paper_tables(ROWS))
     forward = flops.attention_flops(CASES["mask-d128-8k-causal"]) / 1e12
     ms = [forward / 660 * 1e3, 2.5 * forward / 550 * 1e3]
-    assert lines[0] == [
-        *("causal", "flash_mask_cute"),
-        *(f"{ms[0]:.2f}", f"{ms[1]:.2f}", f"{sum(ms):.2f}"),
-        *(f"{forward:.2f}", f"{2.5 * forward:.2f}", f"{3.5 * forward:.2f}"),
-        *("660.0", "550.0", f"{3.5 * forward / sum(ms) * 1e3:.1f}", "0.49", "a a"),
-    ]
-    by_method = {(line[0], line[1]): line for line in lines}
-    assert list(by_method) == [
-        ("causal", "flash_mask_cute"),
-        ("causal", "flash-attn-4"),
-        ("causal", "cuDNN"),
-        ("document", "flash_mask_cute"),
-        ("document", "FlexAttention"),
-    ]
+    line = found["causal", "flash_mask_cute"]
+    assert line[:3] == [f"{ms[0]:.2f}", f"{ms[1]:.2f}", f"{sum(ms):.2f}"]
+    assert line[6:] == ["660.0", "550.0", f"{3.5 * forward / sum(ms) * 1e3:.1f}", "0.49", "a a"]
     # a peer that the run of ours does not have comes from another run, and says so
-    assert by_method["causal", "cuDNN"][8:] == ["400.0", "-", "-", "0.49", "b -"]
-    # a total of two runs is none
-    assert by_method["document", "flash_mask_cute"][8:] == ["450.0", "520.0", "-", "0.74", "b a"]
-    assert by_method["document", "FlexAttention"][12] == "a a"
-    assert "- a: run new, commit of new, a GPU, torch 2\n- b: run old" in text
-    assert tables.paper_tables([]) == ""
-
-
-def test_headline_is_relative_to_causal_attention_of_the_same_run() -> None:
-    header, _, *lines = cells(tables.headline(ROWS))
-    assert header[:2] == ["mask", "forward 8K"] and len(lines) == 12
-    found = {line[0]: line for line in lines}
-    assert found["causal"] == ["causal", "660 (1.10)", "-", "-", "550", "-", "-"]
+    assert found["causal", "cuDNN"][6:] == ["400.0", "-", "-", "0.49", "b -"]
+    assert found["document", "flash_mask_cute"][6:] == ["450.0", "520.0", "-", "0.74", "b a"]
     # ours of the old run is held against that run's causal figure
-    assert found["document"][1] == "450 (0.90)"
-    assert found["full"][1:] == ["-"] * 6
-    assert cells(tables.headline(ROWS, 64))[2][1:] == ["-"] * 6
+    ratios = cells(tables.headline(ROWS))
+    assert {*ratios} >= {("causal", "660 (1.10)"), ("document", "450 (0.90)"), ("full", "-")}
 
 
-def test_what_stands_in_one_picture_is_of_one_run() -> None:
-    figures = tables.Figures(ROWS)
-    assert list(figures.together("mask-d128-8k-causal")) == ["ours", "fa4"]
-    assert list(figures.of("mask-d128-8k-causal")) == ["ours", "fa4", "cudnn"]
-    assert figures.of("mask-d64-8k-causal") == {}
+def test_which_run_a_line_is_of() -> None:
+    name, back, causal = "mask-d64-8k-full", "bwd-mask-d64-8k-full", "mask-d64-8k-causal"
+
+    def run_of(*rows: bench.Json) -> str:
+        return str(tables.Figures(rows).of(name)["ours"]["run"])
+
+    old, both = ([row(run, x, "ours", 9) for x in (name, back)] for run in ("old", "both"))
+    assert run_of(*old, *both, row("late", name, "ours", 9)) == "both"
+    # a later commit is worth more than a total, and a reference more than a later commit
+    new = row("new", name, "ours", 9, commit="abd")
+    assert run_of(*old, *both, new) == "new"
+    assert run_of(*both, row("both", causal, "fa4", 9), new) == "both"
+    assert tables.Figures([new]).of(back) == {}
 
 
-def test_letters_go_on_after_z() -> None:
-    letters = tables.Letters()
-    names = [letters.of(row(str(i), "mask-d128-8k-causal", "ours", 1)) for i in range(28)]
-    assert names[:2] + names[25:] == ["a", "b", "z", "aa", "ab"]
-    assert letters.legend()[26].startswith("aa: run 26,")
+# -- bars -----------------------------------------------------------------------------------------
+
+SHAPE, SMALL_GRID = "shape-llama3-8b-b2-n8192", "shape-gpt2-b8-n1024"
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--table", "paper"]) == 0
-    assert capsys.readouterr().out.count("| full ") >= 6
-    with pytest.raises(SystemExit):
-        report.main(["--table", "paper", "--bars"])
+def made_up(run: str, name: str, variant: str = "loop", **ms: float) -> list[bench.Json]:
+    head = {"run": run, "commit": "abc", "gpu": "a GPU", "versions": {"torch": "2"}}
+    return [head | bench.row_of(CASES[name], p, variant, of, ()) for p, of in ms.items()]
 
 
-def ratios(*rows: bench.Json) -> dict[str, report.Bar]:
-    figures = report.Figures(rows)
-    targets = [{"d": 128, "n": 8192, "mask": "causal", "fwd_rel": 1.0}]
-    found = [*report.forward_bars(figures), *report.mask_bars(figures, targets)]
-    return {bar.name: bar for bar in found}
+def bars(*rows: bench.Json, targets: tuple[bench.Json, ...] = ()) -> dict[str, report.Bar]:
+    return {bar.name: bar for group in report.bars(rows, targets).values() for bar in group}
 
 
-def of_commit(commit: str, run: str, name: str, *rates: float) -> list[bench.Json]:
-    """Ours and flash-attn-4's."""
-    pairs = zip(("ours", "fa4"), rates, strict=True)
-    return [row(run, name, peer, rate) | {"commit": commit} for peer, rate in pairs]
+TARGETS: tuple[bench.Json, ...] = (
+    {"d": 128, "n": 8192, "mask": "document", "fwd_rel": 0.8, "bwd_rel": 0.9},
+    {"d": 128, "n": 8192, "mask": "share_question", "fwd_rel": 0.6, "bwd_rel": 0.75},
+    {"d": 128, "n": 8192, "mask": "prefix_lm_causal", "fwd_rel": 1.0, "bwd_rel": 1.0},
+    {"d": 64, "n": 8192, "mask": "document", "fwd_rel": 0.8},
+)
+
+
+def test_bars_of_masks_and_callables() -> None:
+    rates = {
+        "mask-d128-8k-causal": {"fa4": 600},
+        "d128-full-8k": {"ours": 650},
+        "mask-d128-8k-document": {"ours": 600},
+        "mask-d128-8k-share_question": {"ours": 380},
+        "mask-d128-8k-prefix_lm_causal": {"ours": 620},
+        "mod-d64-8k-alibi": {"ours": 550, "fa4": 500},
+        "d64-full-8k": {"ours": 500, "fa4": 500},
+        "bwd-d128-causal-8k": {"fa4": 560},
+        "bwd-mask-d128-8k-full": {"ours": 600},
+        "bwd-mask-d128-8k-document": {"ours": 540},
+        "bwd-mask-d128-8k-share_question": {"ours": 460},
+        "bwd-mask-d128-8k-prefix_lm_causal": {"ours": 575},
+        "bwd-mod-d128-8k-random_eviction": {"ours": 500, "fa4_mask_mod": 400},
+        "bwd-det-d128-8k-causal": {"ours": 550, DETERMINISTIC: 500},
+        "bwd-det-d128-8k-document": {"ours": 500, DETERMINISTIC: 400},
+    }
+    rows = [row("a", name, p, rate) for name, of in rates.items() for p, rate in of.items()]
+    # the causal figure of another run does not count; without a level there is no bar
+    rows += [row("b", "mask-d64-8k-document", "ours", 500)]
+    rows += [row("c", "bwd-mask-d64-8k-document", "ours", 400)]
+    rows += [row("c", "bwd-d64-causal-8k", "fa4", 500)]
+    found = bars(*rows, targets=TARGETS)
+    means = {"": (600 / 600 / 0.8 * 380 / 600 / 0.6) ** 0.5, "bwd-": 460 / 560 / 0.75}
+    for name, figure, bar, verdict in (
+        ("mask-d128-8k-document", 1.0, 0.864, "met"),
+        ("mask-d128-8k-share_question", 0.633, 0.648, "short"),
+        # 95 % of our own full attention is less than 1.08 r
+        ("mask-d128-8k-prefix_lm_causal", 1.033, 0.95 * 650 / 600, "met"),
+        ("mask-d64-8k-document", None, 0.92, "not measured"),
+        ("mask mean d128", means[""], 1.2, "short"),
+        ("mod-d64-8k-alibi", 1.1, 1.1, "met"),
+        ("d64-full-8k", 1.0, 1.03, "short"),
+        ("bwd-mask-d128-8k-document", 540 / 560, 0.954, "met"),
+        ("bwd-mask-d128-8k-share_question", 460 / 560, 0.795, "met"),
+        ("bwd-mask-d128-8k-prefix_lm_causal", 575 / 560, 0.95 * 600 / 560, "met"),
+        ("bwd-mask-d64-8k-document", 0.8, None, "no bar"),
+        ("bwd-mask mean all", means["bwd-"], 1.15, "short"),
+        ("bwd-mod-d128-8k-random_eviction", 1.25, 1.8, "short"),
+        ("bwd-det-d128-8k-causal", 1.1, 1.2, "met"),
+        ("bwd-det-d128-8k-document", 1.25, 1.2, "short"),
+    ):
+        expected = [x if x is None else pytest.approx(x, abs=2e-3) for x in (figure, bar)]
+        assert [found[name].figure, found[name].bar] == expected, name
+        assert found[name].verdict() == verdict, name
+    named = {*report.FORWARD, *report.CALLABLES, *report.BACKWARD, *report.BACKWARD_CALLABLES}
+    assert named | {*report.DETERMINISTIC_SHARE} <= {*CASES} & found.keys()
+
+
+def test_bars_of_what_is_no_rate() -> None:
+    meta, document = "meta-128k-document", "memory-bwd-8k-causal_document"
+    step, plan = "host-step-d128-512", cudnn_cases.plan_name("hstu", "8k")
+    (prepared,) = made_up("a", meta, "wall", ours=99.0)
+    (kept,) = made_up("a", document, "peak", ours=0.0)
+    rows = [prepared | {"bytes": 3_000_000, "launches": 5}, kept | {"bytes": 4 * 8192 * 4096}]
+    steps = made_up("a", step, "step", ours=104.0, fa4=260.0)
+    rows += [each | {"device_us": 100.0} for each in steps]
+    rows += made_up("a", "host-128-train", "warm", ours=60.0, fa4=240.0)
+    rows += made_up("a", plan, "wall", ours=100.0, cudnn_flex=2000.0)
+    seconds = {"torch": 2.0, "import": 2.9, "first_call": 4.1, "first_call_cached": 0.5}
+    for run, factor in (("a", 0.1), ("b", 1.0)):  # the latest run decides
+        of_run = {x: made_up(run, "cold-128", x, ours=1e6 * s * factor) for x, s in seconds.items()}
+        rows += [each for found in of_run.values() for each in found]
+    found = bars(*rows)
+    for name, figure, verdict in (
+        (f"{meta} us", 99.0, "met"),
+        (f"{meta} launches", 5, "short"),
+        (f"{meta} bytes", 3e6, "met"),
+        (document, 4.0, "no bar"),
+        (step, 1.04, "met"),
+        ("host-step-d128-1k", None, "not measured"),
+        ("host-128-train", 0.25, "no bar"),
+        (plan, 0.05, "no bar"),
+        ("cold-128 import", 2.9, "met"),
+        ("cold-128 first_call", 4.1, "short"),
+    ):
+        assert found[name].figure == (figure and pytest.approx(figure)), name
+        assert found[name].verdict() == verdict, name
+    assert "device 100 us, flash-attn-4 2.6, run a" in found[step].remark
+    assert bars(rows[2] | {"us": 106.0})[step].verdict() == "short"
+
+
+def test_bars_of_shapes() -> None:
+    rows = made_up("a", SHAPE, ours=1.0, fa4=1.2, cudnn=0.9)
+    assert bars(*rows)[SHAPE].figure == pytest.approx(1.2)
+    # without flash-attn-4 in the run nothing tells that it refused
+    only = made_up("a", SHAPE, ours=1.0, cudnn=0.9)
+    assert bars(*only)[SHAPE].verdict() == "not measured"
+    refused = bars(*only, *made_up("a", "shape-flux-b1-n4608", ours=1.0, fa4=1.0))
+    bar, mean = refused[SHAPE], refused["shape mean"]
+    assert (bar.figure, bar.verdict()) == (pytest.approx(0.9), "short")
+    assert "against cuDNN" in bar.remark
+    assert mean.figure is None and "2 of 41" in mean.remark
+    every = [each for s in SHAPES for each in made_up("a", s.case_name(), ours=1.0, fa4=1.16)]
+    assert bars(*every)["shape mean"].verdict() == "met"
+    # few are held to less
+    by_name = {shape.name: shape for shape in SHAPES}
+    few = [by_name[x] for x in ("flux b1 n4608", "gemma3-4b b1 n8192", "llama3-8b b2 n8192")]
+    assert [report.shape_bar(shape, "bwd") for shape in few] == [0.97, 1, 1]
+    assert [report.shape_bar(shape, "fwd") for shape in few] == [1, 0.97, 1]
+
+
+def test_short_calls_are_held_by_short_bursts() -> None:
+    loop = made_up("a", SMALL_GRID, ours=0.1, fa4=0.3)
+    assert bars(*loop)[SMALL_GRID].verdict() == "not measured"
+    short = made_up("a", SMALL_GRID, "short", ours=0.1, fa4=0.09)
+    bar = bars(*loop, *short)[SMALL_GRID]
+    assert bar.figure == pytest.approx(0.9) and "bursts of ten calls" in bar.remark
+
+
+def test_no_head_dimension_takes_longer_than_a_larger_one() -> None:
+    bounds = {width.label: getattr(everyday.bound(width), "label", None) for width in WIDTHS}
+    assert bounds["d72"] == bounds["d80"] == bounds["d64"] == "d96"
+    assert bounds["d160"] == bounds["d192v128"] == "d192" and bounds["d256"] is None
+    name = Width(72, 72).case_name("full")
+    rows = made_up("a", name, ours=1.5)
+    bar = bars(*rows, *made_up("a", "width-full-d96", ours=1.2))[name]
+    assert bar.figure == pytest.approx(1.25) and bar.verdict() == "short"
+    other = bars(*rows, *made_up("b", "width-full-d96", ours=1.2))[name]
+    assert other.verdict() == "not measured"
+
+
+def test_bars_of_masks_beside_cudnn() -> None:
+    names = cudnn_cases.compared_names(cudnn_cases.WIDTHS[0], "8k", is_backward=False)
+    rows = [x for n in names[:2] for x in made_up("a", n, ours=1.0, cudnn_flex=1.2)]
+    rows += made_up("a", f"bwd-{names[0]}", ours=1.0, cudnn_flex=1.04)
+    rows += made_up("a", names[2], ours=0.1, cudnn_flex=0.4)  # too short a call for loop
+    found = bars(*rows)
+    assert (found[names[0]].bar, found[names[0]].verdict()) == (1.10, "met")
+    assert found[f"bwd-{names[0]}"].verdict() == "short"
+    assert found[names[2]].verdict() == "not measured"
+    mean = found["cudnn mean d128 8k"]
+    assert mean.figure == pytest.approx(1.2) and "2 of 18 masks" in mean.remark
+    assert "| forward, d128, 8k  |  1.2 |" in report.cudnn_table(rows)
 
 
 def test_runs_of_one_commit_decide_together() -> None:
-    name = "d128-full-8k"
-    runs = [of_commit("new", str(i), name, ours, 100) for i, ours in enumerate((90, 120, 130))]
-    old = of_commit("old", "old", name, 500, 100)
-    bar = ratios(*old, *runs[0], *runs[1], *runs[2])[name]
+    name, long = "d128-causal-8k", "mask-d128-8k-causal"
+
+    def of(run: str, rate: float, commit: str = "new", name: str = name) -> list[bench.Json]:
+        pairs = (("ours", rate), ("fa4", 100))
+        return [row(run, name, peer, x, commit=commit) for peer, x in pairs]
+
+    runs = [of("0", 90), of("1", 120), of("2", 130)]
+    bar = bars(*of("old", 500, "old"), *runs[0], *runs[1], *runs[2])[name]
     assert bar.figure == pytest.approx(1.2) and bar.remark == "median of 3 runs, 2 the last"
     # a commit with changes on top of it may be any code
-    changed = [of_commit("new+", str(i), name, ours, 100) for i, ours in enumerate((90, 120, 130))]
-    bar = ratios(*changed[0], *changed[1], *changed[2])[name]
-    assert bar.figure == pytest.approx(1.3) and bar.remark == "run 2"
+    bar = bars(*of("0", 90, "new+"), *of("1", 120, "new+"))[name]
+    assert bar.figure == pytest.approx(1.2) and bar.remark == "run 1"
     # the last commit that has all that a bar needs
-    bar = ratios(*runs[0], *runs[1], row("3", name, "ours", 10))[name]
-    assert bar.figure == pytest.approx(1.05) and bar.remark == "median of 2 runs, 1 the last"
-    assert ratios()[name].verdict() == "not measured"
+    assert bars(*runs[0], *runs[1], row("3", name, "ours", 10))[name].figure == pytest.approx(1.05)
+    # names of one shape count together
+    assert bars(*of("0", 130), *of("0", 100, name=long))[long].figure == pytest.approx(1.15)
 
 
-def test_names_of_one_shape_count_together() -> None:
-    short, long = "d128-causal-8k", "mask-d128-8k-causal"
-    rows = [*of_commit("c", "r", short, 130, 100), *of_commit("c", "r", long, 100, 100)]
-    assert ratios(*rows)[long].figure == pytest.approx(1.15)
-    assert ratios(*rows[2:])[long].figure == pytest.approx(1.0)
-    # 95 % of full attention is less than 1.08 times the best peer
-    full = row("r", "mask-d128-8k-full", "ours", 100) | {"commit": "c"}
-    bar = ratios(*rows, full)[long]
-    assert bar.bar == pytest.approx(0.95) and "115% of full" in bar.remark
+def synthetic_sweep(noise: float) -> list[bench.Json]:
+    """Rows of 2 + 98 (1 - sparsity) ms, each off by `noise` one way or the other."""
+    base = replace(CASES["sweep-32k-document"], n=4096, draw=None)
+    rows = [bench.row_of(sweep.dense_case(base), "ours", "sweep", 100.0, ())]
+    for i, case in enumerate(sweep.draw_cases(base)):
+        ms = 2.0 + 98.0 * (1 - flops.sparsity(case)) + noise * (-1) ** i
+        rows.append(bench.row_of(case, "ours", "sweep", ms, ()))
+    return [{"run": "a"} | each for each in rows]
 
 
-def test_figures_without_a_bar_stand_where_there_are_rows() -> None:
-    def of_kind(name: str, peer: str, variant: str, figure: bench.Json) -> bench.Json:
-        made = bench.row_of(CASES[name], peer, variant, None, ())
-        return {"run": "r", "commit": "c"} | made | figure
-
-    document, causal = "memory-bwd-8k-causal_document", "memory-bwd-128k-causal"
-    rows = [
-        of_kind("host-128-train", "ours", "warm", {"us": 60.0}),
-        of_kind("host-128-train", "fa4", "warm", {"us": 240.0}),
-        of_kind(document, "ours", "peak", {"bytes": 4 * 8192 * 4096}),
-        of_kind(causal, "ours", "peak", {"bytes": 3 * 131072 * 4096}),
-        of_kind(causal, "fa4", "peak", {"bytes": 5 * 131072 * 4096}),
-    ]
-    found = {bar.name: bar for bar in report.backward_bars(report.Figures(rows))}
-    expected = {"host-128-train": 0.25, document: 4.0, causal: 3.0}
-    assert {name: found[name].figure for name in expected} == expected
-    assert {found[name].verdict() for name in expected} == {"no bar"}
-    assert found[document].remark == "bytes / element of q, run r"
-    assert found[causal].remark == "bytes / element of q, flash-attn-4 5, run r"
-    assert found["host-128-train"].remark == "host time, run r"
-    assert not {*expected} & {bar.name for bar in report.backward_bars(report.Figures([]))}
+def test_linearity() -> None:
+    (found,) = sweep.sweeps(synthetic_sweep(0.0))
+    assert found.r_squared() == pytest.approx(1.0, abs=1e-5)
+    assert found.intercept_share() == pytest.approx(0.02, abs=1e-3)
+    (noisy,) = sweep.sweeps(synthetic_sweep(10.0))
+    assert noisy.r_squared() == pytest.approx(1 - 100 / noisy.ms.var(), abs=0.02)
+    held = bars(*synthetic_sweep(0.0))
+    assert held["sweep document R^2"].verdict() == "met"
+    assert held["sweep document intercept / dense"].verdict() == "met"
 
 
-def test_bars_of_a_cold_start_are_of_the_latest_run() -> None:
-    seconds = {"torch": 2.0, "import": 2.9, "first_call": 4.1, "first_call_cached": 0.5}
+# -- pages ----------------------------------------------------------------------------------------
 
-    def of_run(run: str, peer: str, factor: float) -> list[bench.Json]:
-        return [
-            {"run": run, "kind": "cold", "peer": peer, "deterministic": False, "variant": variant}
-            | {"us": 1e6 * value * factor}
-            for variant, value in seconds.items()
-        ]
+COMMITTED = read_rows(RESULTS)
 
-    rows = [*of_run("a", "ours", 0.1), *of_run("b", "ours", 1.0), *of_run("b", "fa4", 9.0)]
-    found = list(report.cold_bars(rows))
-    assert [bar.figure for bar in found] == pytest.approx([2.9, 4.1, 0.5])
-    assert [bar.verdict() for bar in found] == ["met", "short", "met"]
-    assert all("run b" in bar.remark for bar in found)
-    assert {bar.verdict() for bar in report.cold_bars([])} == {"not measured"}
+
+@pytest.mark.parametrize("page", plot.PAGES)
+def test_pages_say_what_the_rows_say(page: str) -> None:
+    text = (bench.ROOT / page).read_text()
+    assert plot.fill(page, text, COMMITTED) == text != plot.fill(page, text, [])
+    with pytest.raises(ValueError, match="no markers for"):
+        plot.fill(page, text.replace("<!-- end of", "<!-- gone"), COMMITTED)
+
+
+def test_tables_say_what_the_rows_say() -> None:
+    assert report.TABLES_PAGE.read_text() == report.tables_page(COMMITTED)
+
+
+def drawn(path: Path) -> str:
+    """An svg with its images by their points: matplotlib does not choose how they are packed."""
+    image = pytest.importorskip("matplotlib.image")
+
+    def points(found: re.Match[str]) -> str:
+        pixels = image.imread(BytesIO(base64.b64decode(found[1])))
+        return f"{pixels.shape} {hashlib.sha256(pixels.tobytes()).hexdigest()}"
+
+    text = re.sub(r'data:image/png;base64,([^"]+)', points, path.read_text())
+    return re.sub(r'id="image\w+"', "", text)
+
+
+def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    committed = {path.name: drawn(path) for path in plot.FOLDER.iterdir()}
+    made_by = re.search(r"Matplotlib v([\d.]+)", committed["memory.svg"])
+    here = importlib.metadata.version("matplotlib")
+    if made_by is None or made_by[1] != here:
+        pytest.skip(f"drawn by another version of matplotlib than {here}: {made_by}")
+    pyplot.rcParams["font.size"] = 20  # what was drawn before does not matter
+    plot.draw_all(COMMITTED, tmp_path)
+    assert {path.name: drawn(path) for path in tmp_path.iterdir()} == committed
+
+
+def test_sizes_of_masks_are_those_that_were_measured() -> None:
+    sizes = {(bench.name_of(r), r["peer"]): r["bytes"] for r in COMMITTED if r["kind"] == "prep"}
+    # cuDNN's masks have tables of their own
+    measured = {key: found for key, found in sizes.items() if key[0].startswith("meta-")}
+    assert len(measured) == 10
+    of_tables = {"causal_document": 1, "document": 1, "share_question": 2, "random_eviction": 1}
+    for (name, peer), found in measured.items():
+        case = CASES[name]
+        vectors = case.mask_of(case.n).hidden.shape[1]
+        expected = prep.interval_bytes(case.n, vectors)
+        if peer == "flex":
+            expected = prep.block_mask_bytes(case.n) + 4 * case.n * of_tables.get(case.mask, 0)
+        elif case.mask in DOCUMENT_MASKS:
+            # intervals, also counted inside documents; where these begin, in slots and in the
+            # batch; bounds of both, with one block more for each sequence
+            slots, blocks = case.n // DOCUMENT_STRIDE, case.n // BOUNDS_TILE
+            expected = 4 * (2 * vectors * case.n + slots + slots + 1)
+            expected += 4 * 2 * vectors * (blocks + blocks + slots)
+        assert found == expected

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bench import ROOT, blackwell_model
-from bench.blackwell_model import NAMES, NO_DISASSEMBLER, PEER, read_rows, row_of, tables
-from bench.sass_paths import Code
+from bench.blackwell_model import (
+    NAMES,
+    NO_DISASSEMBLER,
+    PEER,
+    Code,
+    read_rows,
+    row_of,
+    tables,
+)
 
 # Two bodies in a loop, of which one has an inner loop, and a wait with a slow way.
 TEXT = """
@@ -59,7 +66,7 @@ def test_addresses_stand_for_labels() -> None:
 
 
 def test_kept_rows_reach_the_bars() -> None:
-    """Of issue 40: no loop is longer than flash-attn-4's."""
+    """No loop is longer than flash-attn-4's."""
     rows = {row["name"]: row for row in read_rows()}
     assert tuple(rows) == NAMES
     for name, row in rows.items():

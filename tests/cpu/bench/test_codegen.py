@@ -69,14 +69,6 @@ ROW: Json = {
 }
 
 
-def test_counts_of_a_disassembly() -> None:
-    assert codegen.count_sass(SASS) == SASS_COUNTS
-
-
-def test_counts_of_a_ptx_text() -> None:
-    assert codegen.count_ptx(PTX) == PTX_COUNTS
-
-
 def test_ptx_is_counted_where_no_disassembler_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -205,18 +197,6 @@ def test_what_the_variants_cover() -> None:
         *("preprocess", "postprocess", "add_parts", "zero_padding", "mask_bits"),
         *("column_bounds", "document_split", "block_scan"),
     }
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert codegen.main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == list(VARIANTS)
-    assert codegen.main(["d256-*", "d128-s*_mod", "--list"]) == 0
-    assert capsys.readouterr().out.split() == [
-        *(f"d256-{mask}" for mask in ("full", "causal", "window", "varlen")),
-        "d128-score_mod",
-    ]
-    with pytest.raises(SystemExit, match="2"):
-        codegen.main(["no-such-variant"])
 
 
 def test_kept_rows_hold_every_variant() -> None:

@@ -1,0 +1,145 @@
+"""The gates: right results pass, wrong ones do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_cases import SMALL, masked, small
+from test_bench_cases import visible_pairs
+
+from bench import cases, gate, masks, peers
+from bench.cases import CASES, BenchCase, make_tensors
+from bench.oracle import attend as attention
+
+
+def attend(case: BenchCase, tensors: cases.CaseTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole (out, lse) by dense float64 attention, out rounded to the case's dtype."""
+    q, k, v = (t.reshape(-1, *t.shape[-2:]).double() for t in tensors[:3])
+    k, v = (t.repeat_interleave(case.heads // case.heads_kv, 1) for t in (k, v))
+    outs, lses, start, start_k = [], [], 0, 0
+    for length, keys in zip(case.lengths, case.key_lengths, strict=True):
+        rows, columns = slice(start, start + length), slice(start_k, start_k + keys)
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[columns]) * case.d**-0.5
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        hidden = torch.from_numpy(~visible_pairs(case, length))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse = scores.logsumexp(-1)
+        if tensors.sink is not None:
+            lse = torch.logaddexp(lse, tensors.sink.double()[:, None])
+        outs.append(torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), v[columns]))
+        lses.append(lse.float())
+        start, start_k = start + length, start_k + keys
+    out = torch.cat(outs).to(tensors.q.dtype).reshape(*tensors.q.shape[:-1], case.d_v)
+    return out, torch.cat(lses, 1) if case.varlen else torch.stack(lses)
+
+
+CROSS = [
+    small("full", 300, tokens=600, n_k=77),
+    small("causal", 130, tokens=260, n_k=401),
+    small("sliding_window", 300, window=40, sink=True),
+    small("causal", 200, tokens=400, sink=True),
+]
+GATED = [
+    *SMALL,
+    small("causal", 200, softcap=5.0, d_v=32),
+    small("causal", 200, dtype="float16"),
+    *CROSS,
+]
+
+
+@pytest.mark.parametrize("case", GATED, ids=lambda c: f"{c.mask}-{c.n}-{c.dtype}-{c.sink}")
+def test_gate_is_green_on_right_and_red_on_wrong_results(case: BenchCase) -> None:
+    tensors = make_tensors(case, "cpu", 5)
+    truth = gate.reference(case, tensors, seed=1)
+
+    def ok(out: torch.Tensor, lse: torch.Tensor | None, rule: float = gate.RULE) -> bool:
+        return gate.check(truth, out, lse, rule=rule).ok
+
+    out, lse = attend(case, tensors)
+    assert ok(out, lse) and ok(out, None)
+    assert not ok(out, lse + 0.01)
+    assert not ok(out + 0.05, lse)
+    for wrong in (out, lse):
+        damaged = wrong.clone()
+        damaged.view(-1)[-1] = torch.nan
+        assert not ok(damaged if wrong is out else out, damaged if wrong is lse else lse)
+    assert not ok(out.roll(1, -2), lse, gate.PEER_RULE)
+    if case.sink:
+        without, _ = attend(replace(case, sink=False), tensors._replace(sink=None))
+        assert not ok(without, None, gate.PEER_RULE)
+
+
+@pytest.mark.parametrize("window", [55, 57, 900])
+def test_gates_see_a_mask_that_is_off_by_one_key(window: int) -> None:
+    case = small("sliding_window", 900, window=56)
+    tensors = make_tensors(case, "cpu", 5)
+    other = replace(case, window=window)
+    out, lse = attend(other, tensors)
+    right = attend(case, tensors)
+    truth = gate.reference(case, tensors, seed=1)
+    assert gate.check(truth, *right, rule=gate.RULE).ok
+    assert not gate.check(truth, out, None, rule=gate.RULE).ok
+    assert not gate.check(truth, right[0], lse, rule=gate.RULE).ok
+    backward, wrong = (replace(x, kind="backward") for x in (case, other))
+    saved = peers.save_forward(backward, tensors, 5)
+    expected = gate.gradient_reference(backward, saved, 1)
+    found = peers.PEERS["ours"].prepare(wrong, peers.save_forward(wrong, tensors, 5))()
+    assert not gate.check_gradients(expected, found, rule=gate.RULE).ok
+
+
+@pytest.mark.parametrize("keys", [0, 3])
+def test_rows_without_a_term(keys: int) -> None:
+    scores = torch.full((2, keys), -torch.inf, dtype=torch.float64).requires_grad_()
+    v = torch.randn(keys, 4, dtype=torch.float64, requires_grad=True)
+    found = attention(scores, v)
+    assert (found.out == 0).all() and (found.lse == -torch.inf).all()
+    for gradient in torch.autograd.grad((found.out.sum(), found.lse.sum()), (scores, v)):
+        assert (gradient == 0).all()
+    with_sink = attention(scores, v, torch.tensor(1.5))
+    assert (with_sink.out == 0).all() and (with_sink.lse == 1.5).all()
+
+
+def test_sampled_rows_hold_the_edges_of_documents() -> None:
+    rows = gate.sample_rows(SMALL[-1], seed=7)
+    places = {(row.sequence, row.query) for row in rows}
+    assert {(0, 0), (1, 0), (1, 128), (2, 0), (2, 127), (2, 128), (2, 514), (3, 127)} <= places
+    assert all(row.query < SMALL[-1].lengths[row.sequence] for row in rows)
+    dense = {(row.sequence, row.query) for row in gate.sample_rows(CASES["d128-full-8k"], seed=7)}
+    assert {(0, 0), (0, 8191), (15, 0), (15, 8191)} <= dense
+
+
+BACKWARDS = [
+    *(masked(mask, 300, kind="backward") for mask in masks.MASKS),
+    masked("document", 300, kind="backward", form="mask_mod"),
+    replace(SMALL[-1], kind="backward"),
+    small("sliding_window", 300, kind="backward", window=40, softcap=5.0),
+    small("causal", 200, kind="backward", dtype="float16", score_mod="t5_bias"),
+    *(replace(case, kind="backward") for case in CROSS),
+]
+
+
+@pytest.mark.parametrize("case", BACKWARDS, ids=lambda c: f"{c.mask}-{c.form}-{c.dtype}-{c.n_k}")
+def test_gate_of_gradients(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
+    truth = gate.gradient_reference(case, tensors, 4)
+    found = peers.PEERS["ours"].prepare(case, tensors)()
+    assert len(found) == 3 + case.sink
+    assert gate.check_gradients(truth, found, rule=gate.RULE).ok
+    # in pieces it is the same reference
+    monkeypatch.setattr(gate, "SCORES", 96 * case.n)
+    in_pieces = gate.gradient_reference(case, tensors, 4).exact
+    for whole, pieces in zip(truth.exact, in_pieces, strict=True):
+        for x, y in zip(whole, pieces, strict=True):
+            assert torch.allclose(x, y, rtol=1e-9, atol=1e-9)
+    for place in range(len(found)):
+        off, damaged = list(found), list(found)
+        off[place] = found[place] * 1.05
+        damaged[place] = found[place].clone()
+        damaged[place].view(-1)[0] = torch.nan
+        for wrong in (off, damaged):
+            assert not gate.check_gradients(truth, wrong, rule=gate.RULE).ok
+    swapped_heads = [x.roll(1, -2) for x in found[:3]]
+    assert not gate.check_gradients(truth, [*swapped_heads, *found[3:]], rule=gate.PEER_RULE).ok
