@@ -9,10 +9,11 @@ import torch
 from case_log import note
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import Inputs
+from planned import backward_call
 from torch import Tensor
 from unseen_memory import Hostile
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.prepare import prepare_bwd
 from flash_mask_cute.runtime.target import Target
 
@@ -34,7 +35,7 @@ def launch_on_simulator(
     unused = ~inputs.rows_in_use("q")
     out[unused] = float("nan")
     lse.mT[unused] = float("nan")
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     keywords["dlse"] = dlse
     dsink = None
     if inputs.case.sink is not None:
@@ -46,8 +47,7 @@ def launch_on_simulator(
 def launch(
     operands: tuple[Tensor, ...], keywords: dict[str, Any], arch: str = HOPPER
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
-    return run_on_simulator(call, arch)
+    return run_on_simulator(backward_call(*operands, **keywords), arch)
 
 
 def run_on_simulator(call: AttentionCall, arch: str = HOPPER) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,11 +6,13 @@ from types import ModuleType
 from typing import Any
 
 from inputs import Inputs
+from planned import call_of, planned
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.prepare import prepare_fwd
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 
 # few, so that small problems give every persistent CTA several work tiles
@@ -20,21 +22,20 @@ DELAY_SEEDS = (None, 1, 2)
 
 
 def launch_on_simulator(
-    inputs: Inputs, arch: str, sms: int = SMS, **more: Any
+    inputs: Inputs, arch: str, sms: int = SMS, limits: Limits | None = None, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel for tensors on the CPU. sms: what the host takes the GPU to have."""
-    keywords = inputs.keywords | more
-    call = AttentionCall.from_arguments(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
-    out, lse = run_on_simulator(call, arch, sms)
+    out, lse = run_on_simulator(call_of(inputs, **more), arch, sms, limits)
     assert lse is not None
     return out, lse
 
 
 def run_on_simulator(
-    call: AttentionCall, arch: str, sms: int = SMS
+    call: AttentionCall, arch: str, sms: int = SMS, limits: Limits | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`interface.forward` of tensors on the CPU."""
-    return prepare_fwd(call, Target(arch, num_sms=sms))(call.tensors, call.masks)
+    prepared = prepared_fwd(planned(call, Target(arch, num_sms=sms), limits))
+    return prepared(call.tensors, call.masks)
 
 
 def run_sim(

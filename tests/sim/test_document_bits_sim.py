@@ -10,12 +10,11 @@ import pytest
 import torch
 from cases import DOCUMENT_CASES, Case
 from inputs import Inputs, make_inputs
+from planned import backward_call, forward_call, planned
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
-from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
@@ -70,12 +69,10 @@ def tiles_of(tile: tuple[int, int]) -> int:
 def bits_plan_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
     keywords = {"mask_mod": mod, "aux_tensors": [aux], **more}
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    operands = (q, q, q)
+    call = forward_call(q, q, q, **keywords)
     if direction == "backward":
-        operands += (q, q, torch.zeros(BATCH, HEADS, SEQLEN))
-    return plan(
-        AttentionCall.from_arguments(Direction(direction), *operands, **keywords), TARGET
-    ).mask_bits
+        call = backward_call(q, q, q, q, q, torch.zeros(BATCH, HEADS, SEQLEN), **keywords)
+    return planned(call, TARGET).mask_bits
 
 
 def store(bits_plan: DocumentBitsPlan, mod: Any, aux: Tensor) -> MaskBits:
@@ -144,11 +141,7 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
 @pytest.mark.parametrize("entries", [1, 2])
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (192, 128)), (128, (128, 128))])
 def test_parts_of_documents(
-    simulator: ModuleType,
-    head_dim: int,
-    tile: tuple[int, int],
-    entries: int,
-    monkeypatch: pytest.MonkeyPatch,
+    simulator: ModuleType, head_dim: int, tile: tuple[int, int], entries: int
 ) -> None:
     """Attention in parts computes what it computes at once, bit for bit; those behind the last tile
     store and compute nothing."""
@@ -161,15 +154,14 @@ def test_parts_of_documents(
     )
     inputs = Inputs(Case("parts"), q, k, v, {"mask_mod": mod, "aux_tensors": [ids]})
     whole = launch_on_simulator(inputs, "sm_90a")
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
     for most in (20, 40):
-        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most * tile_m * tile_n)
+        limits = Limits(most * tile_m * tile_n, min_tiles=0, min_tiles_packed=0)
         for seed in (None, 1):
             simulator.OPTIONS.pop("delay", None)
             if seed is not None:
                 simulator.OPTIONS["delay"] = seed
             simulator.RESULTS.clear()
-            parts = launch_on_simulator(inputs, "sm_90a")
+            parts = launch_on_simulator(inputs, "sm_90a", limits=limits)
             assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
             assert not any(result["warnings"] for result in simulator.RESULTS)
             # a call that stores and one that attends, for each part

@@ -338,7 +338,7 @@ def test_packed_rows_of_no_sequence(simulator: ModuleType) -> None:
         q, k, v, torch.cat([out.to(BF16), tail]), torch.cat([dout, tail]),
         torch.cat([lse.float(), torch.full((1, 9), float("nan"))], dim=1),
     )  # fmt: skip
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     given = {
         name: torch.full_like(x, 7.0) for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
     }
@@ -375,7 +375,7 @@ def test_what_other_sequences_hold_does_not_matter(
         x[of_poisoned_q] = float("nan")
     for x in (k, v):
         x[of_poisoned_k] = float("nan")
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     simulator.OPTIONS.pop("delay", None)
     operands = q, k, v, out, dout_, lse.mT
     dq, dk, dv = launch(operands, keywords | {"dlse": dlse_.mT})

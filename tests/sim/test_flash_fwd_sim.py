@@ -32,7 +32,7 @@ from torch import Tensor
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.call.choose.tables import SM90_FWD, FwdRow
 from flash_mask_cute.call.run.packed import PackedForward
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -143,16 +143,13 @@ def test_answers_stored_for_packed_sequences(simulator: ModuleType, case: Case) 
 @pytest.mark.parametrize(
     "position", range(len(MASK_BITS_CASES)), ids=lambda i: MASK_BITS_CASES[i].id
 )
-def test_answers_stored_by_parts_of_the_queries(
-    simulator: ModuleType, position: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_stored_by_parts_of_the_queries(simulator: ModuleType, position: int) -> None:
     """Room for the answers of one block of queries: a launch each, of a part of the call."""
     inputs = make_inputs(MASK_BITS_CASES[position])
     case = inputs.case
     entries = case.batch if case.mask_mod == "documents" else 1
-    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", entries * case.seqlen_k * 192)
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
-    run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2])
+    limits = Limits(max_pairs=entries * case.seqlen_k * 192, min_tiles=0)
+    run_sim(simulator, inputs, seeds=((1,), (None,))[position % 2], limits=limits)
     tile_m = 192 if case.head_dim == 64 else 128
     assert len(simulator.RESULTS) == 2 * -(-case.seqlen_q // tile_m)
 

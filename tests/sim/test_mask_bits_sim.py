@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+from planned import backward_call, forward_call, planned
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
-from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.choose import plan as plan_module
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
@@ -68,21 +68,19 @@ def masked(**more: Any) -> dict[str, Any]:
 
 def fwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    return bits_plan_of(AttentionCall.from_arguments(Direction.FORWARD, q, q, q, **masked(**more)))
+    return bits_plan_of(forward_call(q, q, q, **masked(**more)))
 
 
 def bwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     operands = q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN)
-    return bits_plan_of(
-        AttentionCall.from_arguments(Direction.BACKWARD, *operands, **masked(**more))
-    )
+    return bits_plan_of(backward_call(*operands, **masked(**more)))
 
 
 def bits_plan_of(call: AttentionCall) -> EntryBitsPlan | None:
     """Of a call whose documents are not packed, whatever its size."""
     with mock.patch.object(plan_module, "can_pack", lambda call: False):
-        mask_bits = plan(call, TARGET).mask_bits
+        mask_bits = planned(call, TARGET).mask_bits
     assert mask_bits is None or isinstance(mask_bits, EntryBitsPlan)
     return mask_bits
 
@@ -200,7 +198,7 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     ids = (torch.arange(512) >= end).int()
     v[:, 256:] = float("nan")
     keywords = {"mask_mod": same_document, "aux_tensors": [ids]}
-    call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
+    call = forward_call(q, k, v, **keywords)
     prepared = prepare_fwd(call, TARGET)
     out, _ = run(simulator, 2, lambda: prepared(call.tensors, call.masks))
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
@@ -218,7 +216,7 @@ def test_a_backward_does_not_visit_what_is_hidden(
     lse = torch.full((1, HEADS, 256), 6.0)
     operands = q, k, v, torch.zeros_like(q), dout, lse
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
-    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
+    call = backward_call(*operands, **keywords)
     prepared = prepare_bwd(call, TARGET)
     dq, dk, dv = run(simulator, 4, lambda: prepared(call.tensors, call.masks))
     for gradient in (dq, dk, dv):

@@ -15,10 +15,8 @@ import simulated_backward
 import torch
 from conftest import ACTIVE_ARCH
 from placed_attention import Draw, PlacedCall
-
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.prepare import prepare_fwd
-from flash_mask_cute.runtime.target import Target
+from planned import forward_call
+from simulated_forward import run_on_simulator
 
 ARCH = ACTIVE_ARCH
 SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
@@ -39,9 +37,7 @@ def calls(drawn: tuple[tuple[int, int], ...]) -> Iterator[PlacedCall]:
 
 
 def run_forward(call: PlacedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    made = AttentionCall.from_arguments(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
-    prepared = prepare_fwd(made, Target(ARCH, num_sms=simulated_backward.SMS))
-    out, lse = prepared(made.tensors, made.masks)
+    out, lse = run_on_simulator(forward_call(call.q, call.k, call.v, **call.keywords), ARCH)
     assert lse is not None
     return out, lse
 

@@ -84,7 +84,7 @@ def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | Non
     out, lse = launch_on_simulator(inputs, ARCH, lse_low=lse_low)
     error = (lse.double() + lse_low.double() - inputs.reference[1]).abs()
     assert error[inputs.reference[1].isfinite()].max() < lse_tolerance(inputs)
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     sink = keywords["learnable_sink"]
     dsink = None if sink is None else torch.empty_like(sink)
     daux = [
