@@ -11,6 +11,7 @@ import torch
 from cases import DOCUMENT_CASES, Case
 from inputs import Inputs, make_inputs
 from planned import backward_call, forward_call, planned
+from quiet_runs import quiet_run
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 
@@ -94,12 +95,9 @@ def test_states_of_the_tiles_of_documents(
     mod = (same_for_all, same_document)[entries - 1]
     bits_plan = bits_plan_of(direction, head_dim, mod, ids)
     assert isinstance(bits_plan, DocumentBitsPlan) and bits_plan.entries == entries
-    simulator.OPTIONS["delay"] = 1
-    simulator.RESULTS.clear()
-    (_, states, places), _, cu_seqlens = store(bits_plan, mod, ids)
+    with quiet_run(simulator, launches=1):
+        (_, states, places), _, cu_seqlens = store(bits_plan, mod, ids)
     assert cu_seqlens is not None
-    (result,) = simulator.RESULTS
-    assert not result["warnings"]
     starts = cu_seqlens.tolist()
     assert starts[0] == 0 and starts[-1] == BATCH * SEQLEN
     # of each slot of 512 tokens the first document that begins there
@@ -153,26 +151,22 @@ def test_parts_of_documents(
         for _ in range(3)
     )
     inputs = Inputs(Case("parts"), q, k, v, {"mask_mod": mod, "aux_tensors": [ids]})
-    whole = launch_on_simulator(inputs, "sm_90a")
+    whole = launch_on_simulator(inputs)
     for most in (20, 40):
         limits = Limits(most * tile_m * tile_n, min_tiles=0, min_tiles_packed=0)
+        num_parts = -(-entries * tiles_of(tile) // most)
+        assert num_parts > 1
         for seed in (None, 1):
-            simulator.OPTIONS.pop("delay", None)
-            if seed is not None:
-                simulator.OPTIONS["delay"] = seed
-            simulator.RESULTS.clear()
-            parts = launch_on_simulator(inputs, "sm_90a", limits=limits)
-            assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
-            assert not any(result["warnings"] for result in simulator.RESULTS)
             # a call that stores and one that attends, for each part
-            num_parts = -(-entries * tiles_of(tile) // most)
-            assert num_parts > 1 and len(simulator.RESULTS) == 2 * num_parts
+            with quiet_run(simulator, seed, launches=2 * num_parts):
+                parts = launch_on_simulator(inputs, limits=limits)
+            assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
 
 
 @pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
 def test_forward(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(DOCUMENT_CASES[position])
-    run_sim(simulator, inputs, "sm_90a", seeds=(1,))
+    run_sim(simulator, inputs, seeds=(1,))
     assert len(simulator.RESULTS) == 2, "one call stores, one reads"
     if position % 2:
-        run_sim(simulator, inputs, "sm_90a", seeds=(None,), config={"skip_blocks": False})
+        run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})

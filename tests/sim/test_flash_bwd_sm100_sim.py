@@ -26,7 +26,7 @@ ARCH = "sm_100a"
 MAX_DIM = 128
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
-run_sim = partial(simulated_backward.run_sim, arch=ARCH)
+run_sim = partial(simulated_backward.run_sim)
 run_hostile = partial(simulated_backward.run_hostile, arch=ARCH)
 
 # A work tile has 128 keys, a block 128 queries; the software GPU has two SMs.
@@ -110,7 +110,7 @@ def test_deterministic(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, c
     for seed in (1, 2):
         simulator.OPTIONS["delay"] = seed
         simulator.RESULTS.clear()
-        runs.append(launch_on_simulator(inputs, dout, arch=ARCH, deterministic=True))
+        runs.append(launch_on_simulator(inputs, dout, deterministic=True))
         assert not any(result["warnings"] for result in simulator.RESULTS)
     assert_same_bits(*runs)
     note(case, 1, assert_gradients_close(runs[0], inputs, dout), deterministic=True)
@@ -122,7 +122,7 @@ def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     )
     dout, dlse = make_output_gradients(inputs)
     simulator.OPTIONS.pop("delay", None)
-    run = partial(launch_on_simulator, inputs, dout, dlse, ARCH, deterministic=True)
+    run = partial(launch_on_simulator, inputs, dout, dlse, deterministic=True)
     visiting = run(config={"skip_blocks": False})
     assert_same_bits(run(), visiting)
     share = assert_gradients_close(visiting, inputs, dout, dlse)
@@ -166,7 +166,7 @@ def test_given_outputs(simulator: ModuleType) -> None:
     fused = guarded[:, 1:-1, 1:-1]
     given = dict(zip(("dq", "dk", "dv"), fused.split((2, 2, 2), dim=2), strict=True))
     simulator.OPTIONS.pop("delay", None)
-    gradients = launch_on_simulator(inputs, dout, dlse, ARCH, **given)
+    gradients = launch_on_simulator(inputs, dout, dlse, **given)
     assert all(gradients[name] is x for name, x in given.items())
     note(inputs.case, None, assert_gradients_close(gradients, inputs, dout, dlse))
     assert guarded.isnan().sum() == guarded.numel() - fused.numel()
@@ -186,4 +186,4 @@ def test_wider_heads_are_refused(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("wide", 1, 129, 129, 1, 1, head_dim=192, dtype=BF16))
     dout, _ = make_output_gradients(inputs)
     with pytest.raises(NotImplementedError, match="up to 128, got 192/192"):
-        launch_on_simulator(inputs, dout, arch=ARCH)
+        launch_on_simulator(inputs, dout)

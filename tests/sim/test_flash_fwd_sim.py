@@ -79,8 +79,8 @@ CASES = (
 )
 
 
-launch_on_simulator = partial(simulated_forward.launch_on_simulator, arch="sm_90a")
-run_sim = partial(simulated_forward.run_sim, arch="sm_90a")
+launch_on_simulator = partial(simulated_forward.launch_on_simulator)
+run_sim = partial(simulated_forward.run_sim)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

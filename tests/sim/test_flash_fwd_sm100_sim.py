@@ -19,7 +19,7 @@ from flash_mask_cute import builders
 ARCH = "sm_100a"
 
 pytestmark = pytest.mark.sim
-run_sim = partial(simulated_forward.run_sim, arch=ARCH)
+run_sim = partial(simulated_forward.run_sim)
 
 # in order, and at random later points
 SEEDS = (None, 1)
@@ -196,7 +196,7 @@ def test_maxima_that_outgrow_the_one_in_use(simulator: ModuleType, column: int) 
 def test_skipping_changes_no_bit(simulator: ModuleType) -> None:
     inputs = make_inputs(Case("columns", 1, 300, 300, 1, 1, column="stepped2"))
     simulator.OPTIONS.pop("delay", None)
-    run = partial(simulated_forward.launch_on_simulator, inputs, arch=ARCH)
+    run = partial(simulated_forward.launch_on_simulator, inputs)
     skipping, visiting = run(), run(config={"skip_blocks": False})
     assert torch.equal(skipping[0].view(torch.int16), visiting[0].view(torch.int16))
     assert torch.equal(skipping[1].view(torch.int32), visiting[1].view(torch.int32))

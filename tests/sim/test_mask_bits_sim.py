@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from planned import backward_call, forward_call, planned
+from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
@@ -91,16 +92,6 @@ def store(bits_plan: EntryBitsPlan, mask_inputs: MaskInputs) -> Any:
     return next(bits_plan.query_chunks(function, IDS, mask_inputs)).arguments
 
 
-def run(simulator: ModuleType, launches: int, call: Callable[[], Any]) -> Any:
-    """What a call of so many kernels returns, with completions at random times."""
-    simulator.OPTIONS["delay"] = 1
-    simulator.RESULTS.clear()
-    result = call()
-    assert len(simulator.RESULTS) == launches
-    assert not any(x["warnings"] for x in simulator.RESULTS)
-    return result
-
-
 # of a call, and which keys a query sees by it
 BANDS: tuple[tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]], ...] = (
     ({"causal": True}, lambda q, k: k <= q),
@@ -134,7 +125,8 @@ def test_tiles_outside_of_the_band_are_not_asked_about(
     bits_plan = choose(head_dim, **given)
     assert bits_plan is not None
     mask_inputs = MaskInputs((IDS,), None)
-    _, found = run(simulator, 1, lambda: store(bits_plan, mask_inputs))
+    with quiet_run(simulator, launches=1):
+        _, found = store(bits_plan, mask_inputs)
     at, (tile_m, tile_n) = torch.arange(SEQLEN), tile
     in_band = sees_by_band(at[:, None], at)
     num_outside = 0
@@ -176,7 +168,8 @@ def test_states_of_tiles(
     bits_plan = choose(head_dim, **more)
     assert bits_plan is not None
     bits = None if lists is None else tuple(block_bits(lists))
-    tiles, found = run(simulator, 1, lambda: store(bits_plan, MaskInputs((IDS,), bits)))
+    with quiet_run(simulator, launches=1):
+        tiles, found = store(bits_plan, MaskInputs((IDS,), bits))
     sees, (tile_m, tile_n) = dense(states), tile
     assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
     kinds = set()
@@ -200,7 +193,8 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     keywords = {"mask_mod": same_document, "aux_tensors": [ids]}
     call = forward_call(q, k, v, **keywords)
     prepared = prepare_fwd(call, TARGET)
-    out, _ = run(simulator, 2, lambda: prepared(call.tensors, call.masks))
+    with quiet_run(simulator, launches=2):
+        out, _ = prepared(call.tensors, call.masks)
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
 
 
@@ -218,7 +212,8 @@ def test_a_backward_does_not_visit_what_is_hidden(
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
     call = backward_call(*operands, **keywords)
     prepared = prepare_bwd(call, TARGET)
-    dq, dk, dv = run(simulator, 4, lambda: prepared(call.tensors, call.masks))
+    with quiet_run(simulator, launches=4):
+        dq, dk, dv = prepared(call.tensors, call.masks)
     for gradient in (dq, dk, dv):
         assert gradient[:, :128].isfinite().all()
     assert dv[:, 128:].isnan().all()

@@ -27,26 +27,26 @@ CASES = (
 
 @pytest.mark.parametrize("name", TABLES)
 def test_forward(simulator: ModuleType, name: str) -> None:
-    run_sim(simulator, make_tabled(PLAIN, name).inputs, ARCH, seeds=(None,))
+    run_sim(simulator, make_tabled(PLAIN, name).inputs, seeds=(None,))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_of_other_kernels(simulator: ModuleType, case: Case) -> None:
     for name in ("causal-fp32", "ascending", "descending", "extremes", "offsets", "hidden"):
-        run_sim(simulator, make_tabled(case, name).inputs, ARCH, seeds=(1,))
+        run_sim(simulator, make_tabled(case, name).inputs, seeds=(1,))
 
 
 @pytest.mark.parametrize("name", ["causal-fp32", "descending", "offsets", "steps", "hidden"])
 def test_forward_with_a_last_factor(simulator: ModuleType, name: str) -> None:
     given = make_tabled(PLAIN, name, has_factor=True)
-    run_sim(simulator, given.inputs, ARCH, seeds=(None,))
+    run_sim(simulator, given.inputs, seeds=(None,))
 
 
 @pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
 def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
     for name in ("causal-1e30", "ascending", "extremes", "steps", "hidden"):
         inputs = make_tabled(split.case, name).inputs
-        run_sim(simulator, inputs, ARCH, (1,), sms=split.sms, num_splits=split.num_splits)
+        run_sim(simulator, inputs, (1,), sms=split.sms, num_splits=split.num_splits)
         assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
 
 
@@ -54,7 +54,7 @@ def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
 def test_what_rounding_takes_from_lse(simulator: ModuleType, name: str) -> None:
     inputs = make_tabled(PLAIN, name).inputs
     lse_low = torch.empty(1, 1, 300)
-    _, lse = launch_on_simulator(inputs, ARCH, lse_low=lse_low)
+    _, lse = launch_on_simulator(inputs, lse_low=lse_low)
     error = (lse.double() + lse_low.double() - inputs.reference[1]).abs()
     assert error[inputs.reference[1].isfinite()].max() < lse_tolerance(inputs)
     assert (lse_low[lse.isinf()] == 0).all()

@@ -92,7 +92,7 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
     add_islands(monkeypatch)
     fields, config, _ = FORWARDS[name]
     inputs = make_inputs(Case(name, **fields))
-    run = partial(run_sim, simulator, inputs, "sm_90a", (SEED,), config=config)
+    run = partial(run_sim, simulator, inputs, (SEED,), config=config)
     with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
 
 
@@ -131,9 +131,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ("kernels.bwd_add_parts.kernel",),
     ),
     "merge": (
-        lambda sim: run_sim(
-            sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), "sm_90a", (SEED,), num_splits=3
-        ),
+        lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
     ),
     "append": (

@@ -51,7 +51,7 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
     add_islands(monkeypatch)
     fields, config, _ = FORWARDS[name]
     inputs = make_inputs(Case(name, **fields))
-    run = partial(run_sim, simulator, inputs, ARCH, (SEED,), config=config)
+    run = partial(run_sim, simulator, inputs, (SEED,), config=config)
     with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
 
 
@@ -90,7 +90,5 @@ def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
     if more.get("deterministic"):
         # CTAs wait for each other
         monkeypatch.setitem(simulator.OPTIONS, "resident", simulated_backward.SMS)
-    run = partial(
-        simulated_backward.run_sim, simulator, inputs, (SEED,), arch=ARCH, config=config, **more
-    )
+    run = partial(simulated_backward.run_sim, simulator, inputs, (SEED,), config=config, **more)
     with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)

@@ -27,7 +27,6 @@ def test_against_oracle(simulator: ModuleType, split: SplitCase) -> None:
     run_sim(
         simulator,
         make_inputs(split.case),
-        "sm_90a",
         seeds,
         sms=split.sms,
         num_splits=split.num_splits,

@@ -42,4 +42,4 @@ def test_against_oracle(
     inputs = make_inputs(split.case)
     if page_size is not None:
         inputs = paged(inputs, page_size, layout)
-    run_sim(simulator, inputs, ARCH, (None, 1), sms=split.sms, num_splits=split.num_splits)
+    run_sim(simulator, inputs, (None, 1), sms=split.sms, num_splits=split.num_splits)
