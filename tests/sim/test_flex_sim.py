@@ -94,8 +94,6 @@ def test_forward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
 @of_each
 def test_backward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
     """With the gradients of what is trained."""
-    import test_flash_bwd_sim
-
     given = make_flex(case, row)
     more: dict[str, Any] = {}
     if given.wants_aux:
@@ -103,7 +101,7 @@ def test_backward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
             torch.full_like(x, float("nan")) if i in given.wants_aux else None
             for i, x in enumerate(given.aux_tensors)
         ]
-    test_flash_bwd_sim.run_sim(simulator, given.inputs, (1,), **more)
+    simulated_backward.run_sim(simulator, given.inputs, (1,), **more)
     if given.wants_aux:
         dout, dlse = make_output_gradients(given.inputs)
         found = [more["daux"][i] for i in given.wants_aux]
