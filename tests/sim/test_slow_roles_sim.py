@@ -23,8 +23,8 @@ from slow_roles import (
     ISLANDS,
     SEED,
     Slowed,
-    add_islands,
-    cache_oracles,
+    check_backward,
+    check_forward,
     kernels_of_package,
     launched,
     with_each_role_slow,
@@ -89,25 +89,13 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    add_islands(monkeypatch)
-    fields, config, _ = FORWARDS[name]
-    inputs = make_inputs(Case(name, **fields))
-    run = partial(run_sim, simulator, inputs, (SEED,), config=config)
-    with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
+    check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    add_islands(monkeypatch)
-    cache_oracles(monkeypatch)
-    fields, config, more = BACKWARDS[name]
-    inputs = make_inputs(Case(name, **fields))
-    if more.get("deterministic"):
-        # CTAs wait for each other
-        monkeypatch.setitem(simulator.OPTIONS, "resident", simulated_backward.SMS)
-    run = partial(simulated_backward.run_sim, simulator, inputs, (SEED,), config=config, **more)
-    with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)
-    assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in fields)
+    check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])
+    assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in BACKWARDS[name].fields)
 
 
 # What else runs beside attention, by the tests of its own.
