@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import simulated_backward
 import test_append_sim
+import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
 import test_column_bounds_sim
@@ -129,6 +130,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
         ("mask_prep.block_scan_kernel.examine_blocks", "mask_prep.block_scan_kernel.make_lists"),
+    ),
+    "ordered-lists": (
+        lambda sim: test_block_lists_sim.test_lists_and_bits(sim, (1, 2, 3, 32), True, False),
+        ("mask_prep.block_lists_kernel.kernel",),
     ),
     "key-block-bounds": (
         lambda sim: test_column_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),
