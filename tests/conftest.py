@@ -93,9 +93,10 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
 def documents_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that a mask_mod tells of are packed sequences in calls of any size."""
     from flash_mask_cute import interface
-    from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+    from flash_mask_cute.call.choose import plan
+    from flash_mask_cute.call.choose.mask_bits import Limits
 
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES_PACKED", 0)
+    monkeypatch.setattr(plan, "LIMITS", Limits(min_tiles_packed=0))
     # a launch of the same metadata may have been prepared before
     for launches in ("_prepared_fwd", "_prepared_bwd"):
         monkeypatch.setattr(interface, launches, {})

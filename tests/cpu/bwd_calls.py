@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def bwd_keywords(inputs: Inputs) -> dict[str, Any]:
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     if inputs.case.sink is not None:
         keywords["dsink"] = torch.full_like(keywords["learnable_sink"], NAN)
     return keywords

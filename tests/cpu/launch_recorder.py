@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from planned import planned
+
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.forward import KernelForward
 from flash_mask_cute.runtime.target import Target
 
@@ -22,10 +24,10 @@ class Recorder:
         self.calls.append(args)
 
     def prepare(self, call: AttentionCall) -> KernelForward:
-        planned = plan(call, Target.default())
-        planned = planned.without_bits or planned
-        self.prepared.append(planned)
-        return KernelForward(planned, self)
+        found = planned(call, Target.default())
+        found = found.without_bits or found
+        self.prepared.append(found)
+        return KernelForward(found, self)
 
     def given(self, call: int = -1) -> dict[str, Any]:
         """The mask arguments of a kernel call by name."""

@@ -370,6 +370,15 @@ def test_files_of_tests_are_short_and_found_by_their_names() -> None:
     assert not sys.stdlib_module_names & set(names)
 
 
+def test_tests_plan_calls_in_one_place() -> None:
+    """A change of the planner's arguments, or of the bundles of a call, edits one file of tests."""
+    uses = re.compile(
+        r"choose\.plan import .*\bplan$|AttentionCall\.from_arguments\(", re.MULTILINE
+    )
+    files = {path.name for path in TESTS if uses.search(path.read_text())}
+    assert files == {"planned.py"}
+
+
 def test_folders_of_cpu_tests_are_those_of_the_package() -> None:
     folders = [path.name for path in (ROOT / "tests" / "cpu").iterdir() if any(path.glob("*.py"))]
     assert "call" in folders

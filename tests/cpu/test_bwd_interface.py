@@ -14,6 +14,7 @@ from cases import BF16, FP32, Case
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 from on_cuda import OnCuda
+from planned import backward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import interface
@@ -32,7 +33,7 @@ from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.choose import plan as plan_module
 from flash_mask_cute.call.choose.config import select_bwd_config
-from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.backward import EmptyBackward, KernelBackward
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -68,10 +69,10 @@ def test_problems_of_size_zero(batch: int, seqlen_q: int, seqlen_k: int, packed:
     expected_dsink = torch.full((4,), NAN)
     expected = _flash_attn_bwd(*operands, **keywords, dsink=expected_dsink)
     dsink = torch.full((4,), NAN)
-    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords, dsink=dsink)
-    planned = plan(call)
-    assert planned.shapes.is_empty or (packed and batch and seqlen_k)
-    found = EmptyBackward(planned)(call.tensors)
+    call = backward_call(*operands, **keywords, dsink=dsink)
+    found_plan = planned(call)
+    assert found_plan.shapes.is_empty or (packed and batch and seqlen_k)
+    found = EmptyBackward(found_plan)(call.tensors)
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape and (x == 0).all() and (y == 0).all()
     torch.testing.assert_close(dsink, expected_dsink)
@@ -197,19 +198,16 @@ def on_cuda(**change: Any) -> dict[str, Any]:
     }
 
 
-def call_of(given: dict[str, Any]) -> AttentionCall:
-    names = "q", "k", "v", "out", "dout", "lse"
-    others = {name: x for name, x in given.items() if name not in names}
-    operands = [given[name] for name in names]
-    return AttentionCall.from_arguments(Direction.BACKWARD, *operands, **others)
+def call_with(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **more: Any) -> AttentionCall:
+    return backward_call(q, k, v, out, dout, lse, **more)
 
 
 def test_a_gpu_takes_what_the_cpu_does() -> None:
-    check_inputs(call_of(on_cuda()))
+    check_inputs(call_with(**on_cuda()))
     wide = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("q", "k", "v")}
     like = {name: torch.zeros(2, 24, 2, 136, dtype=BF16) for name in ("out", "dout")}
     lse = torch.zeros(2, 2, 24)
-    check_inputs(call_of(on_cuda(**wide, **like, lse=lse)))
+    check_inputs(call_with(**on_cuda(**wide, **like, lse=lse)))
     _flash_attn_bwd(**wide, **like, lse=lse)
 
 
@@ -243,19 +241,19 @@ class Recorder:
         self.prepared: list[ExecutionPlan] = []
 
     def prepare(self, call: AttentionCall) -> KernelBackward:
-        planned = plan(call, Target.default())
-        planned = planned.without_bits or planned
+        found = planned(call, Target.default())
+        found = found.without_bits or found
         # a CTA for all heads of a group; `test_group_splits.py` has the others
-        choice = planned.bwd_choice
+        choice = found.bwd_choice
         choice = replace(choice, tiles=replace(choice.tiles, splits_group=False), group_splits=1)
-        planned = replace(planned, choice=choice)
-        self.prepared.append(planned)
+        found = replace(found, choice=choice)
+        self.prepared.append(found)
         kernels = BwdKernels._make(map(self._kernel, BwdKernels._fields))
-        assert planned.gradients is not None
-        if not any(planned.gradients.padding):
+        assert found.gradients is not None
+        if not any(found.gradients.padding):
             kernels = kernels._replace(zero_padding=None)
         kernels = kernels._replace(add_parts=None)
-        return KernelBackward(planned, kernels)
+        return KernelBackward(found, kernels)
 
     def _kernel(self, name: str) -> Callable[..., None]:
         return lambda *args: self.calls.append((name, args))
@@ -661,10 +659,8 @@ def test_dq_is_cleared_for_many_keys_and_sums_without_an_order() -> None:
 def test_what_a_call_says_of_its_scores_decides_on_pairs() -> None:
     def takes_pairs(**more: Any) -> bool:
         inputs = make_inputs(Case("wide", 1, 20, 30, 1, 1, head_dim=256, causal=True, **more))
-        out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
-        operands = inputs.q, inputs.k, inputs.v, out, out, lse
-        call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
-        return plan(call).bwd_choice.tiles.cta_pair
+        found = planned(inputs, direction=Direction.BACKWARD, **bwd_keywords(inputs))
+        return found.bwd_choice.tiles.cta_pair
 
     assert takes_pairs() and takes_pairs(column="stepped1") and takes_pairs(sink=BF16)
     assert not takes_pairs(softcap=15.0) and not takes_pairs(score_mod="scale")

@@ -12,6 +12,7 @@ from cases import BF16, FP32, FP64, Case
 from inputs import make_inputs
 from launch_recorder import Recorder
 from mask_cases import MASK_MODS
+from planned import forward_call, planned
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
 )
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.explain import Explanation
 from flash_mask_cute.call.run.forward import EmptyForward
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
@@ -392,10 +392,10 @@ def test_empty_launch(packed: bool, sink: bool) -> None:
     if packed:
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         keywords |= {"cu_seqlens_q": int32(0, 3, 7, 11), "cu_seqlens_k": int32(0, 0, 0, 0)}
-    call = AttentionCall.from_arguments(Direction.FORWARD, q, k, k, **keywords)
-    planned = plan(call)
-    assert planned.shapes.is_empty
-    out, lse = EmptyForward(planned)(call.tensors)
+    call = forward_call(q, k, k, **keywords)
+    found = planned(call)
+    assert found.shapes.is_empty
+    out, lse = EmptyForward(found)(call.tensors)
     expected_out, expected_lse = _flash_attn_fwd(q, k, k, **keywords)
     assert lse is not None and expected_lse is not None
     assert torch.equal(out, expected_out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import FP32, Case
 from inputs import Inputs, make_inputs
+from planned import planned
 from tolerances import assert_close_to_oracle
 from unseen_memory import (
     EMPTY_CASES,
@@ -24,8 +25,7 @@ from unseen_memory import (
 )
 
 from flash_mask_cute import flash_attn_func
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.problem import AttentionProblem, may_empty_rows
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -61,7 +61,7 @@ def test_rows_of_queries_that_see_nothing(case: Case, value: float) -> None:
 def check_gradients(hostile: Hostile) -> None:
     inputs = hostile.inputs
     out, lse = inputs.reference[0].to(inputs.q.dtype), inputs.reference[1].float()
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     sink, dsink = keywords["learnable_sink"], None
     if sink is not None:
         dsink = keywords["dsink"] = torch.empty_like(sink)
@@ -95,7 +95,7 @@ def test_a_value_that_is_seen_stays(value: float) -> None:
     out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
     dout = torch.ones_like(out)
     dout[0, 20] = value
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     _, _, dv = _flash_attn_bwd(inputs.q, inputs.k, inputs.v, out, dout, lse, **keywords)
     assert not dv[0, :21].isfinite().any()
 
@@ -143,16 +143,13 @@ def test_calls_whose_masks_may_empty_rows(
 
 
 def backward_problem(inputs: Inputs) -> AttentionProblem:
-    out, lse = torch.zeros_like(inputs.q), torch.zeros(*inputs.q.shape[0:3:2], inputs.q.shape[1])
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    operands = inputs.q, inputs.k, inputs.v, out, out, lse
-    planned = plan(AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords))
-    assert planned.gradients is not None
+    found = planned(inputs, direction=Direction.BACKWARD)
+    assert found.gradients is not None
     # the sink tells the kernel before which rows see nothing, and nothing else
     has_sink = inputs.case.sink is not None
-    sink_dtype = planned.gradients.sink_dtype
-    assert (sink_dtype == "float32") == (has_sink and planned.problem.may_empty_rows)
-    return planned.problem
+    sink_dtype = found.gradients.sink_dtype
+    assert (sink_dtype == "float32") == (has_sink and found.problem.may_empty_rows)
+    return found.problem
 
 
 @each_empty

@@ -100,7 +100,7 @@ def repository(tmp_path: Path) -> Path:
         "docs/page.md",
         "bench/run.py",
         "flash_mask_cute/call/choose/plan.py",
-        "tests/cases.py",
+        "tests/support/cases/cases.py",
     ):
         write(tmp_path, name, f"text of {name}")
     git(tmp_path, "add", "-A")
@@ -131,7 +131,7 @@ def test_documents_and_the_benchmark_do_without(repository: Path, is_committed: 
     for name in ("docs/page.md", "docs/new.md", "bench/run.py", "tests/cpu/bench/test_run.py"):
         change(name)
         assert not is_needed(repository), name
-    change("tests/cases.py")
+    change("tests/support/cases/cases.py")
     assert is_needed(repository)
 
 

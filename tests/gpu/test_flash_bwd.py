@@ -39,7 +39,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def bwd_keywords(inputs: Inputs) -> dict[str, Any]:
-    return {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    return inputs.bwd_keywords
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.call.run.packed import PackedForward
 from flash_mask_cute.interface import _flash_attn_fwd
 
@@ -73,8 +74,8 @@ def test_documents_in_parts(head_dim: int, causal: bool, monkeypatch: pytest.Mon
     inputs = make_inputs(case, "cuda")
     whole = forward(inputs)
     for pairs in (2 * 3000 * 400, 2 * 3000 * 1500):
-        monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
-        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", pairs)
+        limits = Limits(pairs, min_tiles=0, min_tiles_packed=0)
+        monkeypatch.setattr(plan_module, "LIMITS", limits)
         monkeypatch.setattr(interface, "_prepared_fwd", {})
         parts = forward(inputs)
         (launch,) = interface._prepared_fwd.values()

@@ -67,7 +67,7 @@ def test_a_last_factor() -> None:
 def test_rows_of_nothing_but_the_lowest_number() -> None:
     """The mean of v, probabilities that sum to 1, and finite gradients by LSE alone, too."""
     inputs = make_tabled(PLAIN, "causal-fp32", "cuda").inputs
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     lse_low = torch.empty(1, 1, 300, device="cuda")
     out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, lse_low=lse_low, **keywords)
     assert lse is not None

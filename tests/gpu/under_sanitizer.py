@@ -21,7 +21,8 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.utils import scalar_to_ssa
 
 # so many heads that answers of a mask_mod are stored
@@ -134,7 +135,7 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
 
 def main() -> None:
     torch.manual_seed(0)
-    mask_bits_plan.MIN_TILES_PACKED = 0
+    plan_module.LIMITS = Limits(min_tiles_packed=0)
     for d in map(int, sys.argv[1:] or (64, 128, 256)):
         for name, call in calls(d).items():
             out, wanted = call()

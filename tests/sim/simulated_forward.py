@@ -5,53 +5,47 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from conftest import ACTIVE_ARCH, SMS
 from inputs import Inputs
+from planned import call_of, planned
+from quiet_runs import quiet_run
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.prepare import prepare_fwd
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 
-# few, so that small problems give every persistent CTA several work tiles
-SMS = 2
 # None: asynchronous work completes at once. A seed: at random later points, with warps shuffled.
 DELAY_SEEDS = (None, 1, 2)
 
 
 def launch_on_simulator(
-    inputs: Inputs, arch: str, sms: int = SMS, **more: Any
+    inputs: Inputs, sms: int = SMS, limits: Limits | None = None, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel for tensors on the CPU. sms: what the host takes the GPU to have."""
-    keywords = inputs.keywords | more
-    call = AttentionCall.from_arguments(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
-    out, lse = run_on_simulator(call, arch, sms)
+    out, lse = run_on_simulator(call_of(inputs, **more), sms, limits)
     assert lse is not None
     return out, lse
 
 
 def run_on_simulator(
-    call: AttentionCall, arch: str, sms: int = SMS
+    call: AttentionCall, sms: int = SMS, limits: Limits | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`interface.forward` of tensors on the CPU."""
-    return prepare_fwd(call, Target(arch, num_sms=sms))(call.tensors, call.masks)
+    prepared = prepared_fwd(planned(call, Target(ACTIVE_ARCH, num_sms=sms), limits))
+    return prepared(call.tensors, call.masks)
 
 
 def run_sim(
     simulator: ModuleType,
     inputs: Inputs,
-    arch: str,
     seeds: tuple[int | None, ...] = DELAY_SEEDS,
     **more: Any,
 ) -> None:
     """Run with each seed, hold the result to the oracle, and refuse warnings."""
     for seed in seeds:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
-        out, lse = launch_on_simulator(inputs, arch, **more)
-        assert simulator.RESULTS, "no kernel ran on the software GPU"
-        for result in simulator.RESULTS:
-            assert not result["warnings"], f"delay {seed}: {result}"
+        with quiet_run(simulator, seed):
+            out, lse = launch_on_simulator(inputs, **more)
         assert_close_to_oracle(out, lse, inputs)

@@ -9,7 +9,7 @@ import ast
 import importlib
 import random
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,6 +17,13 @@ from typing import Any, NamedTuple
 import gradient_oracle
 import mask_cases
 import pytest
+import torch
+from cases import Case
+from conftest import SMS
+from inputs import make_inputs
+from simulated_backward import run_sim as run_backward
+from simulated_forward import run_sim as run_forward
+from trained_mods import make_trained
 
 import flash_mask_cute
 
@@ -115,6 +122,38 @@ def with_each_role_slow(
             run()
         except (AssertionError, simulator.SimError) as error:
             raise AssertionError(f"where warps {sorted(warps)} are slow: {error}") from error
+
+
+def check_forward(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, kernel: str, name: str, slowed: Slowed
+) -> None:
+    """A forward, by the kernel, with each of its roles slow."""
+    add_islands(monkeypatch)
+    inputs = make_inputs(Case(name, **slowed.fields))
+    run = partial(run_forward, simulator, inputs, (SEED,), config=slowed.config)
+    with_each_role_slow(simulator, monkeypatch, [kernel], run)
+
+
+def check_backward(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, kernel: str, name: str, slowed: Slowed
+) -> None:
+    """The same of a backward. daux: with gradients of what its score_mod reads."""
+    add_islands(monkeypatch)
+    cache_oracles(monkeypatch)
+    fields, config, more = slowed
+    if "daux" in more:
+        given = make_trained(Case(name, **fields | {"score_mod": None}), fields["score_mod"])
+        inputs = given.inputs
+        wanted = (i in given.wants_aux for i in range(len(given.aux_tensors)))
+        daux = zip(given.aux_tensors, wanted, strict=True)
+        more = {"daux": [torch.empty_like(x) if is_wanted else None for x, is_wanted in daux]}
+    else:
+        inputs = make_inputs(Case(name, **fields))
+    if more.get("deterministic"):
+        # CTAs wait for each other
+        monkeypatch.setitem(simulator.OPTIONS, "resident", SMS)
+    run = partial(run_backward, simulator, inputs, (SEED,), config=config, **more)
+    with_each_role_slow(simulator, monkeypatch, [kernel], run)
 
 
 def cache_oracles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache_calls import CacheCall, draw_call
 from conftest import ACTIVE_ARCH
+from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.call.run.append import Append, append, check_append
@@ -45,11 +46,8 @@ def test_random_calls(simulator: ModuleType, seed: int) -> None:
         found += 1
         given = append_of(call)
         check_append(given)
-        simulator.OPTIONS["delay"] = found
-        simulator.RESULTS.clear()
-        q, total = append(given, Target(ARCH, num_sms=2))
-        assert len(simulator.RESULTS) == 1, "one launch"
-        assert not simulator.RESULTS[0]["warnings"], call.name
+        with quiet_run(simulator, found, launches=1):
+            q, total = append(given, Target(ARCH, num_sms=2))
         call.assert_written(given.k_cache, given.v_cache, atol=2e-3)
         assert torch.allclose(q, queries(q, call), atol=4e-3), call.name
         assert total.tolist() == [len(keys) for keys in call.keys], call.name

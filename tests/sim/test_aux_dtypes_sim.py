@@ -5,7 +5,6 @@ FLASH_MASK_SIM_ARCH says of which architecture; the backward and the block scan 
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 
 import aux_dtypes
@@ -13,12 +12,14 @@ import pytest
 import torch
 from aux_dtypes import CASES, make_all_dtypes, plain_inputs, visible_of
 from cases import Case
+from conftest import ACTIVE_ARCH
 from gradient_oracle import make_output_gradients
+from quiet_runs import quiet_run
 from simulated_forward import run_sim
 from trained_mods import assert_aux_gradients_close
 
 # as the software GPU is, so that these tests run on either
-ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+ARCH = ACTIVE_ARCH
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
@@ -27,7 +28,7 @@ hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward(simulator: ModuleType, case: Case) -> None:
     """Several heads: on Hopper one kernel stores what the mask_mod answers, another reads it."""
-    run_sim(simulator, make_all_dtypes(case).inputs, ARCH, seeds=(1,))
+    run_sim(simulator, make_all_dtypes(case).inputs, seeds=(1,))
     kernels = len(simulator.RESULTS)
     assert kernels == (2 if ARCH == "sm_90a" and case.heads_q > 1 else 1)
 
@@ -55,15 +56,10 @@ def test_block_lists(simulator: ModuleType) -> None:
     aux = tuple(plain_inputs(CASES[0]).keywords["aux_tensors"])
     blocks = visible_of(list(aux), 200, 300).view(4, 50, 5, 60).sum(dim=(1, 3))
     made = [torch.empty(x, dtype=torch.int32) for x in ((1, 1, 4), (1, 1, 4, 5)) * 2]
-    simulator.RESULTS.clear()
-    run_scan(
-        aux_dtypes.mask_mod,
-        ScanProblem("sm_90a", ScanProblem.describe_aux(aux)),
-        BlockSparseTensorsTorch(*made, block_size=(50, 60)),
-        (200, 300),
-        aux,
-    )
-    assert [result["warnings"] for result in simulator.RESULTS] == [{}]
+    problem = ScanProblem("sm_90a", ScanProblem.describe_aux(aux))
+    lists = BlockSparseTensorsTorch(*made, block_size=(50, 60))
+    with quiet_run(simulator, launches=1):
+        run_scan(aux_dtypes.mask_mod, problem, lists, (200, 300), aux)
     partial, full = (blocks > 0) & (blocks < 3000), blocks == 3000
     for cnt, idx, listed in ((made[0], made[1], partial), (made[2], made[3], full)):
         assert torch.equal(cnt[0, 0], listed.sum(1).int())

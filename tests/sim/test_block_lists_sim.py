@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from quiet_runs import quiet_run
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -68,17 +69,12 @@ def test_lists_and_bits(
         given = [x if x is None else x.repeat_interleave(2, -1)[..., ::2] for x in given]
     compiled = compile_ordered_lists(has_full, "sm_90a")
     for seed in DELAY_SEEDS:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
         made = OrderedTensors.empty_like(states, has_full)
         for x in (*made.lists, *made.bits):
             if x is not None:
                 x.fill_(POISON)
-        compiled.function(tuple(given), made.lists, *made.bits)
-        assert len(simulator.RESULTS) == 1, "one launch"
-        assert not simulator.RESULTS[0]["warnings"]
+        with quiet_run(simulator, seed, launches=1):
+            compiled.function(tuple(given), made.lists, *made.bits)
         wanted = [*expected(states, 1), *(expected(states, 2) if has_full else (None, None))]
         for got, right in zip(made.lists, wanted, strict=True):
             assert got is right is None or torch.equal(got, right)  # type: ignore[arg-type]

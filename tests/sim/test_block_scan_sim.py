@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quiet_runs import quiet_run
 from torch import Tensor
 
 pytestmark = pytest.mark.sim
@@ -70,15 +71,10 @@ def test_lists(simulator: ModuleType, name: str, has_full: bool) -> None:
     counts = (*shape[:2], -(-shape[2] // block_q))
     entries = (*counts, -(-shape[3] // block_k))
     for seed in DELAY_SEEDS:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
         made = [torch.empty(x, dtype=torch.int32) for x in (counts, entries) * (1 + has_full)]
         lists = BlockSparseTensorsTorch(*made, block_size=(block_q, block_k))
-        run_scan(mod, problem, lists, (shape[2], shape[3]), aux)
-        assert simulator.RESULTS, "no kernel ran on the software GPU"
-        assert not any(result["warnings"] for result in simulator.RESULTS)
+        with quiet_run(simulator, seed):
+            run_scan(mod, problem, lists, (shape[2], shape[3]), aux)
         for cnt, idx, which in zip(made[::2], made[1::2], (0, 1), strict=False):
             expected = [row[which] for row in rows]
             assert cnt.flatten().tolist() == [len(row) for row in expected]

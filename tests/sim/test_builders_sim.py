@@ -25,7 +25,7 @@ from flash_mask_cute import ColumnMask, builders
 
 pytestmark = pytest.mark.sim
 
-run_sim = partial(simulated_forward.run_sim, arch="sm_90a", seeds=(1,))
+run_sim = partial(simulated_forward.run_sim, seeds=(1,))
 
 SEQLEN = 230
 # Three key blocks and two query blocks; documents end inside of these, one of them is empty.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from einops import rearrange
+from quiet_runs import quiet_run
 from torch import Tensor
 
 pytestmark = pytest.mark.sim
@@ -103,15 +104,10 @@ def with_gaps(x: Tensor) -> Tensor:
 def run(simulator: ModuleType, function: Any, outputs: list[Tensor], *args: Any) -> Iterator[None]:
     """Runs once for each seed; look at the outputs after each."""
     for seed in DELAY_SEEDS:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
         for output in outputs:
             output.fill_(NAN if output.is_floating_point() else -1)
-        function(*args)
-        assert len(simulator.RESULTS) == 1, "one launch"
-        assert not simulator.RESULTS[0]["warnings"]
+        with quiet_run(simulator, seed, launches=1):
+            function(*args)
         yield
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from cases import DOCUMENT_CASES, Case
 from inputs import Inputs, make_inputs
+from planned import backward_call, forward_call, planned
+from quiet_runs import quiet_run
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
@@ -71,12 +71,10 @@ def tiles_of(tile: tuple[int, int]) -> int:
 def bits_plan_of(direction: str, head_dim: int, mod: Any, aux: Tensor, **more: Any) -> Any:
     keywords = {"mask_mod": mod, "aux_tensors": [aux], **more}
     q = torch.zeros(BATCH, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    operands = (q, q, q)
+    call = forward_call(q, q, q, **keywords)
     if direction == "backward":
-        operands += (q, q, torch.zeros(BATCH, HEADS, SEQLEN))
-    return plan(
-        AttentionCall.from_arguments(Direction(direction), *operands, **keywords), TARGET
-    ).mask_bits
+        call = backward_call(q, q, q, q, q, torch.zeros(BATCH, HEADS, SEQLEN), **keywords)
+    return planned(call, TARGET).mask_bits
 
 
 def store(bits_plan: DocumentBitsPlan, mod: Any, aux: Tensor) -> MaskBits:
@@ -99,12 +97,9 @@ def test_states_of_the_tiles_of_documents(
     mod = (same_for_all, same_document)[entries - 1]
     bits_plan = bits_plan_of(direction, head_dim, mod, ids)
     assert isinstance(bits_plan, DocumentBitsPlan) and bits_plan.entries == entries
-    simulator.OPTIONS["delay"] = 1
-    simulator.RESULTS.clear()
-    (_, states, places), _, cu_seqlens = store(bits_plan, mod, ids)
+    with quiet_run(simulator, launches=1):
+        (_, states, places), _, cu_seqlens = store(bits_plan, mod, ids)
     assert cu_seqlens is not None
-    (result,) = simulator.RESULTS
-    assert not result["warnings"]
     starts = cu_seqlens.tolist()
     assert starts[0] == 0 and starts[-1] == BATCH * SEQLEN
     # of each slot of 512 tokens the first document that begins there
@@ -146,11 +141,7 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
 @pytest.mark.parametrize("entries", [1, 2])
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (192, 128)), (128, (128, 128))])
 def test_parts_of_documents(
-    simulator: ModuleType,
-    head_dim: int,
-    tile: tuple[int, int],
-    entries: int,
-    monkeypatch: pytest.MonkeyPatch,
+    simulator: ModuleType, head_dim: int, tile: tuple[int, int], entries: int
 ) -> None:
     """Attention in parts computes what it computes at once, bit for bit; those behind the last tile
     store and compute nothing."""
@@ -162,27 +153,22 @@ def test_parts_of_documents(
         for _ in range(3)
     )
     inputs = Inputs(Case("parts"), q, k, v, {"mask_mod": mod, "aux_tensors": [ids]})
-    whole = launch_on_simulator(inputs, "sm_90a")
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
+    whole = launch_on_simulator(inputs)
     for most in (20, 40):
-        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most * tile_m * tile_n)
+        limits = Limits(most * tile_m * tile_n, min_tiles=0, min_tiles_packed=0)
+        num_parts = -(-entries * tiles_of(tile) // most)
+        assert num_parts > 1
         for seed in (None, 1):
-            simulator.OPTIONS.pop("delay", None)
-            if seed is not None:
-                simulator.OPTIONS["delay"] = seed
-            simulator.RESULTS.clear()
-            parts = launch_on_simulator(inputs, "sm_90a")
-            assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
-            assert not any(result["warnings"] for result in simulator.RESULTS)
             # a call that stores and one that attends, for each part
-            num_parts = -(-entries * tiles_of(tile) // most)
-            assert num_parts > 1 and len(simulator.RESULTS) == 2 * num_parts
+            with quiet_run(simulator, seed, launches=2 * num_parts):
+                parts = launch_on_simulator(inputs, limits=limits)
+            assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
 
 
 @pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
 def test_forward(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(DOCUMENT_CASES[position])
-    run_sim(simulator, inputs, "sm_90a", seeds=(1,))
+    run_sim(simulator, inputs, seeds=(1,))
     assert len(simulator.RESULTS) == 2, "one call stores, one reads"
     if position % 2:
-        run_sim(simulator, inputs, "sm_90a", seeds=(None,), config={"skip_blocks": False})
+        run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors, compile_split
@@ -61,12 +62,8 @@ def test_as_torch_finds_them(simulator: ModuleType, name: str, batch: int) -> No
     results = [torch.full_like(x, POISON) for x in expected]
     compiled = compile_split(indices.shape[3], mask.causal, "sm_90a")
     for seed in DELAY_SEEDS:
-        simulator.OPTIONS.pop("delay", None)
-        if seed is not None:
-            simulator.OPTIONS["delay"] = seed
-        simulator.RESULTS.clear()
-        compiled.function(indices, *results)
-        assert not simulator.RESULTS[0]["warnings"]
+        with quiet_run(simulator, seed):
+            compiled.function(indices, *results)
         *found, bounds = results
         for result, values in zip(found, expected[:-1], strict=True):
             assert torch.equal(result, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from types import ModuleType
 
@@ -10,11 +9,12 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+from conftest import ACTIVE_ARCH
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from flash_mask_cute.core import exp2
 
-ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+ARCH = ACTIVE_ARCH
 
 pytestmark = pytest.mark.sim
 

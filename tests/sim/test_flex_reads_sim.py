@@ -3,7 +3,6 @@ indices that are negative, and those past the end of a tensor, which read the la
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from conftest import ACTIVE_ARCH
 from inputs import make_inputs
 from simulated_forward import run_sim
 from torch import Tensor
@@ -19,7 +19,7 @@ from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.lowering.pair import join_mods
 
 # as the software GPU is, so that these tests run on either
-ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+ARCH = ACTIVE_ARCH
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -59,4 +59,4 @@ def test_a_call_with_lowered_mods(simulator: ModuleType) -> None:
     mods = join_mods(lower_mod(score_mod, "score_mod"), lower_mod(mask_mod, "mask_mod"))
     dense: Any = Dense()
     inputs = replace(make_inputs(case), mask_keywords=mods._asdict(), dense=dense)
-    run_sim(simulator, inputs, ARCH, seeds=(1,))
+    run_sim(simulator, inputs, seeds=(1,))

@@ -5,7 +5,6 @@ FLASH_MASK_SIM_ARCH says of which architecture; the backward is Hopper's.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -16,6 +15,7 @@ import simulated_backward
 import torch
 import waves
 from cases import Case
+from conftest import ACTIVE_ARCH
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod, Extents
 from flex_oracle import dense_mask, scores_of_head
 from gradient_oracle import make_output_gradients
@@ -31,7 +31,7 @@ from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep.block_scan import ScanProblem
 
 # as the software GPU is, so that these tests run on either
-ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+ARCH = ACTIVE_ARCH
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 # 2^0 as a polynomial, which Blackwell computes for some columns, is off by so much
@@ -87,15 +87,13 @@ of_each = pytest.mark.parametrize(("case", "row"), CASES, ids=lambda x: getattr(
 
 @of_each
 def test_forward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
-    run_sim(simulator, make_flex(case, row).inputs, ARCH, seeds=(1,))
+    run_sim(simulator, make_flex(case, row).inputs, seeds=(1,))
 
 
 @hopper_only
 @of_each
 def test_backward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
     """With the gradients of what is trained."""
-    import test_flash_bwd_sim
-
     given = make_flex(case, row)
     more: dict[str, Any] = {}
     if given.wants_aux:
@@ -103,7 +101,7 @@ def test_backward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
             torch.full_like(x, float("nan")) if i in given.wants_aux else None
             for i, x in enumerate(given.aux_tensors)
         ]
-    test_flash_bwd_sim.run_sim(simulator, given.inputs, (1,), **more)
+    simulated_backward.run_sim(simulator, given.inputs, (1,), **more)
     if given.wants_aux:
         dout, dlse = make_output_gradients(given.inputs)
         found = [more["daux"][i] for i in given.wants_aux]
@@ -157,12 +155,12 @@ def make_constant(name: str, seqlen: int, heads: int) -> Inputs:
 
 @of_each_constant
 def test_constants_in_a_forward(simulator: ModuleType, name: str) -> None:
-    run_sim(simulator, make_constant(name, 150, 2), ARCH, seeds=(1,))
+    run_sim(simulator, make_constant(name, 150, 2), seeds=(1,))
 
 
 @of_each_constant
 def test_constants_in_a_backward(simulator: ModuleType, name: str) -> None:
-    simulated_backward.run_sim(simulator, make_constant(name, 150, 2), (1,), arch=ARCH)
+    simulated_backward.run_sim(simulator, make_constant(name, 150, 2), (1,))
 
 
 @hopper_only
@@ -170,7 +168,7 @@ def test_constants_in_a_backward(simulator: ModuleType, name: str) -> None:
 def test_constants_in_stored_bits_and_lists(simulator: ModuleType, name: str) -> None:
     """Of a mask for all heads, by a kernel of its own; and in block lists."""
     inputs = make_constant(name, 512, 4)
-    run_sim(simulator, inputs, ARCH, seeds=(1,))
+    run_sim(simulator, inputs, seeds=(1,))
     assert len(simulator.RESULTS) == 2
     simulated_backward.run_sim(simulator, inputs, (1,), launches=4)
     mod, is_seen = inputs.keywords["mask_mod"], CONSTANTS[name][2].is_seen
@@ -193,5 +191,5 @@ def test_functions_in_kernels(simulator: ModuleType, name: str) -> None:
     mods = resolve_mods(*waves.mods_of(waves.BOUNDS[name][0], x), None, "cpu")
     q, k, v = (torch.zeros(1, n, 1, 64).bfloat16() for _ in range(3))
     inputs = Inputs(Case("functions", 1, n, n, 1, 1, head_dim=64), q, k, v, mods._asdict())
-    out, lse = launch_on_simulator(inputs, ARCH)
+    out, lse = launch_on_simulator(inputs)
     waves.assert_values(name, x, out[0, :, 0], lse.flatten(), of_lse=OF_LSE[ARCH])

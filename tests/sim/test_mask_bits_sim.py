@@ -9,13 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+from planned import backward_call, forward_call, planned
+from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
-from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.choose import plan as plan_module
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
@@ -69,21 +70,19 @@ def masked(**more: Any) -> dict[str, Any]:
 
 def fwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
-    return bits_plan_of(AttentionCall.from_arguments(Direction.FORWARD, q, q, q, **masked(**more)))
+    return bits_plan_of(forward_call(q, q, q, **masked(**more)))
 
 
 def bwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
     q = torch.zeros(1, SEQLEN, HEADS, head_dim, dtype=torch.bfloat16)
     operands = q, q, q, q, q, torch.zeros(1, HEADS, SEQLEN)
-    return bits_plan_of(
-        AttentionCall.from_arguments(Direction.BACKWARD, *operands, **masked(**more))
-    )
+    return bits_plan_of(backward_call(*operands, **masked(**more)))
 
 
 def bits_plan_of(call: AttentionCall) -> EntryBitsPlan | None:
     """Of a call whose documents are not packed, whatever its size."""
     with mock.patch.object(plan_module, "can_pack", lambda call: False):
-        mask_bits = plan(call, TARGET).mask_bits
+        mask_bits = planned(call, TARGET).mask_bits
     assert mask_bits is None or isinstance(mask_bits, EntryBitsPlan)
     return mask_bits
 
@@ -93,16 +92,6 @@ def store(bits_plan: EntryBitsPlan, mask_inputs: MaskInputs) -> Any:
     columns = arch_spec(TARGET).load_columns()
     function = compile_mask_bits(same_document, bits_plan.problem, TARGET, columns).function
     return next(bits_plan.query_chunks(function, IDS, mask_inputs)).arguments
-
-
-def run(simulator: ModuleType, launches: int, call: Callable[[], Any]) -> Any:
-    """What a call of so many kernels returns, with completions at random times."""
-    simulator.OPTIONS["delay"] = 1
-    simulator.RESULTS.clear()
-    result = call()
-    assert len(simulator.RESULTS) == launches
-    assert not any(x["warnings"] for x in simulator.RESULTS)
-    return result
 
 
 # of a call, and which keys a query sees by it
@@ -138,7 +127,8 @@ def test_tiles_outside_of_the_band_are_not_asked_about(
     bits_plan = choose(head_dim, **given)
     assert bits_plan is not None
     mask_inputs = MaskInputs((IDS,), None)
-    _, found = run(simulator, 1, lambda: store(bits_plan, mask_inputs))
+    with quiet_run(simulator, launches=1):
+        _, found = store(bits_plan, mask_inputs)
     at, (tile_m, tile_n) = torch.arange(SEQLEN), tile
     in_band = sees_by_band(at[:, None], at)
     num_outside = 0
@@ -180,7 +170,8 @@ def test_states_of_tiles(
     bits_plan = choose(head_dim, **more)
     assert bits_plan is not None
     bits = None if lists is None else tuple(block_bits(lists))
-    tiles, found = run(simulator, 1, lambda: store(bits_plan, MaskInputs((IDS,), bits)))
+    with quiet_run(simulator, launches=1):
+        tiles, found = store(bits_plan, MaskInputs((IDS,), bits))
     sees, (tile_m, tile_n) = dense(states), tile
     assert found.shape == tiles.shape[:3] == (1, -(-SEQLEN // tile_m), -(-SEQLEN // tile_n))
     kinds = set()
@@ -202,9 +193,10 @@ def test_a_forward_does_not_visit_what_is_hidden(simulator: ModuleType, head_dim
     ids = (torch.arange(512) >= end).int()
     v[:, 256:] = float("nan")
     keywords = {"mask_mod": same_document, "aux_tensors": [ids]}
-    call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
+    call = forward_call(q, k, v, **keywords)
     prepared = prepare_fwd(call, TARGET)
-    out, _ = run(simulator, 2, lambda: prepared(call.tensors, call.masks))
+    with quiet_run(simulator, launches=2):
+        out, _ = prepared(call.tensors, call.masks)
     assert out[:, :end].isfinite().all() and out[:, end:].isnan().all()
 
 
@@ -220,9 +212,10 @@ def test_a_backward_does_not_visit_what_is_hidden(
     lse = torch.full((1, HEADS, 256), 6.0)
     operands = q, k, v, torch.zeros_like(q), dout, lse
     keywords = {"mask_mod": same_document, "aux_tensors": [ids], "deterministic": deterministic}
-    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
+    call = backward_call(*operands, **keywords)
     prepared = prepare_bwd(call, TARGET)
-    dq, dk, dv = run(simulator, 4, lambda: prepared(call.tensors, call.masks))
+    with quiet_run(simulator, launches=4):
+        dq, dk, dv = prepared(call.tensors, call.masks)
     for gradient in (dq, dk, dv):
         assert gradient[:, :128].isfinite().all()
     assert dv[:, 128:].isnan().all()

@@ -5,13 +5,13 @@ FLASH_MASK_SIM_ARCH says of which architecture.
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from cases import FP32, Case
+from conftest import ACTIVE_ARCH
 from inputs import Inputs, make_inputs
 from oracle import largest_scores
 from score_tables import make_tabled
@@ -20,7 +20,7 @@ from tolerances import assert_close_to_oracle
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
-ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+ARCH = ACTIVE_ARCH
 D: Any = {"head_dim": 64}
 CASES = (
     Case("causal-d128-two-tiles", 1, 257, 129, 1, 1, causal=True),
@@ -50,6 +50,6 @@ def test_of_scores_of_any_size(simulator: ModuleType, name: str) -> None:
 def _check(inputs: Inputs) -> None:
     expected = largest_scores(inputs.q, inputs.k, inputs.v, inputs.dense, **inputs.plain_keywords)
     max_scores = torch.full(expected.shape, -torch.inf)
-    out, lse = launch_on_simulator(inputs, ARCH, max_scores=max_scores)
+    out, lse = launch_on_simulator(inputs, max_scores=max_scores)
     assert_close_to_oracle(out, lse, inputs)
     torch.testing.assert_close(max_scores.double(), expected, rtol=1e-5, atol=1e-5)

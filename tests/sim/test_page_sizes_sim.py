@@ -48,4 +48,4 @@ def test_against_oracle(simulator: ModuleType, size: SizeCase) -> None:
         seqused_k=(413, 65),
     )  # fmt: skip
     inputs = paged(make_inputs(case), size.page_size)
-    run_sim(simulator, inputs, ARCH, (1,), sms=3, num_splits=1, config=size.config)
+    run_sim(simulator, inputs, (1,), sms=3, num_splits=1, config=size.config)

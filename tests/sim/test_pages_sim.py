@@ -50,4 +50,4 @@ PAGE_CASES = (
 @pytest.mark.parametrize("pages", PAGE_CASES, ids=lambda pages: pages.id)
 def test_against_oracle(simulator: ModuleType, pages: PageCase) -> None:
     inputs = paged(make_inputs(pages.case), pages.page_size, pages.layout)
-    run_sim(simulator, inputs, "sm_90a", DELAY_SEEDS[:2], sms=5, num_splits=pages.num_splits)
+    run_sim(simulator, inputs, DELAY_SEEDS[:2], sms=5, num_splits=pages.num_splits)

@@ -15,10 +15,9 @@ import simulated_backward
 import torch
 from conftest import ACTIVE_ARCH
 from placed_attention import Draw, PlacedCall
-
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.prepare import prepare_fwd
-from flash_mask_cute.runtime.target import Target
+from planned import forward_call
+from quiet_runs import quiet_run
+from simulated_forward import run_on_simulator
 
 ARCH = ACTIVE_ARCH
 SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
@@ -39,30 +38,23 @@ def calls(drawn: tuple[tuple[int, int], ...]) -> Iterator[PlacedCall]:
 
 
 def run_forward(call: PlacedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    made = AttentionCall.from_arguments(Direction.FORWARD, call.q, call.k, call.v, **call.keywords)
-    prepared = prepare_fwd(made, Target(ARCH, num_sms=simulated_backward.SMS))
-    out, lse = prepared(made.tensors, made.masks)
+    out, lse = run_on_simulator(forward_call(call.q, call.k, call.v, **call.keywords))
     assert lse is not None
     return out, lse
 
 
 def test_forward(simulator: ModuleType) -> None:
     for delay, call in enumerate(calls(DRAWN)):
-        simulator.OPTIONS["delay"] = delay
-        simulator.RESULTS.clear()
-        out, lse = run_forward(call)
-        assert simulator.RESULTS, call.name
-        assert not any(x["warnings"] for x in simulator.RESULTS), call.name
+        with quiet_run(simulator, delay):
+            out, lse = run_forward(call)
         call.assert_output(out, lse)
 
 
 def test_backward(simulator: ModuleType) -> None:
     for delay, call in enumerate(calls(DRAWN[1:])):
-        simulator.OPTIONS["delay"] = delay
-        simulator.RESULTS.clear()
         out, lse = call.attend(call.q.double(), call.k.double(), call.v.double())
         dout = torch.randn_like(out).bfloat16()
         operands = call.q, call.k, call.v, out.bfloat16(), dout, lse.float()
-        found = simulated_backward.launch(operands, call.keywords, ARCH)
-        assert not any(x["warnings"] for x in simulator.RESULTS), call.name
+        with quiet_run(simulator, delay):
+            found = simulated_backward.launch(operands, call.keywords)
         call.assert_gradients(found, dout)

@@ -1,4 +1,4 @@
-"""Scores of any size by the compiled kernels of Hopper, on the software GPU."""
+"""Scores of any size by the compiled kernels of either architecture, on the software GPU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from types import ModuleType
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case
+from conftest import ACTIVE_ARCH, HOPPER
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from inputs import Inputs
+from quiet_runs import quiet_run
 from score_tables import TABLES, make_tabled
 from simulated_backward import launch
 from simulated_forward import launch_on_simulator, run_sim
 from split_cases import TABLED_CASES, SplitCase
 from tolerances import lse_tolerance
+from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
-ARCH = "sm_90a"
+ARCH = ACTIVE_ARCH
+hopper_only = pytest.mark.skipif(ARCH != HOPPER, reason="of a kernel that is for Hopper only")
 PLAIN = Case("tables", 1, 300, 300, 1, 1, head_dim=64)
 SOME = ("causal-fp32", "ascending", "descending", "extremes", "offsets", "hidden")
 # Each has a kernel that goes another way: three warpgroups or two, with registers for the scores
 # beside the probabilities or without, cut blocks that are passed over, packed heads, sequences.
-CASES = (
+HOPPER_CASES = (
     Case("tables-sink-softcap", 1, 300, 300, 1, 1, head_dim=64, softcap=5.0, sink=FP32),
     Case("tables-d128-fp16", 1, 300, 300, 1, 1, dtype=FP16, sink=BF16),
     Case("tables-mask-d128", 1, 300, 300, 1, 1, mask_mod="causal_offset"),
@@ -35,56 +40,79 @@ CASES = (
 )  # fmt: skip
 
 
+BLACKWELL_CASES = (
+    Case("tables-sink-softcap-fp16", 1, 300, 300, 1, 1, head_dim=64, softcap=5.0, sink=FP32,
+         dtype=FP16),
+    Case("tables-gqa2-packed", 1, 60, 300, 2, 1, pack_gqa=True, window_left=280),
+    HOPPER_CASES[-1],
+)  # fmt: skip
+CASES = HOPPER_CASES if ARCH == HOPPER else BLACKWELL_CASES
+# twice the largest number is infinite
+WITH_FACTOR = ["causal-fp32", "descending", "offsets", "hidden", "steps"]
+IN_PIECES = ["causal-1e30", "ascending", "extremes", "steps", "hidden"]
+if ARCH == HOPPER:
+    WITH_FACTOR, IN_PIECES = [*WITH_FACTOR, "ascending"], list(TABLES)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_forward(simulator: ModuleType, name: str) -> None:
     given = make_tabled(PLAIN, name)
-    run_sim(simulator, given.inputs, ARCH, seeds=(None,))
+    run_sim(simulator, given.inputs, seeds=(None,))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_of_other_kernels(simulator: ModuleType, case: Case) -> None:
     for name in SOME:
-        run_sim(simulator, make_tabled(case, name).inputs, ARCH, seeds=(1,))
+        run_sim(simulator, make_tabled(case, name).inputs, seeds=(1,))
 
 
-# twice the largest number is infinite
-@pytest.mark.parametrize("name", [name for name in SOME if name != "extremes"] + ["steps"])
+@pytest.mark.parametrize("name", WITH_FACTOR)
 def test_forward_with_a_last_factor(simulator: ModuleType, name: str) -> None:
     """Which the softmax multiplies by; the lowest numbers become -inf and are hidden."""
     given = make_tabled(PLAIN, name, has_factor=True)
-    run_sim(simulator, given.inputs, ARCH, seeds=(None,))
+    run_sim(simulator, given.inputs, seeds=(None,))
 
 
+@hopper_only
 def test_smaller_tiles_of_keys(simulator: ModuleType) -> None:
     """Many blocks, and without registers for the scores beside the probabilities."""
     for config in ({"tile_n": 48}, {"tile_m": 256, "tile_n": 64}):
         for name in ("descending", "extremes-descending", "hidden"):
             inputs = make_tabled(PLAIN, name).inputs
-            run_sim(simulator, inputs, ARCH, seeds=(None,), config=config)
+            run_sim(simulator, inputs, seeds=(None,), config=config)
 
 
 @pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
 def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
     """Rows that a low number hides everywhere, too: their pieces weigh as many keys as they saw."""
-    for name in TABLES:
+    for name in IN_PIECES:
         inputs = make_tabled(split.case, name).inputs
-        run_sim(simulator, inputs, ARCH, (1,), sms=split.sms, num_splits=split.num_splits)
+        run_sim(simulator, inputs, (1,), sms=split.sms, num_splits=split.num_splits)
         assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
+
+
+def forward_with_low(simulator: ModuleType, inputs: Inputs, seed: int | None) -> tuple[Tensor, ...]:
+    """out, lse and lse_low, of which the last two are LSE together."""
+    lse_low = torch.empty_like(inputs.reference[1], dtype=FP32)
+    with quiet_run(simulator, seed):
+        out, lse = launch_on_simulator(inputs, lse_low=lse_low)
+    error = (lse.double() + lse_low.double() - inputs.reference[1]).abs()
+    assert error[inputs.reference[1].isfinite()].max() < lse_tolerance(inputs)
+    return out, lse, lse_low
+
+
+@pytest.mark.parametrize("name", ["causal-bf16", "offsets", "hidden"])
+def test_what_rounding_takes_from_lse(simulator: ModuleType, name: str) -> None:
+    _, lse, lse_low = forward_with_low(simulator, make_tabled(PLAIN, name).inputs, None)
+    assert (lse_low[lse.isinf()] == 0).all()
 
 
 def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | None = None) -> None:
     """A forward that writes lse_low, and the backward of what it wrote."""
-    simulator.OPTIONS.pop("delay", None)
-    if seed is not None:
-        simulator.OPTIONS["delay"] = seed
     inputs = given.inputs
     dout, dlse = make_output_gradients(inputs)
-    rows = inputs.q.shape[:-1]
-    lse_low = torch.empty((*rows[:-2], rows[-1], rows[-2]))
-    out, lse = launch_on_simulator(inputs, ARCH, lse_low=lse_low)
-    error = (lse.double() + lse_low.double() - inputs.reference[1]).abs()
-    assert error[inputs.reference[1].isfinite()].max() < lse_tolerance(inputs)
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    out, lse, lse_low = forward_with_low(simulator, inputs, seed)
+    keywords = inputs.bwd_keywords
     sink = keywords["learnable_sink"]
     dsink = None if sink is None else torch.empty_like(sink)
     daux = [
@@ -94,10 +122,8 @@ def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | Non
     more = {"lse_low": lse_low, "dlse": dlse, "dsink": dsink, "daux": daux}
     if not given.wants_aux:
         more.pop("daux")
-    simulator.RESULTS.clear()
-    dq, dk, dv = launch((inputs.q, inputs.k, inputs.v, out, dout, lse), keywords | more)
-    for result in simulator.RESULTS:
-        assert not result["warnings"], result
+    with quiet_run(simulator, seed):
+        dq, dk, dv = launch((inputs.q, inputs.k, inputs.v, out, dout, lse), keywords | more)
     gradients = {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
     assert_gradients_close(gradients, inputs, dout, dlse)
     if given.wants_aux:
@@ -106,19 +132,22 @@ def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | Non
         assert_aux_gradients_close(trained, given, dout, dlse, rtol=4e-3)
 
 
+@hopper_only
 @pytest.mark.parametrize("name", TABLES)
 def test_gradients(simulator: ModuleType, name: str) -> None:
     check_both_ways(simulator, make_tabled(PLAIN, name)._replace(wants_aux=()))
 
 
+@hopper_only
 @pytest.mark.parametrize("name", ["causal-1e30", "descending", "steps", "extremes", "hidden"])
 def test_gradients_of_the_table(simulator: ModuleType, name: str) -> None:
     check_both_ways(simulator, make_tabled(PLAIN, name), seed=1)
 
 
+@hopper_only
 @pytest.mark.parametrize(
     "case",
-    [*(CASES[i] for i in (0, 1, 5)), Case("tables-d256", 1, 150, 300, 2, 1, head_dim=256)],
+    [*(HOPPER_CASES[i] for i in (0, 1, 5)), Case("tables-d256", 1, 150, 300, 2, 1, head_dim=256)],
     ids=lambda case: case.id,
 )
 def test_gradients_of_other_kernels(simulator: ModuleType, case: Case) -> None:
@@ -126,6 +155,7 @@ def test_gradients_of_other_kernels(simulator: ModuleType, case: Case) -> None:
         check_both_ways(simulator, make_tabled(case, name)._replace(wants_aux=()), seed=1)
 
 
+@hopper_only
 @pytest.mark.parametrize("name", ["causal-fp32", "descending", "steps", "offsets", "hidden"])
 def test_both_ways_with_a_last_factor(simulator: ModuleType, name: str) -> None:
     check_both_ways(simulator, make_tabled(PLAIN, name, has_factor=True)._replace(wants_aux=()))

@@ -10,10 +10,11 @@ import pytest
 import torch
 from cache_calls import draw_call
 from conftest import ACTIVE_ARCH
+from planned import forward_call
+from quiet_runs import quiet_run
+from simulated_forward import run_on_simulator
 from test_append_sim import append_of
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.prepare import prepare_fwd
 from flash_mask_cute.call.run.append import append
 from flash_mask_cute.runtime.target import Target
 
@@ -33,20 +34,17 @@ def test_random_calls(simulator: ModuleType) -> None:
         if "k" not in x or "page_table" not in x:
             continue
         found += 1
-        target = Target(ARCH, num_sms=2)
-        simulator.OPTIONS["delay"] = found
-        simulator.RESULTS.clear()
         given = append_of(call)
-        q, total = append(given, target)
+        with quiet_run(simulator, found):
+            q, total = append(given, Target(ARCH, num_sms=2))
         left, right = (None if side < 0 else side for side in x["window_size"])
         keywords = {name: x[name] for name in SAME if name in x}
         keywords |= {name: x[theirs] for name, theirs in OF_TABLE.items() if theirs in x}
-        made = AttentionCall.from_arguments(
-            Direction.FORWARD, q, given.k_cache, given.v_cache, **keywords, seqused_k=total,
+        made = forward_call(
+            q, given.k_cache, given.v_cache, **keywords, seqused_k=total,
             window_size_left=left, window_size_right=right, q_start="end", num_splits=0,
         )  # fmt: skip
-        prepared = prepare_fwd(made, target)
-        out, lse = prepared(made.tensors, made.masks)
+        with quiet_run(simulator, found):
+            out, lse = run_on_simulator(made)
         assert lse is not None
-        assert not any(y["warnings"] for y in simulator.RESULTS), call.name
         call.assert_close(out, lse)

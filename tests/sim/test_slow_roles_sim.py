@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import simulated_backward
 import test_append_sim
+import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
 import test_column_bounds_sim
@@ -23,8 +24,8 @@ from slow_roles import (
     ISLANDS,
     SEED,
     Slowed,
-    add_islands,
-    cache_oracles,
+    check_backward,
+    check_forward,
     kernels_of_package,
     launched,
     with_each_role_slow,
@@ -89,25 +90,13 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    add_islands(monkeypatch)
-    fields, config, _ = FORWARDS[name]
-    inputs = make_inputs(Case(name, **fields))
-    run = partial(run_sim, simulator, inputs, "sm_90a", (SEED,), config=config)
-    with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
+    check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    add_islands(monkeypatch)
-    cache_oracles(monkeypatch)
-    fields, config, more = BACKWARDS[name]
-    inputs = make_inputs(Case(name, **fields))
-    if more.get("deterministic"):
-        # CTAs wait for each other
-        monkeypatch.setitem(simulator.OPTIONS, "resident", simulated_backward.SMS)
-    run = partial(simulated_backward.run_sim, simulator, inputs, (SEED,), config=config, **more)
-    with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)
-    assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in fields)
+    check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])
+    assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in BACKWARDS[name].fields)
 
 
 # What else runs beside attention, by the tests of its own.
@@ -131,9 +120,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ("kernels.bwd_add_parts.kernel",),
     ),
     "merge": (
-        lambda sim: run_sim(
-            sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), "sm_90a", (SEED,), num_splits=3
-        ),
+        lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
     ),
     "append": (
@@ -143,6 +130,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
         ("mask_prep.block_scan_kernel.examine_blocks", "mask_prep.block_scan_kernel.make_lists"),
+    ),
+    "ordered-lists": (
+        lambda sim: test_block_lists_sim.test_lists_and_bits(sim, (1, 2, 3, 32), True, False),
+        ("mask_prep.block_lists_kernel.kernel",),
     ),
     "key-block-bounds": (
         lambda sim: test_column_bounds_sim.test_packed(sim, (64, 0, 80, 112, 1), 64),

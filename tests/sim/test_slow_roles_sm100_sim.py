@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import ModuleType
 
 import pytest
-import simulated_backward
-import torch
-from cases import Case
-from inputs import make_inputs
-from simulated_forward import run_sim
 from slow_roles import (
     ISLANDS,
-    SEED,
     Slowed,
-    add_islands,
-    cache_oracles,
-    with_each_role_slow,
+    check_backward,
+    check_forward,
 )
-from trained_mods import make_trained
 
 ARCH = "sm_100a"
 
@@ -48,11 +39,7 @@ FORWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    add_islands(monkeypatch)
-    fields, config, _ = FORWARDS[name]
-    inputs = make_inputs(Case(name, **fields))
-    run = partial(run_sim, simulator, inputs, ARCH, (SEED,), config=config)
-    with_each_role_slow(simulator, monkeypatch, [FORWARD], run)
+    check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
 # More work tiles for a CTA than a ring has stages; dQ in columns of its own and in those of dP; S
@@ -76,21 +63,4 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    add_islands(monkeypatch)
-    cache_oracles(monkeypatch)
-    fields, config, more = BACKWARDS[name]
-    if "daux" in more:
-        given = make_trained(Case(name, **fields | {"score_mod": None}), fields["score_mod"])
-        inputs = given.inputs
-        wanted = (i in given.wants_aux for i in range(len(given.aux_tensors)))
-        daux = zip(given.aux_tensors, wanted, strict=True)
-        more = {"daux": [torch.empty_like(x) if is_wanted else None for x, is_wanted in daux]}
-    else:
-        inputs = make_inputs(Case(name, **fields))
-    if more.get("deterministic"):
-        # CTAs wait for each other
-        monkeypatch.setitem(simulator.OPTIONS, "resident", simulated_backward.SMS)
-    run = partial(
-        simulated_backward.run_sim, simulator, inputs, (SEED,), arch=ARCH, config=config, **more
-    )
-    with_each_role_slow(simulator, monkeypatch, [BACKWARD], run)
+    check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])

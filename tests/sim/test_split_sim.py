@@ -1,17 +1,40 @@
-"""Forwards whose work tiles are computed in pieces, and merged, on the software GPU."""
+"""Forwards whose work tiles are computed in pieces, and merged; on Blackwell keys in pages, too."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import pytest
+from cases import FP32, Case
+from conftest import ACTIVE_ARCH, HOPPER
 from inputs import make_inputs
+from paged_inputs import paged
 from simulated_forward import DELAY_SEEDS, run_sim
 from split_cases import SPLIT_CASES, SplitCase
 
 from flash_mask_cute.call.choose import splits
 
-pytestmark = pytest.mark.sim
+ARCH = ACTIVE_ARCH
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+_DECODE = Case(
+    "decode", 3, 1, 700, 8, 2, head_dim=64, causal=True, seqused_k=(700, 0, 131), sink=FP32
+)
+_D128 = Case("d128", 2, 3, 600, 4, 2, causal=True, seqused_k=(513, 65))
+_GROUP3 = Case("group3", 1, 5, 600, 6, 2, head_dim=64, causal=True)
+_SCORE_MOD = Case("score_mod", 1, 4, 700, 4, 2, head_dim=64, score_mod="alibi", causal=True)
+# `test_pages_sim.py` has the pages of Hopper
+BLACKWELL_CASES = (
+    (SplitCase(_DECODE, sms=5), None, "NHD"),
+    (SplitCase(_D128, 3, sms=2), None, "NHD"),
+    (SplitCase(_GROUP3, sms=5), None, "NHD"),
+    (SplitCase(_SCORE_MOD, sms=5), None, "NHD"),
+    (SplitCase(_SCORE_MOD, 3, sms=2), None, "NHD"),
+    (SplitCase(_D128, sms=3), 16, "HND"),
+    (SplitCase(_DECODE, 1, sms=2), 128, "packed"),
+    (SplitCase(_DECODE, sms=5), 1, "NHD"),
+)
+CASES = [(x, None, "NHD") for x in SPLIT_CASES] if ARCH == HOPPER else BLACKWELL_CASES
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +43,16 @@ def short_walks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "_LEAST_BLOCKS_OF_MANY", 4)
 
 
-@pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
-def test_against_oracle(simulator: ModuleType, split: SplitCase) -> None:
+@pytest.mark.parametrize(
+    ("split", "page_size", "layout"), CASES, ids=lambda x: x.id if isinstance(x, SplitCase) else x
+)
+def test_against_oracle(
+    simulator: ModuleType, split: SplitCase, page_size: int | None, layout: str
+) -> None:
+    inputs = make_inputs(split.case)
+    if page_size is not None:
+        inputs = paged(inputs, page_size, layout)
     seeds = DELAY_SEEDS[:2] if split.case.batch < 10 else (1,)
-    run_sim(
-        simulator,
-        make_inputs(split.case),
-        "sm_90a",
-        seeds,
-        sms=split.sms,
-        num_splits=split.num_splits,
-    )
-    assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
+    run_sim(simulator, inputs, seeds, sms=split.sms, num_splits=split.num_splits)
+    if split.num_splits != 1:
+        assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"

@@ -24,7 +24,7 @@ ARCH = "sm_90a"
 def on_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions launch kernels for tensors on the CPU."""
 
-    monkeypatch.setattr(interface, "forward", lambda call: run_on_simulator(call, ARCH))
+    monkeypatch.setattr(interface, "forward", lambda call: run_on_simulator(call))
 
 
 @pytest.mark.usefixtures("on_simulator")
@@ -64,5 +64,5 @@ def test_the_host_call_launches_nothing(simulator: ModuleType, name: str) -> Non
     with pytest.raises(
         TypeError, match=rf"^{name}.* must be a plain torch.Tensor, got a TwoTensor"
     ):
-        launch_on_simulator(inputs, ARCH, **keywords)
+        launch_on_simulator(inputs, **keywords)
     assert not simulator.RESULTS

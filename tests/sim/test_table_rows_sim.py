@@ -3,7 +3,6 @@ and element by element where they are not aligned, not contiguous, or shorter th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -13,6 +12,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cases import Case
+from conftest import ACTIVE_ARCH
 from inputs import make_inputs
 from simulated_forward import run_sim
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_mask_cute.flex import lower_mod
 
 # as the software GPU is, so that these tests run on either
-ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", "sm_90a")
+ARCH = ACTIVE_ARCH
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -105,7 +105,7 @@ def _run_mod(
 ) -> None:
     keywords = {"score_mod": score_mod, "aux_tensors": list(aux_tensors)}
     inputs = replace(make_inputs(case), mask_keywords=keywords, dense=dense)
-    run_sim(simulator, inputs, ARCH, seeds=(1,))
+    run_sim(simulator, inputs, seeds=(1,))
 
 
 # a thread of Blackwell has a row, so its loads differ by the size of elements only

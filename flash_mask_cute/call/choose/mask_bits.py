@@ -9,6 +9,7 @@ are computed as packed sequences.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.masks import ResolvedMasks
@@ -29,13 +30,26 @@ from flash_mask_cute.runtime.target import Target
 
 # heads that share the bits: with fewer, a second kernel is not worth its launch
 MIN_HEADS = 4
-# pairs of a query and a key that a launch may have bits for: one entry of 32K tokens, 16 of 8K
-MAX_PAIRS = 1 << 30
-# work tiles for each SM, the least that a chunk of a call should have: its last ones leave SMs idle
-MIN_TILES = 8
-# blocks of so many queries, over all heads and entries, for each SM: with fewer, the seven launches
-# that look for documents would cost more than they gain (an estimate: 20 us of a call)
-QUERY_BLOCK, MIN_TILES_PACKED = 128, 32
+# queries of a block, by which a call's size is estimated
+QUERY_BLOCK = 128
+
+
+class Limits(NamedTuple):
+    """Where calls are too large for mask bits, or too small for what costs launches.
+
+    max_pairs: of a query and a key, for which a launch may have bits: one entry of 32K tokens, 16
+    of 8K. min_tiles: work tiles for each SM, the least that a chunk of a call should have, because
+    its last ones leave SMs idle. min_tiles_packed: blocks of QUERY_BLOCK queries, over all heads
+    and entries, for each SM; with fewer, the seven launches that look for documents would cost more
+    than they gain (an estimate: 20 us of a call).
+    """
+
+    max_pairs: int = 1 << 30
+    min_tiles: float = 8
+    min_tiles_packed: float = 32
+
+
+LIMITS = Limits()
 
 
 def reading_mask_bits(problem: AttentionProblem) -> AttentionProblem:
@@ -86,6 +100,7 @@ def choose_mask_bits(
     window: Window,
     target: Target,
     can_pack: bool,
+    limits: Limits,
 ) -> MaskBitsPlan | None:
     """The plan for the bits that all heads share; None if there is no room for them."""
     mask_mod, lists = masks.mask_mod, masks.block_lists
@@ -99,20 +114,20 @@ def choose_mask_bits(
         has_window_right=problem.has_window_right,
     )
     if problem.varlen_q:
-        return _choose_for_sequences(shapes, bits_problem, window)
+        return _choose_for_sequences(shapes, bits_problem, window, limits)
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if lists_differ or find_reliance(mask_mod, problem).batch else 1
     blocks = _num_blocks(shapes, tiles)
-    per_launch = _blocks_per_launch(entries, shapes, tiles, target)
+    per_launch = _blocks_per_launch(entries, shapes, tiles, target, limits)
     if per_launch is None:
         return None
     lines = tiles.lines, tiles.words
-    if can_pack and _may_hold_documents(problem, shapes, target):
+    if can_pack and _may_hold_documents(problem, shapes, target, limits):
         seqlen = shapes.seqlen_q
         most = most_tiles(tiles, seqlen * seqlen, seqlen, seqlen, max_documents(seqlen))
         step = room = entries * most
         if per_launch < blocks:
-            step = MAX_PAIRS // (tiles.tile_m * tiles.tile_n)
+            step = limits.max_pairs // (tiles.tile_m * tiles.tile_n)
             room = step + -(-seqlen // tiles.tile_n)
         bits_problem = replace(bits_problem, form="documents")
         extents = entries, shapes.batch, seqlen, most, step
@@ -123,20 +138,22 @@ def choose_mask_bits(
 
 
 def _choose_for_sequences(
-    shapes: FwdShapes, bits_problem: MaskBitsProblem, window: Window
+    shapes: FwdShapes, bits_problem: MaskBitsProblem, window: Window, limits: Limits
 ) -> SequenceBitsPlan | None:
     """The choice for packed queries and keys."""
     tiles, pairs = bits_problem.tiles, shapes.total_q * shapes.seqlen_k
     most = most_tiles(tiles, pairs, shapes.total_q, shapes.total_k, shapes.batch)
     # short sequences leave most of a tile empty
-    if pairs > MAX_PAIRS or most * tiles.tile_m * tiles.tile_n > 2 * MAX_PAIRS:
+    if pairs > limits.max_pairs or most * tiles.tile_m * tiles.tile_n > 2 * limits.max_pairs:
         return None
     bits_problem = replace(bits_problem, form="sequences")
     shape = (1, 1, most, tiles.lines, tiles.words)
     return SequenceBitsPlan(shape, bits_problem, window, shapes.batch)
 
 
-def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Target) -> bool:
+def _may_hold_documents(
+    problem: AttentionProblem, shapes: FwdShapes, target: Target, limits: Limits
+) -> bool:
     """Whether a call is large enough to search for documents, and nothing in it needs positions
     inside them."""
     work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
@@ -144,7 +161,7 @@ def _may_hold_documents(problem: AttentionProblem, shapes: FwdShapes, target: Ta
         shapes.seqlen_q == shapes.seqlen_k > DOCUMENT_STRIDE
         and problem.score_mod is None
         and problem.intervals is None
-        and work_tiles >= MIN_TILES_PACKED * target.num_sms
+        and work_tiles >= limits.min_tiles_packed * target.num_sms
     )
 
 
@@ -153,7 +170,7 @@ def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
 
 
 def _blocks_per_launch(
-    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target
+    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target, limits: Limits
 ) -> int | None:
     """Number of query blocks that a launch computes; None if there is no room for bits.
 
@@ -161,11 +178,11 @@ def _blocks_per_launch(
     not.
     """
     blocks = _num_blocks(shapes, tiles)
-    if entries * shapes.seqlen_q * shapes.seqlen_k <= MAX_PAIRS:
+    if entries * shapes.seqlen_q * shapes.seqlen_k <= limits.max_pairs:
         return blocks
-    most = MAX_PAIRS // (entries * shapes.seqlen_k * tiles.tile_m)
+    most = limits.max_pairs // (entries * shapes.seqlen_k * tiles.tile_m)
     if tiles.by_key or most == 0:
         return None
     per_launch = -(-blocks // -(-blocks // most))
     tiles_per_launch = per_launch * shapes.heads_q * shapes.batch
-    return per_launch if tiles_per_launch >= MIN_TILES * target.num_sms else None
+    return per_launch if tiles_per_launch >= limits.min_tiles * target.num_sms else None

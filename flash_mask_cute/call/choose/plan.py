@@ -31,6 +31,8 @@ from flash_mask_cute.call.choose.copies import (
 )
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.mask_bits import (
+    LIMITS,
+    Limits,
     choose_mask_bits,
     packed_sequences,
     reading_mask_bits,
@@ -201,10 +203,13 @@ def target_of(q: torch.Tensor) -> Target:
     return Target.from_device(q.device) if q.is_cuda else Target.default()
 
 
-def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
+def plan(
+    call: AttentionCall, target: Target | None = None, limits: Limits | None = None
+) -> ExecutionPlan:
     """Check a call, and plan its execution.
 
     target: the target of the kernels. None: that of q's device, and the CPU path for a CPU tensor.
+    limits: sizes of calls whose mask bits are shared, instead of `LIMITS`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
@@ -227,17 +232,18 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
         packed = call_by_documents(call, chosen.problem.needs_lse)
-        return replace(chosen, packed=plan(packed, target))
+        return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
     if _may_share_bits_instead(chosen, call):
-        one_pass = plan(call._replace(options=call.options._replace(num_splits=1)), target)
+        options = call.options._replace(num_splits=1)
+        one_pass = plan(call._replace(options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
-    return _with_mask_bits(chosen, choose, call)
+    return _with_mask_bits(chosen, choose, call, limits or LIMITS)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
@@ -512,7 +518,9 @@ def _gradient_facts(
     )
 
 
-def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) -> ExecutionPlan:
+def _with_mask_bits(
+    chosen: ExecutionPlan, choose: Choose, call: AttentionCall, limits: Limits
+) -> ExecutionPlan:
     """The plan with the evaluation of its mask_mod before attention, if there is one.
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
@@ -523,7 +531,7 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen
     reading = chosen.with_choice(choose(reading_mask_bits(chosen.problem)))
-    mask_bits = _mask_bits(reading, can_pack(call))
+    mask_bits = _mask_bits(reading, can_pack(call), limits)
     if mask_bits is None:
         return chosen
     problem = reading_mask_bits(reading.problem)
@@ -536,7 +544,7 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
     return _with_conversions(replace(reading, shapes=shapes, problem=problem), rows)
 
 
-def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> MaskBitsPlan | None:
+def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBitsPlan | None:
     if isinstance(chosen.choice, BwdChoice) and chosen.choice.tiles.cta_pair:
         # a part of a walk may lie behind its sequence, which places do not tell
         can_pack = False
@@ -551,6 +559,7 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool) -> MaskBitsPlan | None:
         window,
         chosen.target,
         can_pack,
+        limits,
     )
 
 

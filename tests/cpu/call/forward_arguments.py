@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from planned import forward_call
 from torch.nn.attention.flex_attention import BlockMask
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.problem import FwdShapes
 
@@ -67,4 +67,4 @@ LAYOUTS = {"dense": dense, "packed_q": packed_q, "packed_k": packed_k, "packed":
 def check(arguments: dict[str, Any]) -> FwdShapes:
     arguments = dict(arguments)
     q, k, v = (arguments.pop(name) for name in "qkv")
-    return check_inputs(AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **arguments))
+    return check_inputs(forward_call(q, k, v, **arguments))

@@ -12,14 +12,14 @@ from cases import BF16, Case
 from compiled_code import SWEEP
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
+from planned import planned
 
 from flash_mask_cute import compile_count
-from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.backward import BwdKernels, build_bwd, compile_bwd
 from flash_mask_cute.call.build.forward import NO_MODS
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import select_bwd_config
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.choose.tables import SM100_BWD
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
@@ -191,16 +191,12 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
 
     def kernels_of(case: Case) -> BwdKernels:
         inputs = make_inputs(case)
-        out, lse = inputs.reference[0].to(BF16), inputs.reference[1].float()
-        operands = inputs.q, inputs.k, inputs.v, out, out, lse
-        call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **bwd_keywords(inputs))
-        planned = plan(call, TARGET)
-        facts = planned.gradients
+        keywords = bwd_keywords(inputs)
+        found = planned(inputs, TARGET, direction=Direction.BACKWARD, **keywords)
+        facts = found.gradients
         assert facts is not None
         of_facts = facts.has_dlse, facts.sink_dtype, facts.padding
-        return compile_bwd(
-            planned.problem, planned.bwd_choice, TARGET, Mods(), *of_facts, cache=cache
-        )
+        return compile_bwd(found.problem, found.bwd_choice, TARGET, Mods(), *of_facts, cache=cache)
 
     first = Case("first", 1, 60, 70, 4, 4, causal=True, window_left=20, sink=BF16)
     before = compile_count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 from cases import Case
 from einops import rearrange
-from inputs import make_inputs
+from inputs import Inputs, make_inputs
+from planned import call_of, planned
 from torch import Tensor
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
+from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.call.choose.packed import rows_follow
-from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.run.backward import KernelBackward
 from flash_mask_cute.call.run.forward import KernelForward
@@ -34,23 +37,17 @@ TARGET = Target.default()
 DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
 
 
-def call_of(case: Case, **more: Any) -> AttentionCall:
+def apart(case: Case) -> Inputs:
+    """With a query whose rows of an entry do not follow those of the one before."""
     inputs = make_inputs(case)
-    keywords = inputs.keywords | more
-    q = keywords.pop("q", inputs.q)
-    return AttentionCall.from_arguments(Direction.FORWARD, q, inputs.k, inputs.v, **keywords)
+    q = torch.cat([inputs.q, inputs.q], dim=1)[:, : case.seqlen_q]
+    return replace(inputs, q=q)
 
 
-def apart(case: Case) -> Tensor:
-    """A query whose rows of an entry do not follow those of the one before."""
-    q = make_inputs(case).q
-    return torch.cat([q, q], dim=1)[:, : case.seqlen_q]
-
-
-def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
+def choose(given: Case | Inputs, limits: Limits | None = None) -> tuple[ExecutionPlan, Any]:
     """The plan of a forward, and how it stores mask bits."""
-    planned = plan(call_of(case, **more), TARGET)
-    return planned, planned.mask_bits
+    found = planned(given, TARGET, limits)
+    return found, found.mask_bits
 
 
 @pytest.mark.usefixtures("documents_packed")
@@ -100,19 +97,20 @@ def test_what_is_not_packed(case: Case) -> None:
     assert isinstance(choose(case)[1], EntryBitsPlan)
 
 
-def test_small_calls_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_calls_are_not_packed() -> None:
     """2 x 4 x 5 blocks of 128 queries."""
     for least, packs in ((40 / TARGET.num_sms, True), (41 / TARGET.num_sms, False)):
-        monkeypatch.setattr(mask_bits_plan, "MIN_TILES_PACKED", least)
-        assert isinstance(choose(DOCUMENTS)[1], DocumentBitsPlan) == packs
-        assert isinstance(choose(DOCUMENTS, q=apart(DOCUMENTS))[1], EntryBitsPlan)
+        limits = Limits(min_tiles_packed=least)
+        assert isinstance(choose(DOCUMENTS, limits)[1], DocumentBitsPlan) == packs
+        assert isinstance(choose(apart(DOCUMENTS), limits)[1], EntryBitsPlan)
 
 
 @pytest.mark.usefixtures("documents_packed")
 def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many tiles as there is room for, of any documents, and the rest of a block's."""
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
-    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 2 * 400 * 700)
+    # `explain` takes no limits
+    limits = Limits(2 * 400 * 700, min_tiles=0, min_tiles_packed=0)
+    monkeypatch.setattr(plan_module, "LIMITS", limits)
     _, bits_plan = choose(DOCUMENTS)
     assert isinstance(bits_plan, DocumentBitsPlan)
     # 560000 / (128 * 128) is 34.2
@@ -144,14 +142,14 @@ def test_rows_that_follow_each_other() -> None:
 def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], AttentionCall]:
     """The prepared forward whose kernels note their arguments, these, and a call."""
     call = call_of(case, **more)
-    planned = plan(call, TARGET)
-    assert planned.mask_bits is not None
+    found = planned(call, TARGET)
+    assert found.mask_bits is not None
     calls: list[tuple[Any, ...]] = []
 
     def note(*args: Any) -> None:
         calls.append(args)
 
-    inner = KernelForward(planned, note, partial(planned.mask_bits.query_chunks, note))
+    inner = KernelForward(found, note, partial(found.mask_bits.query_chunks, note))
     return PackedForward(inner, True, mask_causal=None), calls, call
 
 
@@ -220,21 +218,18 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     """Packed where rows follow each other; explain says so."""
     assert isinstance(prepare_fwd(call_of(DOCUMENTS), TARGET), PackedForward)
     scattered = apart(DOCUMENTS)
-    assert isinstance(prepare_fwd(call_of(DOCUMENTS, q=scattered), TARGET), KernelForward)
+    assert isinstance(prepare_fwd(call_of(scattered), TARGET), KernelForward)
 
     inputs = make_inputs(DOCUMENTS)
     q, k, v = inputs.q, inputs.k, inputs.v
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    operands = q, k, v, q.clone(), q.clone(), torch.zeros(2, 4, 700)
-    bwd = prepare_bwd(
-        AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords), TARGET
-    )
+    keywords = inputs.bwd_keywords
+    bwd = prepare_bwd(call_of(inputs, Direction.BACKWARD), TARGET)
     assert isinstance(bwd, PackedBackward) and isinstance(bwd.inner, KernelBackward)
 
     told = explain(q, k, v, **keywords)
     assert "documents that its answers tell of are packed sequences" in told.masks
     assert "the CPU path packs no documents" in told.note and told.work_tiles == 2 * 4 * 6
-    assert "packed" not in explain(scattered, k, v, **keywords).masks
+    assert "packed" not in explain(scattered.q, k, v, **keywords).masks
 
 
 def test_what_has_no_rows_is_that_of_the_call() -> None:

@@ -11,16 +11,16 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cases import Case
-from inputs import make_inputs
 from launch_recorder import Recorder
+from planned import call_of, forward_call, planned
 
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.build.backward import BwdKernels
-from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.run.backward import KernelBackward
@@ -141,17 +141,11 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traced) == 2
 
 
-def call_of(case: Case, **more: Any) -> AttentionCall:
-    inputs = make_inputs(case)
-    operands = inputs.q, inputs.k, inputs.v
-    return AttentionCall.from_arguments(Direction.FORWARD, *operands, **(inputs.keywords | more))
-
-
-def choose(case: Case, **more: Any) -> tuple[ExecutionPlan, Any]:
+def choose(case: Case, limits: Limits | None = None, **more: Any) -> tuple[ExecutionPlan, Any]:
     """The plan of a forward, and how it stores mask bits."""
-    planned = plan(call_of(case, **more), TARGET)
-    assert (planned.mask_bits is None) == (planned.without_bits is None)
-    return planned, planned.mask_bits
+    found = planned(case, TARGET, limits, **more)
+    assert (found.mask_bits is None) == (found.without_bits is None)
+    return found, found.mask_bits
 
 
 def test_bits_of_one_entry_or_of_all() -> None:
@@ -170,16 +164,11 @@ def test_bits_of_one_entry_or_of_all() -> None:
     assert bits_plan is not None and bits_plan.shape == (3, 3, 2, 128, 4)
 
 
-def choose_bwd(case: Case) -> tuple[Any, Any, AttentionCall]:
+def choose_bwd(case: Case, limits: Limits | None = None) -> tuple[Any, Any, AttentionCall]:
     """The plan of the backward of a call, how it stores mask bits, and the call."""
-    inputs = make_inputs(case)
-    out = torch.zeros_like(inputs.q[..., : case.head_dim_v])
-    lse = torch.zeros(out.shape[:-1]).transpose(-1, -2)
-    operands = inputs.q, inputs.k, inputs.v, out, out.clone(), lse
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
-    call = AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
-    planned = plan(call, TARGET)
-    return planned, planned.mask_bits, call
+    call = call_of(case, Direction.BACKWARD)
+    found = planned(call, TARGET, limits)
+    return found, found.mask_bits, call
 
 
 def test_bits_of_a_backward_are_by_key() -> None:
@@ -227,14 +216,14 @@ def one_list(block: int) -> BlockSparseTensorsTorch:
 def test_what_the_backward_passes_on() -> None:
     """Stored answers, and nothing else of the callable and the lists."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
-    planned, bits_plan, call = choose_bwd(case)
+    found, bits_plan, call = choose_bwd(case)
     assert bits_plan is not None
-    assert (planned.problem.has_bits, planned.problem.mask_mod) == (False, None)
+    assert (found.problem.has_bits, found.problem.mask_mod) == (False, None)
     mask_bits: list[tuple[Any, ...]] = []
     main: list[tuple[Any, ...]] = []
     store = partial(bits_plan.query_chunks, lambda *args: mask_bits.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
-    KernelBackward(planned, kernels, store)(call.tensors, call.masks)
+    KernelBackward(found, kernels, store)(call.tensors, call.masks)
     (((tiles, states), *_, logical, aux, left, right, query_chunk),) = mask_bits
     assert left is right is None
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
@@ -261,7 +250,7 @@ def test_where_nothing_is_stored(case: Case) -> None:
     assert choose(case)[1] is None
 
 
-def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_sequences() -> None:
     """Tiles for all sequences, each with a row of blocks that it may share with none."""
     lengths = {"lengths_q": (300, 0, 77), "lengths_k": (200, 9, 140), "heads_q": 4, "heads_kv": 4}
     case = Case("varlen", mask_mod="documents", **lengths)
@@ -285,16 +274,13 @@ def test_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows, keys = call.shapes.total_q, call.shapes.seqlen_k
     for most, fits in ((4 * rows * keys, True), (rows * keys - 1, False)):
-        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
-        assert (choose(case)[1] is not None) == fits
-        assert (choose_bwd(case)[1] is not None) == fits
+        assert (choose(case, Limits(most))[1] is not None) == fits
+        assert (choose_bwd(case, Limits(most))[1] is not None) == fits
     # sequences so short that most of each tile is empty
     lengths = {"lengths_q": (9,) * 40, "lengths_k": (9,) * 40, "heads_q": 4, "heads_kv": 4}
     short = Case("short", mask_mod="documents", **lengths)
     for most, fits in ((360 * 360, False), (360 * 360 * 10, True)):
-        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
-        assert (choose(short)[1] is not None) == fits
-    monkeypatch.undo()
+        assert (choose(short, Limits(most))[1] is not None) == fits
     wide = replace(case, head_dim=256, head_dim_v=256)
     assert choose_bwd(wide)[0].choice.tiles.cta_pair and choose_bwd(wide)[1] is None
 
@@ -306,34 +292,29 @@ def test_lists_by_head_are_asked_in_the_kernel() -> None:
     assert choose(case, block_sparse_tensors_torch=lists)[1] is None
 
 
-def test_there_must_be_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_must_be_room() -> None:
     """For all entries, where they differ."""
     same = Case("same", 3, 300, 200, 4, 4, mask_mod="checks")
     told = Case("told", 3, 300, 200, 4, 4, mask_mod="documents")
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 10**9)
     pairs, both = 300 * 200, (True, True)
     for most, fits in ((3 * pairs, both), (pairs, (True, False)), (pairs - 1, (False, False))):
-        monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", most)
-        assert tuple(choose(case)[1] is not None for case in (same, told)) == fits
+        limits = Limits(most, min_tiles=10**9)
+        assert tuple(choose(case, limits)[1] is not None for case in (same, told)) == fits
 
 
-def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_in_parts() -> None:
     """Of all heads, as many rows at a time as there is room for, if these keep the SMs busy."""
     case = Case("long", 1, 1500, 1000, 4, 4, mask_mod="checks")
-    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 600 * 1000)
     for least, fits in ((16 / TARGET.num_sms, True), (17 / TARGET.num_sms, False)):
-        monkeypatch.setattr(mask_bits_plan, "MIN_TILES", least)
-        _, bits_plan = choose(case)
+        _, bits_plan = choose(case, Limits(600 * 1000, min_tiles=least))
         assert (bits_plan is not None) == fits
         if bits_plan is not None:
             # 12 blocks of 128, of which four fit
             assert (bits_plan.shape[1], bits_plan.blocks) == (4, 12)
             assert bits_plan.num_query_chunks == 3
             assert bits_plan.num_bytes == 4 * 8 * (2048 + 4)
-    monkeypatch.setattr(mask_bits_plan, "MIN_TILES", 0)
-    assert choose_bwd(case)[1] is None
-    monkeypatch.setattr(mask_bits_plan, "MAX_PAIRS", 127 * 1000)
-    assert choose(case)[1] is None, "no block fits"
+    assert choose_bwd(case, Limits(600 * 1000, min_tiles=0))[1] is None
+    assert choose(case, Limits(127 * 1000, min_tiles=0))[1] is None, "no block fits"
 
 
 def test_launches_of_parts() -> None:
@@ -449,28 +430,22 @@ def sees(distance: int) -> Any:
 def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     """At d=64, where attention that asks has other tiles than attention that reads."""
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
-    prepare_fwd(
-        AttentionCall.from_arguments(Direction.FORWARD, q, q, q, mask_mod=sees(1001)), TARGET
-    )
+    prepare_fwd(forward_call(q, q, q, mask_mod=sees(1001)), TARGET)
     (problem,) = stores_compiled
     assert problem.tiles == BitTiles.for_forward(192, 128)
 
 
 def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
-    by_head = AttentionCall.from_arguments(
-        Direction.FORWARD, q, q, q, mask_mod=lambda b, h, q, k, aux: k <= q + h * 1002
-    )
-    prepare_fwd(by_head, TARGET)
+    asks_about_heads = lambda b, h, q, k, aux: k <= q + h * 1002  # noqa: E731
+    prepare_fwd(forward_call(q, q, q, mask_mod=asks_about_heads), TARGET)
     assert not stores_compiled
 
 
 @pytest.mark.usefixtures("documents_packed")
 def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 2 * DOCUMENT_STRIDE, 4, 64, dtype=torch.bfloat16)
-    prepare_fwd(
-        AttentionCall.from_arguments(Direction.FORWARD, q, q, q, mask_mod=sees(1003)), TARGET
-    )
+    prepare_fwd(forward_call(q, q, q, mask_mod=sees(1003)), TARGET)
     assert [problem.form for problem in stores_compiled] == ["documents"]
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planned import forward_call, planned
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.limits import MAX_PAGE_SIZE
 from flash_mask_cute.runtime.target import Target
 
@@ -38,8 +37,7 @@ def test_every_size_has_a_kernel(arch: str, seqlen_q: int, has_leftpad: bool) ->
             }
             if has_leftpad:
                 where["leftpad_k"] = torch.full((BATCH,), 3, dtype=torch.int32)
-            call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **where)
-            chosen = plan(call, target)
+            chosen = planned(forward_call(q, k, v, **where), target)
             tiles = chosen.fwd_choice.tiles
             why = load_plan()(
                 BFloat16, head_dim, head_dim_v, tiles.tile_m, tiles.tile_n,

@@ -8,10 +8,9 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32
 from einops import reduce
+from planned import forward_call, planned
 
 from flash_mask_cute.block_info import BlockInfo
-from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.problem import AttentionProblem, fold_window
 from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -20,9 +19,7 @@ from flash_mask_cute.seqlen_info import SeqlenInfoQK
 def problem_of(q: torch.Tensor, v: torch.Tensor, **keywords: Any) -> AttentionProblem:
     """Of a forward with these arguments, whose heads are not packed."""
     k = v.new_zeros((*v.shape[:-1], q.shape[-1]))
-    return plan(
-        AttentionCall.from_arguments(Direction.FORWARD, q, k, v, pack_gqa=False, **keywords)
-    ).problem
+    return planned(forward_call(q, k, v, pack_gqa=False, **keywords)).problem
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

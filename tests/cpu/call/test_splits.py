@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from planned import forward_call, planned
 from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import interface
-from flash_mask_cute.call.arguments import AttentionCall, Direction, Options
-from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.call.arguments import AttentionCall, Options
+from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
@@ -24,11 +25,11 @@ HOPPER, BLACKWELL = Target.named("sm_90a"), Target.named("sm_100a")
 FEW = {"decode": (1, 1024, 8, 2), "prefill": (512, 8192, 8, 8)}
 
 
-def planned(shape: tuple[int, ...], target: Target = HOPPER, **keywords: Any) -> ExecutionPlan:
+def plan_of(shape: tuple[int, ...], target: Target = HOPPER, **keywords: Any) -> ExecutionPlan:
     queries, keys, heads_q, heads_kv = shape
     q = torch.zeros(1, queries, heads_q, 128, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, keys, heads_kv, 128, dtype=torch.bfloat16) for _ in "kv")
-    return plan(AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords), target)
+    return planned(forward_call(q, k, v, **keywords), target)
 
 
 def below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -60,14 +61,14 @@ def test_arguments_on_their_way_have_the_same_default() -> None:
 @pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
 def test_few_work_tiles(shape: tuple[int, ...], target: Target) -> None:
-    assert planned(shape, target).problem.split == BY_SLOTS
-    assert planned(shape, target, num_splits=1).splits is None
-    assert planned(shape, target, num_splits=2).problem.split == BY_ROWS
+    assert plan_of(shape, target).problem.split == BY_SLOTS
+    assert plan_of(shape, target, num_splits=1).splits is None
+    assert plan_of(shape, target, num_splits=2).problem.split == BY_ROWS
 
 
 @pytest.mark.parametrize("shape", [(1, 511, 8, 2), (512, 4095, 1, 1), (4096, 4096, 8, 8)])
 def test_walks_too_short_or_enough_work_tiles(shape: tuple[int, ...]) -> None:
-    assert planned(shape).splits is None
+    assert plan_of(shape).splits is None
 
 
 @pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
@@ -82,23 +83,23 @@ def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None
         {"config": {"skip_blocks": False}},
     ]
     for keywords in others:
-        default, one_pass = planned(shape, **keywords), planned(shape, num_splits=1, **keywords)
+        default, one_pass = plan_of(shape, **keywords), plan_of(shape, num_splits=1, **keywords)
         assert default.splits is None
         assert default.choice == one_pass.choice
-    pairs = planned((512, 8192, 8, 8), BLACKWELL, config={"cta_pair": True})
+    pairs = plan_of((512, 8192, 8, 8), BLACKWELL, config={"cta_pair": True})
     assert pairs.splits is None and pairs.fwd_choice.tiles.cta_pair
     # a config that leaves all to the library chooses nothing
-    assert planned(shape, config={"tile_m": None}).problem.split == BY_SLOTS
+    assert plan_of(shape, config={"tile_m": None}).problem.split == BY_SLOTS
 
 
 def test_answers_for_all_heads_rather_than_pieces() -> None:
     """Of decoding, keys are waited for; of more queries, the answers of a mask_mod."""
     prefill, decode = FEW["prefill"], (1, 8192, 8, 8)
-    assert planned(prefill, mask_mod=below).mask_bits is not None
-    assert planned(prefill, mask_mod=below) == planned(prefill, mask_mod=below, num_splits=1)
-    assert planned(decode, mask_mod=below).problem.split == BY_SLOTS
+    assert plan_of(prefill, mask_mod=below).mask_bits is not None
+    assert plan_of(prefill, mask_mod=below) == plan_of(prefill, mask_mod=below, num_splits=1)
+    assert plan_of(decode, mask_mod=below).problem.split == BY_SLOTS
     # too few heads to share answers
-    assert planned((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
+    assert plan_of((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
 
 
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
@@ -108,8 +109,8 @@ def test_the_rounding_error_of_lse_beside_a_score_mod(
 ) -> None:
     """Pieces of plain scores have no scratch memory for it."""
     for num_splits in (0, 3):
-        plain = planned(shape, target, num_splits=num_splits).splits
-        modified = planned(shape, target, num_splits=num_splits, score_mod=far_below).splits
+        plain = plan_of(shape, target, num_splits=num_splits).splits
+        modified = plan_of(shape, target, num_splits=num_splits, score_mod=far_below).splits
         assert plain is not None and modified == plain._replace(has_low=True)
         assert modified.num_bytes - plain.num_bytes == 4 * math.prod(plain.lse_shape)
         assert f" {modified.num_bytes} bytes of scratch" in modified.describe()
@@ -120,10 +121,7 @@ def test_rows_of_nothing_but_a_low_number(num_splits: int) -> None:
     """The mean of v, though the LSE of a piece in fp32 does not hold how many keys it saw."""
     q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 1500, 1500))
     keywords: dict[str, Any] = {"score_mod": far_below, "num_splits": num_splits}
-    assert (
-        plan(AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)).splits
-        is not None
-    )
+    assert planned(forward_call(q, k, v, **keywords)).splits is not None
     out = flash_mask_cute.flash_attn_func(q, k, v, **keywords)
     torch.testing.assert_close(out, v.mean(dim=1, keepdim=True), atol=1e-6, rtol=1e-5)
 

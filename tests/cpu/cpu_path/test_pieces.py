@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from inputs import Inputs, make_inputs
+from planned import call_of, planned
 from score_tables import TABLES, make_tabled
 from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase
 from tolerances import assert_close_to_oracle
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.choose import splits
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.cpu import forward
 from flash_mask_cute.runtime.target import Target
@@ -43,10 +42,9 @@ def check(split: SplitCase, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         forward._Pieces, "end", lambda self, heads: (ended.append(heads), end(self, heads))
     )
-    keywords = inputs.keywords | {"num_splits": split.num_splits}
-    call = AttentionCall.from_arguments(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)
+    call = call_of(inputs, num_splits=split.num_splits)
     monkeypatch.setattr(Target, "default", lambda: Target("sm_90a", num_sms=split.sms))
-    out, lse = prepared_fwd(plan(call))(call.tensors, call.masks)
+    out, lse = prepared_fwd(planned(call))(call.tensors, call.masks)
     assert lse is not None
     assert_close_to_oracle(out, lse, inputs)
     assert ended, "all was computed in one pass"
@@ -57,10 +55,7 @@ def test_pieces_of_float64_are_those_of_one_pass() -> None:
     inputs = make_inputs(replace(split.case, dtype=torch.float64))
     results = []
     for num_splits in (1, 4, 0):
-        keywords = inputs.keywords | {"num_splits": num_splits}
-        call = AttentionCall.from_arguments(
-            Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords
-        )
-        results.append(prepared_fwd(plan(call))(call.tensors)[0])
+        call = call_of(inputs, num_splits=num_splits)
+        results.append(prepared_fwd(planned(call))(call.tensors)[0])
     for out in results[1:]:
         torch.testing.assert_close(out, results[0], atol=1e-12, rtol=1e-12)

@@ -125,7 +125,7 @@ def test_lse_alone() -> None:
     given = make_tabled(CASES[0], "causal-fp32")
     inputs = given.inputs
     q, k, v = inputs.q, inputs.k, inputs.v
-    keywords = {name: x for name, x in inputs.keywords.items() if name != "pack_gqa"}
+    keywords = inputs.bwd_keywords
     lse, lse_low = (torch.full((1, 1, 300), float("nan")) for _ in range(2))
     out, _ = _flash_attn_fwd(q, k, v, lse=lse, lse_low=lse_low, return_lse=False, **keywords)
     rows = (torch.arange(300) % 50 == 7)[None, :, None, None]

@@ -1,13 +1,12 @@
 """Random programs of torch operators, lowered: their values are torch's.
 
-More of them, once: `PYTHONPATH=.:tests python tests/cpu/flex/test_flex_trees.py 1000 [FIRST_SEED]`.
-FLASH_MASK_FLEX_SEED is the first seed of a test run.
+FLASH_MASK_FLEX_SEED is the first seed of a test run, FLASH_MASK_FLEX_MODS how many mods of
+several programs there are.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.mods.on_cpu import eval_score_mod
 
 FIRST_SEED = int(os.environ.get("FLASH_MASK_FLEX_SEED", "0"))
-MODS = 3
+MODS = int(os.environ.get("FLASH_MASK_FLEX_MODS", "3"))
 
 
 def lowered_scores(programs: list[Program], seed: int) -> Tensor:
@@ -69,21 +68,3 @@ def check_programs(seed: int, count: int = TREES_IN_MOD) -> None:
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + MODS))
 def test_values_are_those_of_torch(seed: int) -> None:
     check_programs(seed)
-
-
-def check_many(count: int, first_seed: int = 0) -> int:
-    """Check count programs, say what is wrong, and return how many mods are."""
-    wrong = 0
-    for seed in range(first_seed, first_seed + -(-count // TREES_IN_MOD)):
-        try:
-            check_programs(seed)
-        except AssertionError as error:
-            wrong += 1
-            print(f"seed {seed} is wrong: {error}", flush=True)
-        else:
-            print(f"seed {seed}: {TREES_IN_MOD} programs are right", flush=True)
-    return wrong
-
-
-if __name__ == "__main__":
-    sys.exit(check_many(*map(int, sys.argv[1:])) > 0)

@@ -399,7 +399,7 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_operator_passes_opcheck() -> None:
     indices = MASKS["document"]().startend_row_indices
-    operator = torch.ops.flash_mask_cute.column_documents.default
+    operator = torch.ops.flash_mask_cute.split_documents.default
     torch.library.opcheck(operator, (indices, False, 2))
 
 

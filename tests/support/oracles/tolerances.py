@@ -14,6 +14,8 @@ from torch import Tensor
 # scale < 1e-4; an exponential, by 2^-22 of itself (hardware) or 1e-4 (polynomial of degree 3).
 # It stays below 1e-3 so that losing one of a thousand equal keys shows.
 LSE_ATOL = 6e-4
+# relative error that float32 leaves in calls of float64
+FLOAT32 = 2.0**-18
 # tanh.approx.f32 is off by at most this much of its value (PTX ISA).
 TANH_APPROX = 2.0**-10.987
 
@@ -84,3 +86,26 @@ def assert_close_to_oracle(
     rms_allowed = 2 * eager_error.square().mean().sqrt().item() + 0.3 * ulp
     assert worst <= worst_allowed, f"{name}: out off by {worst:.3g}, allowed {worst_allowed:.3g}"
     assert rms <= rms_allowed, f"{name}: RMS error of out {rms:.3g}, allowed {rms_allowed:.3g}"
+
+
+def assert_output_as_good(
+    out: Tensor, lse: Tensor, exact_out: Tensor, exact_lse: Tensor, eager: Tensor, name: str
+) -> None:
+    """The bound of a drawn call, over all rows together: `assert_as_good`, and LSE_ATOL."""
+    assert torch.equal(lse == NEG_INF, exact_lse == NEG_INF), name
+    seen = exact_lse > NEG_INF
+    assert ((lse.double() - exact_lse)[seen].abs() < LSE_ATOL).all(), name
+    assert_as_good("out", out, exact_out, eager, name)
+
+
+def assert_as_good(what: str, found: Tensor, exact: Tensor, eager: Tensor, name: str) -> None:
+    """At most twice the largest error of the same computation in its dtype, and an ulp; in float64,
+    what LSE and a score_mod leave of float32."""
+    assert found.isfinite().all(), f"{name}: {what} is not finite"
+    largest = exact.abs().amax().item() if exact.numel() else 0.0
+    error, of_eager = (
+        (x.double() - exact).abs().amax().item() if exact.numel() else 0.0 for x in (found, eager)
+    )
+    allowed = 2 * of_eager + torch.finfo(found.dtype).eps * largest
+    allowed = max(allowed, FLOAT32 * max(largest, 1e-6))
+    assert error <= allowed, f"{name}: {what} off by {error:.3g}, allowed {allowed:.3g}"

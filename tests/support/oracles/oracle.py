@@ -7,11 +7,10 @@ package cannot agree with itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from cases import FP32, FP64
-from dense_masks import DenseMasks
 from torch import Tensor
 
 from bench.oracle import Attention, attend
@@ -19,13 +18,21 @@ from bench.oracle import Attention, attend
 NEG_INF = float("-inf")
 
 
+class Dense(Protocol):
+    """Masks and a score_mod as tensors say them: `DenseMasks`, or a call of a test's own."""
+
+    def visible(self, batch_idx: int, head_idx: int, seqlen_q: int, seqlen_k: int, /) -> Tensor: ...
+
+    def modify(self, scores: Tensor, batch_idx: int, head_idx: int, /) -> Tensor: ...
+
+
 class Rule(NamedTuple):
     softmax_scale: float
-    causal: bool
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    sink: Tensor | None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    sink: Tensor | None = None
 
 
 class OneSequence(NamedTuple):
@@ -35,7 +42,7 @@ class OneSequence(NamedTuple):
     k: Tensor
     v: Tensor
     batch_idx: int
-    dense: DenseMasks | None
+    dense: Dense | None
 
     @property
     def group(self) -> int:
@@ -70,18 +77,18 @@ def visible_mask(seqlen_q: int, seqlen_k: int, rule: Rule, device: torch.device)
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, dense: DenseMasks | None = None, **keywords: Any
+    q: Tensor, k: Tensor, v: Tensor, dense: Dense | None = None, **keywords: Any
 ) -> tuple[Tensor, Tensor]:
     """Dense attention in float64 with the public call's keywords, those of masks as `dense`.
 
     Returns out and lse, both float64, in the public layouts. Rows past seqused_q and rows that see
     nothing hold 0 and -inf; with a sink the latter hold the sink as lse.
     """
-    return _attend_each_sequence(_float64_sequence, FP64, q, k, v, dense, **keywords)
+    return _attend_each_sequence(reference_sequence, FP64, q, k, v, dense, **keywords)
 
 
 def eager_same_dtype(
-    q: Tensor, k: Tensor, v: Tensor, dense: DenseMasks | None = None, **keywords: Any
+    q: Tensor, k: Tensor, v: Tensor, dense: Dense | None = None, **keywords: Any
 ) -> tuple[Tensor, Tensor]:
     """What a torch user would write, whose error is the unit of the bound: both matmuls in the
     dtype of the inputs, score_mod and softmax in float32 (float64 for float64 inputs).
@@ -91,13 +98,18 @@ def eager_same_dtype(
     return _attend_each_sequence(eager_sequence, q.dtype, q, k, v, dense, **keywords)
 
 
+def attend_sequence(x: OneSequence, rule: Rule) -> tuple[Tensor, Tensor]:
+    """out and lse (heads_q, seqlen_q) of tensors of float64, or as a torch user would write it."""
+    return (reference_sequence if x.q.dtype == FP64 else eager_sequence)(x, rule)
+
+
 def _attend_each_sequence(
     attend: Callable[[OneSequence, Rule], tuple[Tensor, Tensor]],
     out_dtype: torch.dtype,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dense: DenseMasks | None,
+    dense: Dense | None,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor]:
     rule = rule_of(q, **keywords)
@@ -112,7 +124,7 @@ def _attend_each_sequence(
 
 
 def largest_scores(
-    q: Tensor, k: Tensor, v: Tensor, dense: DenseMasks | None = None, **keywords: Any
+    q: Tensor, k: Tensor, v: Tensor, dense: Dense | None = None, **keywords: Any
 ) -> Tensor:
     """The largest visible score of each row in float64, laid out like lse; -inf where there is
     none."""
@@ -204,7 +216,7 @@ class Head(NamedTuple):
         return attend(scores, self.v, self.sink)
 
 
-def _float64_sequence(x: OneSequence, rule: Rule) -> tuple[Tensor, Tensor]:
+def reference_sequence(x: OneSequence, rule: Rule) -> tuple[Tensor, Tensor]:
     """out (seqlen_q, heads_q, d_v) and lse (heads_q, seqlen_q)."""
     out = x.q.new_empty((*x.q.shape[:2], x.v.shape[-1]), dtype=FP64)
     lse = x.q.new_empty(x.q.shape[1::-1], dtype=FP64)

@@ -40,6 +40,11 @@ class Inputs:
         return self.plain_keywords | self.mask_keywords
 
     @property
+    def bwd_keywords(self) -> dict[str, Any]:
+        """Those of the backward, which packs no heads."""
+        return {name: x for name, x in self.keywords.items() if name != "pack_gqa"}
+
+    @property
     def column_mask(self) -> Any:
         """The intervals of the keywords as a ColumnMask, or None."""
         from flash_mask_cute import ColumnMask

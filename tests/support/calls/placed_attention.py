@@ -1,4 +1,4 @@
-"""Random calls whose queries begin at a position (`q_start`), and dense attention for them.
+"""Random calls whose queries begin at a position (`q_start`), and what they should give.
 
 The definition compares positions by itself: nothing here uses the package. Query i of a sequence
 that begins at s has the position s + i, which causal masking, a window, the rows of column
@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from mask_cases import MASK_MODS, SCORE_MODS
+from oracle import NEG_INF, OneSequence, Rule, attend_sequence
+from tolerances import assert_as_good, assert_output_as_good
 from torch import Tensor
 
-NEG_INF = float("-inf")
 INT = torch.int32
-# relative error that float32 leaves in calls of float64
-FLOAT32 = 2.0**-18
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
@@ -51,11 +50,7 @@ class PlacedCall:
     block_size: tuple[int, int] = (1, 1)
     mods: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def group(self) -> int:
-        return self.q.shape[-2] // self.k.shape[-2]
-
-    def visible(self, b: int, h: int) -> Tensor:
+    def visible(self, b: int, h: int, *lengths: int) -> Tensor:
         """Bool (seqlen_q, seqlen_k) of a sequence and query head."""
         x, given = self.sequences[b], self.keywords
         p = x.start + torch.arange(x.seqlen_q)[:, None]
@@ -92,25 +87,22 @@ class PlacedCall:
         hidden = (p >= c[0]) & (p < c[1])
         return hidden | ((p >= c[2]) & (p < c[3])) if len(c) == 4 else hidden
 
+    def modify(self, scores: Tensor, b: int, h: int) -> Tensor:
+        if "score_mod" not in self.mods:
+            return scores
+        p = (self.sequences[b].start + torch.arange(scores.shape[0])[:, None]).clamp(min=0)
+        j, aux = torch.arange(scores.shape[1])[None], self.keywords.get("aux_tensors")
+        return self.mods["score_mod"].dense(scores, b, h, p, j, aux).to(scores.dtype)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) in the dtype of these; 0 and -inf where nothing is seen, or not in use."""
+        """(out, lse) of tensors of float64, or of others as a torch user would write it; 0 and -inf
+        where nothing is seen, or not in use."""
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        lse = torch.full(q.shape[:-1], NEG_INF, dtype=q.dtype)
+        lse = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float64)
         for b, x in enumerate(self.sequences):
-            for h in range(q.shape[-2]):
-                kv = h // self.group
-                scores = q[x.queries][:, h] @ k[x.keys][:, kv].mT * q.shape[-1] ** -0.5
-                if "score_mod" in self.mods:
-                    p = (x.start + torch.arange(x.seqlen_q)[:, None]).clamp(min=0)
-                    j = torch.arange(x.seqlen_k)[None]
-                    modify, aux = self.mods["score_mod"].dense, self.keywords.get("aux_tensors")
-                    scores = modify(scores, b, h, p, j, aux).to(q.dtype)
-                visible = self.visible(b, h)
-                scores = scores.masked_fill(~visible, NEG_INF)
-                sees = visible.any(dim=1, keepdim=True)
-                weights = scores.masked_fill(~sees, 0.0).softmax(dim=1).masked_fill(~sees, 0.0)
-                out[x.queries][:, h] = weights @ v[x.keys][:, kv]
-                lse[x.queries][:, h] = scores.logsumexp(dim=1)
+            given = OneSequence(q[x.queries], k[x.keys], v[x.keys], b, self)
+            out[x.queries], of_rows = attend_sequence(given, Rule(q.shape[-1] ** -0.5))
+            lse[x.queries] = of_rows.mT.double()
         return out, lse.mT
 
     def gradients(self, dtype: torch.dtype, dout: Tensor) -> tuple[Tensor, ...]:
@@ -119,30 +111,14 @@ class PlacedCall:
         return torch.autograd.grad(out, leaves, dout.to(dtype))
 
     def assert_output(self, out: Tensor, lse: Tensor) -> None:
-        exact_out, exact_lse = self.attend(self.q.double(), self.k.double(), self.v.double())
+        exact = self.attend(self.q.double(), self.k.double(), self.v.double())
         eager, _ = self.attend(self.q, self.k, self.v)
-        assert torch.equal(lse == NEG_INF, exact_lse == NEG_INF), self.name
-        seen = exact_lse > NEG_INF
-        assert ((lse.double() - exact_lse)[seen].abs() < 6e-4).all(), self.name
-        assert_as_good("out", out, exact_out, eager, self.name)
+        assert_output_as_good(out, lse, *exact, eager, self.name)
 
     def assert_gradients(self, found: tuple[Tensor, ...], dout: Tensor) -> None:
         exact, eager = self.gradients(torch.float64, dout), self.gradients(self.q.dtype, dout)
         for name, *tensors in zip("qkv", found, exact, eager, strict=True):
             assert_as_good(f"d{name}", *tensors, self.name)
-
-
-def assert_as_good(what: str, found: Tensor, exact: Tensor, eager: Tensor, name: str) -> None:
-    """At most twice the largest error of the same computation in its dtype, and an ulp; in float64,
-    what LSE and a score_mod leave of float32."""
-    assert found.isfinite().all(), f"{name}: {what} is not finite"
-    largest = exact.abs().amax().item() if exact.numel() else 0.0
-    error, of_eager = (
-        (x.double() - exact).abs().amax().item() if exact.numel() else 0.0 for x in (found, eager)
-    )
-    allowed = 2 * of_eager + torch.finfo(found.dtype).eps * largest
-    allowed = max(allowed, FLOAT32 * max(largest, 1e-6))
-    assert error <= allowed, f"{name}: {what} off by {error:.3g}, allowed {allowed:.3g}"
 
 
 class Draw:

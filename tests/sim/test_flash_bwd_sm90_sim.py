@@ -1,0 +1,315 @@
+"""What is Hopper's own of the compiled backward, on the software GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    COLUMN_DOCUMENT_CASES,
+    DOCUMENT_CASES,
+    FP16,
+    FP32,
+    MASK_BITS_CASES,
+    MASK_BITS_VARLEN_CASES,
+    Case,
+)
+from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
+from inputs import make_inputs
+from recording import calls_of
+from simulated_backward import (
+    launch,
+    run_hostile,
+    run_on_simulator,
+    run_sim,
+)
+from unseen_memory import (
+    NAN,
+    padded_documents,
+    with_empty,
+    with_unused_gradients,
+)
+
+from flash_mask_cute import functional, interface
+from flash_mask_cute.call.run.packed import PackedBackward
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+
+@pytest.mark.parametrize(
+    ("case", "splits", "more"),
+    [
+        (Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True), 4, {}),
+        (Case("gqa4-d64-dv72", 2, 65, 140, 8, 2, head_dim=64, head_dim_v=72), 2, {}),
+        (Case("gqa6-d64", 1, 130, 140, 6, 1, head_dim=64), 3, {"deterministic": True}),
+        (
+            Case("gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)),
+            2,
+            {"deterministic": True},
+        ),
+        (Case("gqa2-seqused", 2, 65, 140, 2, 1, seqused_q=(65, 0), seqused_k=(9, 140)), 2, {}),
+        (Case("gqa2-mask-bits", 1, 65, 140, 4, 2, mask_mod="checks"), 2, {"launches": 5}),
+        (
+            Case(
+                "gqa4-bias", 1, 65, 140, 4, 1, head_dim=96, score_mod="head_bias", column="stepped2"
+            ),
+            2,
+            {},
+        ),
+    ],
+    ids=lambda x: x.id if isinstance(x, Case) else None,
+)
+def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
+    """Several CTAs with the same keys; a kernel more, which adds dK and dV."""
+    config = {"group_splits": splits}
+    run_sim(simulator, make_inputs(case), config=config, **({"launches": 4} | more))
+
+
+def test_operands_that_share_elements(simulator: ModuleType) -> None:
+    """With themselves: rows that overlap, and heads and rows that are all one."""
+    inputs = make_inputs(Case("shared", 1, 127, 129))
+    q = inputs.q.as_strided(inputs.q.shape, (0, 64, 32, 1))
+    k, v = inputs.k[:, :, :1].expand_as(inputs.k), inputs.v[:, :1].expand_as(inputs.v)
+    run_sim(simulator, replace(inputs, q=q, k=k, v=v))
+
+
+@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES, ids=lambda case: case.id)
+def test_documents_of_a_mask(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """As packed sequences, many of them empty, by the public function."""
+    packed = calls_of(PackedBackward, monkeypatch)
+    inputs = make_inputs(case)
+    dout, _ = make_output_gradients(inputs)
+    mask = ColumnMask(inputs.keywords["startend_row_indices"], case.causal, documents=True)
+    assert len(mask.split(case.batch).cu_seqlens.unique()) > case.batch + 1
+    monkeypatch.setattr(interface, "backward", run_on_simulator)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    options = {"causal": case.causal, "deterministic": not case.causal}
+    out = functional.flash_attn_func(*leaves, startend_row_indices=mask, **options)
+    simulator.OPTIONS["delay"] = 1
+    simulator.RESULTS.clear()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    assert len(packed) == 1 and len(simulator.RESULTS) == 3
+    named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    assert_gradients_close(named, inputs, dout)
+
+
+def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packed sequences, by autograd; the forward is the CPU's."""
+    packed = calls_of(PackedBackward, monkeypatch)
+    hostile = with_empty(padded_documents(), NAN)
+    given = hostile.inputs
+    monkeypatch.setattr(interface, "backward", run_on_simulator)
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)
+    simulator.OPTIONS["delay"] = 1
+    gradients = torch.autograd.grad(out, leaves, hostile.dout)
+    assert len(packed) == 1
+    dlse = torch.zeros_like(hostile.dlse)
+    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(
+        dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    )
+
+
+@pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
+def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), launches=4)
+
+
+@pytest.mark.parametrize("position", range(len(MASK_BITS_VARLEN_CASES)))
+def test_answers_stored_for_packed_sequences(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(MASK_BITS_VARLEN_CASES[position])
+    run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position == 1)
+
+
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
+def test_answers_stored_by_documents(simulator: ModuleType, position: int) -> None:
+    inputs = make_inputs(DOCUMENT_CASES[position])
+    run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_warps_of_a_warpgroup_that_are_far_apart(simulator: ModuleType, seed: int) -> None:
+    """One still sends dK and dV from where others write dS of the next work tile's first block,
+    whose rows are queries: with these seeds its rows of dQ were wrong."""
+    case = next(case for case in MASK_BITS_CASES if case.id == "mask-bits-odd-lists-d64")
+    config = {"tile_m": 128, "value_cols": 48}
+    run_sim(simulator, make_inputs(case), seeds=(seed,), launches=4, config=config)
+
+
+def test_walks_that_begin_inside_a_chunk(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second work tile visits blocks 5 and 6 of its two heads before 0 to 4."""
+    monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
+    case = Case("staggered", 1, 430, 300, 2, 1, head_dim=72, column="stepped4")
+    run_sim(simulator, make_inputs(case), seeds=(None, 1), config={"group_splits": 1})
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int | None) -> None:
+    """Of 40 squares of 64 queries and 64 keys in blocks that are visited, 30 are seen; of others
+    those are passed over whose bits came in time, all without delays."""
+    inputs = make_inputs(Case("squares", 1, 700, 700, 1, 1, causal=True, window_left=100))
+    run_sim(simulator, inputs, seeds=(seed,))
+    computed = simulator.RESULTS[-2]["ops"]["ex2.approx.ftz.f32"]
+    square = 64 * 64 // 32  # a warp's instruction is 32 exponentials
+    assert 30 * square <= computed <= (30 if seed is None else 39) * square
+
+
+def test_keys_that_are_not_in_use_where_every_block_is_visited(simulator: ModuleType) -> None:
+    case = Case("all", 2, 130, 129, 1, 1, seqused_k=(0, 100))
+    hostile = with_unused_gradients(make_inputs(case), NAN)
+    run_hostile(simulator, hostile, deterministic=True, config={"skip_blocks": False})
+
+
+def test_packed_rows_of_no_sequence(simulator: ModuleType) -> None:
+    """0 in new tensors; the caller's stay as they are."""
+    inputs = make_inputs(
+        Case("tail", lengths_q=(65, 30), lengths_k=(30, 65), heads_q=1, heads_kv=1)
+    )
+    tail = torch.full((9, 1, 128), float("nan"), dtype=BF16)
+    q, k, v = (torch.cat([x, tail]) for x in (inputs.q, inputs.k, inputs.v))
+    dout, _ = make_output_gradients(inputs)
+    out, lse = inputs.reference
+    operands = (
+        q, k, v, torch.cat([out.to(BF16), tail]), torch.cat([dout, tail]),
+        torch.cat([lse.float(), torch.full((1, 9), float("nan"))], dim=1),
+    )  # fmt: skip
+    keywords = inputs.bwd_keywords
+    given = {
+        name: torch.full_like(x, 7.0) for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)
+    }
+    for outputs, rest in (({}, 0.0), (given, 7.0)):
+        gradients = launch(operands, keywords | outputs)
+        assert all((x[-9:] == rest).all() for x in gradients)
+        named = {name: x[:-9] for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
+        assert_gradients_close(named, inputs, dout)
+
+
+@pytest.mark.parametrize(("poisoned", "head_dim"), [(0, 128), (2, 128), (2, 256)])
+def test_what_other_sequences_hold_does_not_matter(
+    simulator: ModuleType, poisoned: int, head_dim: int
+) -> None:
+    """NaN in all of a neighbour, also beside a sequence without queries and one without keys."""
+    lengths_q, lengths_k = (65, 0, 30, 20), (30, 20, 65, 0)
+    case = Case("neighbours", lengths_q=lengths_q, lengths_k=lengths_k, heads_q=1, heads_kv=1)
+    inputs = make_inputs(replace(case, head_dim=head_dim, head_dim_v=0))
+    dout, dlse = make_output_gradients(inputs)
+    of_poisoned_q, of_poisoned_k = (
+        torch.cat([torch.full((n,), i == poisoned) for i, n in enumerate(lengths)])
+        for lengths in (lengths_q, lengths_k)
+    )
+    by_query = (
+        inputs.q,
+        inputs.reference[0].to(BF16),
+        dout,
+        inputs.reference[1].float().mT,
+        dlse.mT,
+    )
+    q, out, dout_, lse, dlse_ = (x.clone() for x in by_query)
+    k, v = inputs.k.clone(), inputs.v.clone()
+    for x in (q, out, dout_, lse, dlse_):
+        x[of_poisoned_q] = float("nan")
+    for x in (k, v):
+        x[of_poisoned_k] = float("nan")
+    keywords = inputs.bwd_keywords
+    simulator.OPTIONS.pop("delay", None)
+    operands = q, k, v, out, dout_, lse.mT
+    dq, dk, dv = launch(operands, keywords | {"dlse": dlse_.mT})
+    expected = reference_gradients(inputs, dout, dlse)
+    dq[of_poisoned_q] = expected["dq"][of_poisoned_q].to(BF16)
+    dk[of_poisoned_k] = expected["dk"][of_poisoned_k].to(BF16)
+    dv[of_poisoned_k] = expected["dv"][of_poisoned_k].to(BF16)
+    assert_gradients_close({"dq": dq, "dk": dk, "dv": dv}, inputs, dout, dlse)
+
+
+# Two CTAs with neighbouring keys: the last pair has keys for one of them, or for both.
+PAIR_CASES = (
+    Case("full-fp16-sink", 1, 130, 200, head_dim=256, dtype=FP16, sink=FP32),
+    Case("causal-gqa2", 1, 129, 300, 2, 1, head_dim=256, causal=True),
+    Case("window", 1, 129, 300, 1, 1, head_dim=256, window_left=20, window_right=5),
+    Case("window-before-9", 1, 129, 300, 1, 1, head_dim=256, window_left=90, window_right=-9),
+    Case(
+        "varlen-causal", heads_q=1, heads_kv=1, head_dim=256,
+        lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True,
+    ),
+    Case("d200-dv40-varlen", head_dim=200, head_dim_v=40, lengths_q=(65, 0), lengths_k=(70, 9)),
+    Case("columns-1", 1, 129, 300, 1, 1, head_dim=256, causal=True, column="stepped1"),
+    Case("columns-2", 1, 129, 200, 1, 1, head_dim=256, column="stepped2"),
+    Case("asked-lists", 1, 129, 300, 1, 1, head_dim=256, mask_mod="eviction", blocks=(48, 80)),
+)  # fmt: skip
+
+
+def main_of(simulator: ModuleType) -> dict[str, Any]:
+    """What the main kernel of the last call did."""
+    (result,) = (
+        x for x in simulator.RESULTS if "FlashAttentionBackward" in x["launches"][0]["kernel"]
+    )
+    return result
+
+
+def cluster_of_main(simulator: ModuleType) -> tuple[int, int, int]:
+    (launch,) = main_of(simulator)["launches"]
+    return launch["cluster"]
+
+
+@pytest.mark.parametrize("case", PAIR_CASES, ids=lambda case: case.id)
+def test_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), seeds=(1,))
+    assert cluster_of_main(simulator) == (2, 1, 1)
+
+
+def test_two_pairs_of_ctas_at_a_time(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five SMs; the sums of each pair go to the other's row blocks, too."""
+    monkeypatch.setattr("simulated_backward.SMS", 5)
+    monkeypatch.setitem(simulator.OPTIONS, "resident", 4)
+    case = replace(PAIR_CASES[1], seqlen_k=500)
+    run_sim(simulator, make_inputs(case), seeds=(None, 2))
+    (launch,) = main_of(simulator)["launches"]
+    assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (4, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *MASK_BITS_CASES[2:4],
+        Case("mask-bits-one-tile", 1, 100, 64, 4, 4, mask_mod="documents"),
+        Case("mask-bits-odd-tiles", 1, 100, 300, 4, 4, mask_mod="documents"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_answers_stored_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
+    """Of logical blocks that have both tiles of a pair, and of some that have one; and of a pair of
+    which one CTA has no keys."""
+    inputs = make_inputs(replace(case, batch=1, head_dim=256, head_dim_v=0))
+    run_sim(simulator, inputs, seeds=(1,), launches=4)
+    assert cluster_of_main(simulator) == (2, 1, 1)
+
+
+def test_wide_heads_without_pairs_of_ctas(simulator: ModuleType) -> None:
+    case = Case("alone", 1, 129, 190, 1, 1, head_dim=256, causal=True)
+    run_sim(simulator, make_inputs(case), config={"cta_pair": False})
+    assert cluster_of_main(simulator) == (1, 1, 1)
+
+
+def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
+    """Its bounds are kept, and follow the tensor when it changes."""
+    case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
+    first, second = make_inputs(case), make_inputs(case, seed=5)
+    indices = first.column_mask.startend_row_indices.clone()
+    mask = ColumnMask(indices, causal=True, seqlen_q="any")
+    for inputs in (first, second):
+        indices.copy_(inputs.column_mask.startend_row_indices)
+        run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)

@@ -1,0 +1,49 @@
+"""Calls as the host bundles them, and their plans: no other module of tests makes either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import Case
+from inputs import Inputs, make_inputs
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.choose.plan import ExecutionPlan, plan
+from flash_mask_cute.runtime.target import Target
+
+
+def forward_call(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> AttentionCall:
+    return AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
+
+
+def backward_call(*operands: Tensor, **keywords: Any) -> AttentionCall:
+    """operands: q, k, v, out, dout, lse."""
+    return AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
+
+
+def call_of(
+    given: Case | Inputs, direction: Direction = Direction.FORWARD, **more: Any
+) -> AttentionCall:
+    """The call of a case. more: keywords beside or instead of the case's. out, dout and lse of a
+    backward are 0."""
+    inputs = make_inputs(given) if isinstance(given, Case) else given
+    qkv = inputs.q, inputs.k, inputs.v
+    if direction is Direction.FORWARD:
+        return forward_call(*qkv, **(inputs.keywords | more))
+    out = inputs.q.new_zeros((*inputs.q.shape[:-1], inputs.v.shape[-1]))
+    lse = torch.zeros(out.shape[:-1], device=out.device).mT
+    return backward_call(*qkv, out, out.clone(), lse, **(inputs.bwd_keywords | more))
+
+
+def planned(
+    given: Case | Inputs | AttentionCall,
+    target: Target | None = None,
+    limits: Limits | None = None,
+    **of_call: Any,
+) -> ExecutionPlan:
+    """The plan of a call, or of that of a case. of_call: as `call_of` takes them."""
+    call = given if isinstance(given, AttentionCall) else call_of(given, **of_call)
+    return plan(call, target, limits)
