@@ -131,9 +131,9 @@ def _flash_attn_fwd(
     kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
     leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
     num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
-    parts, shares of all key blocks, and these are merged. Equal calls give equal bits, but these
+    parts, shares of all key blocks, and these are combined. Equal calls give equal bits, but these
     may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
-    tile in N parts and merges them (docs/serving.md).
+    tile in N parts and combines them (docs/serving.md).
 
     pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
     column intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its

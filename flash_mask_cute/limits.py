@@ -9,7 +9,7 @@ ADDRESS_MASK = 15
 OPEN_WINDOW = 1 << 30
 # keys of a page
 MAX_PAGE_SIZE = 256
-# parts that a caller may ask for, whose results are then merged
+# parts that a caller may ask for, whose results are then combined
 MOST_SPLITS = 256
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many

@@ -235,7 +235,7 @@ def _scores_of(
         visible = first.dense(seqlen_q, seqlen_k)[0, 0]
         columns = ColumnMask(indices[:, :, : visible.shape[1]], mask.causal)
     elif is_mod:
-        visible = _ask(mask, seqlen_q, seqlen_k, aux_tensors)
+        visible = _evaluate(mask, seqlen_q, seqlen_k, aux_tensors)
     else:
         visible = mask
     _check_dense(visible)
@@ -276,7 +276,7 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     return _Scores(states != EMPTY, states == FULL, lists.block_size)
 
 
-def _ask(
+def _evaluate(
     mask_mod: Callable[..., Any],
     seqlen_q: int | None,
     seqlen_k: int | None,

@@ -47,7 +47,7 @@ class Explanation:
     for a mask. If the documents of a mask are packed sequences, these are tiles of the dense call,
     and tiles between documents are empty; `note` counts the tiles of the sequences. registers: per
     thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
-    empty if there are none; the CPU path takes them as they are. splits: the pieces of work tiles,
+    empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
     empty if there are none; the CPU path puts them side by side first.
     """
@@ -206,7 +206,7 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
     asking = (run.without_bits or run).fwd_choice.tiles
     if device == "cpu" and run.fwd_choice.tiles != asking:
         notes.append(
-            f"the CPU path asks mask_mod itself, over tiles of {asking.tile_m} x {asking.tile_n}"
+            f"the CPU path evaluates mask_mod itself, over tiles of {asking.tile_m} x {asking.tile_n}"
         )
     return dict(compiled_fwd(run).meta)
 
@@ -241,11 +241,11 @@ def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
         return text
     parts = mask_bits.num_query_chunks
     of_part = "" if parts == 1 else f" for each of {parts} parts"
-    text += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
+    text += f"; mask_mod is evaluated once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
     if counts_partial:
         text += " (tiles that it hides are skipped then, and counted as partial here)"
     if isinstance(mask_bits, DocumentBitsPlan):
-        text += "; documents that its answers tell of are packed sequences"
+        text += "; documents that its bits show are packed sequences"
     return text
 
 

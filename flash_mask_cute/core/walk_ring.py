@@ -1,4 +1,4 @@
-"""The blocks that a work tile visits, sent from the planning warp to the other warps.
+"""The blocks that a work tile visits, sent from the scheduler warp to the other warps.
 
 The forward visits blocks of keys. The backward visits blocks of queries, one query head after
 another. A walk is sent as chunks of up to 32 neighbouring blocks, with one bit for each block. One

@@ -28,7 +28,7 @@ class Role(IntEnum):
     """First warp of each role of warpgroup 0, and of the MMA warpgroups after it."""
 
     LOAD = 0
-    PLAN = 1
+    SCHEDULE = 1
     MASK = 2
     MMA = 4
 

@@ -1,4 +1,4 @@
-"""Forwards whose work tiles are computed in pieces, and merged; on Blackwell keys in pages, too."""
+"""Forwards whose work tiles are computed in splits, and combined; on Blackwell keys in pages, too."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ def test_against_oracle(
     seeds = DELAY_SEEDS[:2] if split.case.batch < 10 else (1,)
     run_sim(simulator, inputs, seeds, sms=split.sms, num_splits=split.num_splits)
     if split.num_splits != 1:
-        assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
+        assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"

@@ -57,7 +57,7 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdPlan`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
+    row (`BwdTraits`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
     both matter only after.
     """
 
@@ -187,7 +187,7 @@ def build_bwd(
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)
-    smem_bytes = kernel.plan.smem_bytes
+    smem_bytes = kernel.traits.smem_bytes
     return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
 
 

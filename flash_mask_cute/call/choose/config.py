@@ -216,7 +216,7 @@ def check_feasible(
     decides."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    plan = kernel.load_plan()(
+    traits = kernel.load_traits()(
         BFloat16,
         head_dim,
         head_dim_v,
@@ -228,7 +228,7 @@ def check_feasible(
         share_qo=tiles.share_qo,
         cta_pair=tiles.cta_pair,
     )
-    return plan.smem_bytes, plan.infeasible()
+    return traits.smem_bytes, traits.infeasible()
 
 
 # -- the backward -------------------------------------------------------------------------------
@@ -322,12 +322,18 @@ def select_bwd_config(
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            plan = _bwd_plan(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
-            why_not = plan.infeasible()
+            traits = _bwd_traits(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
+            why_not = traits.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
                 reason = _join_reasons(_told(row), given, changed, refusal)
-                sizes = plan.tile_n, plan.cluster_tile_n, plan.tile_d, plan.tile_dv, plan.smem_bytes
+                sizes = (
+                    traits.tile_n,
+                    traits.cluster_tile_n,
+                    traits.tile_d,
+                    traits.tile_dv,
+                    traits.smem_bytes,
+                )
                 return BwdChoice(tiles, *sizes, reason)
             refusal = refusal or why_not
     raise ValueError(
@@ -372,12 +378,12 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
 
 
 @tells_what_to_install()
-def _bwd_plan(
+def _bwd_traits(
     kernel: BackwardKernel, head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool
 ) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    return kernel.load_plan()(
+    return kernel.load_traits()(
         BFloat16,
         head_dim,
         head_dim_v,

@@ -40,8 +40,8 @@ from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.runtime.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compile_object, compiler_keeps
-from flash_mask_cute.sm100.flash_fwd_plan import SMEM_BOOKKEEPING
-from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan as BlackwellPlan
+from flash_mask_cute.sm100.flash_fwd_traits import SMEM_BOOKKEEPING
+from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits as BlackwellTraits
 from flash_mask_cute.utils import scalar_to_ssa
 
 ROWS = tuple(
@@ -433,7 +433,7 @@ def test_exponentials_by_polynomial_beside_functions_of_scores(
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
-    plan = BlackwellPlan(
+    plan = BlackwellTraits(
         cutlass.BFloat16, row.max_dim, row.max_dim_v, row.tile_m, row.tile_n, 1, row.num_stages,
         row.stages_q, row.share_qo, row.cta_pair,
     )  # fmt: skip

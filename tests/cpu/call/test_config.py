@@ -99,7 +99,7 @@ def test_all_head_dims_on_blackwell() -> None:
             for seqlen_q in (100, 300):
                 shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
                 choice = select_fwd_config(problem, shapes, spec=SM100)
-                plan = SM100.forward.load_plan()(BFloat16, *dims, choice.tiles.tile_m, 128, 1)
+                plan = SM100.forward.load_traits()(BFloat16, *dims, choice.tiles.tile_m, 128, 1)
                 assert plan.tile_d >= head_dim and plan.tile_dv >= head_dim_v
                 rows = ((row.max_dim, row.max_dim_v) for row in SM100_FWD)
                 first = next(x for x in rows if x[0] >= head_dim and x[1] >= head_dim_v)

@@ -22,8 +22,8 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
-    planning_rings,
     registers_left,
+    scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.packed_heads import PackedHeads
@@ -62,7 +62,7 @@ class Role(IntEnum):
     OUTPUT = 8
     LOAD = 12
     MMA = 13
-    PLAN = 14
+    SCHEDULE = 14
     MASK = 16
 
 
@@ -117,7 +117,7 @@ class SoftmaxState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FwdPlan(PackedHeads):
+class FwdTraits(PackedHeads):
     """Shape of one CTA's work.
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: an option of other kernels;
@@ -405,7 +405,7 @@ class FwdPlan(PackedHeads):
         # load, mma (the leader's) and softmax and mask warps go through walks, those of the
         # output do not
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
-        ring, walk = planning_rings(
+        ring, walk = scheduler_rings(
             storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
         )
 

@@ -62,7 +62,7 @@ class Barrier(IntEnum):
 
 
 @dataclass(frozen=True)
-class FwdPlan(PackedHeads):
+class FwdTraits(PackedHeads):
     """Shape of one CTA's work.
 
     With a second query stage, or a separate output buffer, the next tile's query can arrive and its
