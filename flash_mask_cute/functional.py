@@ -20,17 +20,16 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
     Options,
-    QStart,
     Tensors,
     configs_of,
     masks_of,
-    split_q_start,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import (
     check_num_splits,
 )
+from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import check_bool
 
@@ -51,7 +50,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -64,7 +63,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -77,7 +76,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -90,7 +89,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -115,7 +114,7 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -194,7 +193,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -211,7 +210,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -228,7 +227,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -245,7 +244,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -277,7 +276,7 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -326,7 +325,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[False] = False, training: bool = True,
-    softmax_scale: float | None = None, deterministic: bool = False, q_start: QStart = None,
+    softmax_scale: float | None = None, deterministic: bool = False, q_start: QStartArgument = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -335,7 +334,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: Literal[True], training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: QStart = None,
+    deterministic: bool = False, q_start: QStartArgument = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -344,7 +343,7 @@ def flashmask_attention(
     q: Tensor, k: Tensor, v: Tensor, startend_row_indices: Tensor | ColumnMask | None = None, *,
     dropout: float = 0.0, causal: bool = False, window_size: int | WindowSize | None = None,
     return_softmax_lse: bool = False, training: bool = True, softmax_scale: float | None = None,
-    deterministic: bool = False, q_start: QStart = None,
+    deterministic: bool = False, q_start: QStartArgument = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -362,7 +361,7 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with column intervals, with the signature of PaddlePaddle's function of this name.

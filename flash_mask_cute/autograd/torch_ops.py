@@ -24,7 +24,6 @@ from flash_mask_cute.autograd.passes import (
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.call.arguments import (
-    EACH,
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
@@ -32,9 +31,9 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     masks_of,
 )
-from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one, check_position
+from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one
 from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
-from flash_mask_cute.call.problem import END
+from flash_mask_cute.call.q_start import QStart
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
@@ -75,8 +74,8 @@ _ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
     "scale": "Tensor?",
 }
 CALL_SCHEMA = ", ".join(f"{schema} {name}" for name, schema in _ARGUMENTS.items())
-# what stands for `ANY` and for `END` there
-_ANY_SEQLEN = _END_POSITION = -1
+# what stands for `ANY` there
+_ANY_SEQLEN = -1
 
 # What a backward takes before these: results of the forward and their gradients.
 _RESULTS = {
@@ -165,7 +164,7 @@ def to_operator(
     masks, own = call.masks or NO_MASKS, call.backward
     given = plain_arguments(call)
     given.update(_operator_scale(call.options.softmax_scale))
-    given["q_start"] = _operator_start(call.options.q_start)
+    given["q_start"] = call.options.q_start.encoded()
     given["score_mod"] = optional_name(masks.score_mod)
     given["mask_mod"] = optional_name(masks.mask_mod)
     given["score_mod_bwd"] = optional_name(own.score_mod_bwd)
@@ -187,26 +186,6 @@ def _operator_scale(scale: Any) -> dict[str, Any]:
         one = torch.ones((), dtype=torch.float64, device="cpu")
         return {"softmax_scale": None, "scale": one * scale}
     return {"softmax_scale": scale}
-
-
-def _operator_start(q_start: Any) -> int | None:
-    """`Options.q_start` as a number, or None beside q_starts.
-
-    Raises:
-        TypeError, ValueError: as `check_position`.
-    """
-    if q_start is None or (isinstance(q_start, str) and q_start == EACH):
-        return None
-    check_position(q_start)
-    number: int = _END_POSITION if isinstance(q_start, str) else q_start
-    return number
-
-
-def _start_of(given: dict[str, Any]) -> int | str | None:
-    if given["q_starts"] is not None:
-        return EACH
-    start: int | None = given["q_start"]
-    return END if start == _END_POSITION else start
 
 
 def _operator_lists(given: Any) -> dict[str, Any]:
@@ -291,12 +270,13 @@ def _from_operator(
         mask = _BoundedMask(x["startend_row_indices"], causal, bounds, documents, seqlen_q)
     config, config_bwd = (None, None) if x["config"] is None else _configs_of(x["config"])
     mods = optional_mod(x["score_mod"]), optional_mod(x["mask_mod"])
+    start = QStart.from_operator(x["q_start"], x["q_starts"])
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
         Tensors(q, k, v, learnable_sink=sink, **of_bundle("tensors", x)),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
-        Options(q_start=_start_of(x), config=config, **of_bundle("options", x)),
+        Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(
             optional_mod(x["score_mod_bwd"]), config=config_bwd, **of_bundle("backward", x)
         ),

@@ -27,7 +27,6 @@ from flash_mask_cute.call.choose.tile_classes import (
 )
 from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.cpu.tiles import start_of
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.rules.block_info import BlockInfo
@@ -235,7 +234,7 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 
 def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
-    are_bits = mask_bits is not None or run.q_start is not None
+    are_bits = mask_bits is not None or run.q_start.is_given
     text = run.masks.describe(run.fwd_choice.tiles, are_bits)
     if mask_bits is None:
         return text
@@ -282,7 +281,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     if masks.block_lists is not None:
         tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
-        if run.q_start is None:
+        if not run.q_start.is_given:
             verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
         elif masks.block_size is not None:
             states = dense_states(masks.block_lists)
@@ -291,14 +290,14 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
-    start = run.q_start_of(tensors)
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        used = replace(used, q_start=start_of(start, batch_idx, used))
+        start = run.q_start.of_sequence(tensors.q_starts, batch_idx, used)
+        used = replace(used, q_start=start)
         m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
