@@ -57,7 +57,7 @@ def contiguous(dtype: type[cutlass.Numeric], rank: int, *inner: int) -> Any:
 def compile_kernels(d: int) -> Kernels:
     """Causal attention with heads of d columns, of q and of v; queries in blocks of TILE_M."""
     main = FlashAttentionBackwardSm90(DTYPE, d, d, is_causal=True, tile_m=TILE_M)
-    sums_per_row = main.plan.tile_d
+    sums_per_row = main.traits.tile_d
     by_row = contiguous(cutlass.Float32, 3)
     stats = contiguous(cutlass.Float32, 2, 2 * TILE_M)
     sums = contiguous(cutlass.Float32, 2, TILE_M * sums_per_row)

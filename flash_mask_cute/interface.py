@@ -26,7 +26,7 @@ from flash_mask_cute.call.arguments import (
     masks_of,
     window_sides,
 )
-from flash_mask_cute.call.check.keywords import brief, know_keywords, public_call, refuse_keywords
+from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
@@ -35,7 +35,7 @@ from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import as_cute_mods, form_of
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.runtime.checks import number_of
+from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.recent import Recent
 from flash_mask_cute.runtime.target import Target
@@ -130,9 +130,9 @@ def _flash_attn_fwd(
     kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
     leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
     num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
-    parts, shares of all key blocks, and these are merged. Equal calls give equal bits, but these
+    parts, shares of all key blocks, and these are combined. Equal calls give equal bits, but these
     may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
-    tile in N parts and merges them (docs/serving.md).
+    tile in N parts and combines them (docs/serving.md).
 
     pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
     column intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its

@@ -9,7 +9,7 @@ ADDRESS_MASK = 15
 OPEN_WINDOW = 1 << 30
 # keys of a page
 MAX_PAGE_SIZE = 256
-# parts that a caller may ask for, whose results are then merged
+# parts that a caller may ask for, whose results are then combined
 MOST_SPLITS = 256
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
@@ -20,6 +20,8 @@ MAX_POSITION = 1 << 29
 MAX_COLUMNS = 128
 # rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)
 MAX_PACKED_SEQLEN = 1 << 26
+# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
+SINK_RTOL = 2.0**-16
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
 
@@ -33,7 +35,7 @@ def padded_group(heads: int) -> int:
 
 
 class PackedHeads:
-    """How the query heads of a KV head share a tile, for plans.
+    """How the query heads of a KV head share a tile, for the traits of kernels.
 
     packed_heads: rows of a position, `padded_group` of the heads; 1: heads do not share a tile.
     heads_there: the number of rows of a position that are heads, the first ones; None: all.

@@ -121,7 +121,7 @@ def plot(
             there are no tokens, a tile is empty, or nothing reads the aux tensors.
         NotImplementedError: the mask_mod uses a GPU-only instruction.
     """
-    # before a mask_mod is asked, which takes longer
+    # before a mask_mod is evaluated, which takes longer
     _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))
     scores = _scores_of(mask, seqlen_q, seqlen_k, aux_tensors)
     tile_m = scores.tile[0] if tile_m is None else tile_m
@@ -229,7 +229,7 @@ def _scores_of(
         visible = first.dense(seqlen_q, seqlen_k)[0, 0]
         columns = ColumnMask(indices[:, :, : visible.shape[1]], mask.causal)
     elif is_mod:
-        visible = _ask(mask, seqlen_q, seqlen_k, aux_tensors)
+        visible = _evaluate(mask, seqlen_q, seqlen_k, aux_tensors)
     else:
         visible = mask
     _check_dense(visible)
@@ -270,7 +270,7 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     return _Scores(states != EMPTY, states == FULL, lists.block_size)
 
 
-def _ask(
+def _evaluate(
     mask_mod: Callable[..., Any],
     seqlen_q: int | None,
     seqlen_k: int | None,

@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values, for decoding, and the merge of partial results.
+"""Attention over a cache of keys and values, for decoding, and the combination of partial results.
 
 `flash_attn_with_kvcache` has the argument order and the names of FlashAttention-3, and
 `flash_attn_combine` those of flash-attn-4. docs/serving.md shows their use.
@@ -302,7 +302,7 @@ def flash_attn_combine(
     return_lse: bool = True,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
-    """Merge attention over parts of the keys into attention over all of them.
+    """Combine attention over parts of the keys into attention over all of them.
 
     out_partial: (num_splits, batch, seqlen, heads, head_dim), or (num_splits, total, heads,
     head_dim) for packed sequences. lse_partial: fp32, the same shape without head_dim, natural log.
@@ -374,22 +374,22 @@ def flash_attn_combine(
             f"out or out_partial, got {dtype}"
         )
     if out is not None:
-        _check_merged(out, out_partial, lse_partial, dtype)
+        _check_combined(out, out_partial, lse_partial, dtype)
     wrapped = None
     if not torch.compiler.is_compiling():
         wrapped = kind_refused(check_parts_plain, out_partial, lse_partial)
     if wrapped is None or torch._C._len_torch_dispatch_stack() > 0:
-        merged, lse = run_combine(out_partial, lse_partial, dtype, out)
+        combined, lse = run_combine(out_partial, lse_partial, dtype, out)
     else:
         with wrapped.named_unless_from(COMBINE_IMPLEMENTATIONS):
-            merged, lse = run_combine(out_partial, lse_partial, dtype, out)
-    return merged, lse if return_lse else None
+            combined, lse = run_combine(out_partial, lse_partial, dtype, out)
+    return combined, lse if return_lse else None
 
 
-def _check_merged(
+def _check_combined(
     out: Tensor, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> None:
-    """Check the memory that receives the merged output; that it is its own, the operator checks."""
+    """Check the memory for the combined output; that it is its own, the operator checks."""
     if out.dtype != dtype:
         raise TypeError(f"out must have dtype out_dtype ({dtype}), got {out.dtype}")
     if out.shape != out_partial.shape[1:]:

@@ -284,7 +284,7 @@ MASK_CASES = (
     ),
 )  # fmt: skip
 
-# Four heads that share what a mask_mod answers.
+# Four heads that share mask bits.
 MASK_BITS_CASES = (
     Case("mask-bits-alone", 1, 200, 300, 4, 2, mask_mod="checks"),
     Case(
@@ -308,7 +308,7 @@ MASK_BITS_CASES = (
         1, 255, 300, 4, 4, causal=True, column="stepped2", mask_mod="documents",
         score_mod="head_bias", blocks=(128, 128),
     ),
-    # one entry of answers for all of the batch
+    # one entry of mask bits for all of the batch
     Case("mask-bits-for-a-batch", 2, 300, 200, 4, 4, mask_mod="causal_offset"),
 )  # fmt: skip
 

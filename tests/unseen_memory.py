@@ -62,7 +62,7 @@ EMPTY_CASES = (
     Case("causal-gqa2", 2, 200, 129, 4, 2, causal=True),
     Case("window-d64", 1, 300, 129, head_dim=64, window_left=20, window_right=10),
     Case("mask-d64", 2, 129, 200, head_dim=64, mask_mod="blinding"),
-    # its answers are stored for all heads
+    # which has mask bits for all heads
     Case("mask-gqa2", 1, 129, 200, 4, 2, mask_mod="blinding"),
     Case("lists-fp16", 2, 150, 200, dtype=FP16, blocks=(48, 80)),
     Case("columns1-causal", 2, 129, 200, causal=True, column="blinding1"),

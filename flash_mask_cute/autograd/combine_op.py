@@ -1,4 +1,4 @@
-"""The merge of partial results as an operator, with gradients."""
+"""The combination of partial results as an operator, with gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.run.combine import check_merge, merge_partials
-from flash_mask_cute.cpu.combine import combine_gradients, combine_partials
+from flash_mask_cute.call.run.combine import check_combine, combine_partials
+from flash_mask_cute.cpu.combine import combine_by_torch, combine_gradients
 from flash_mask_cute.runtime.checks import check_apart, check_own_memory
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
@@ -44,7 +44,7 @@ def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tu
     out_partial, lse_partial = own_memory(out_partial), own_memory(lse_partial)
     check_parts_plain(out_partial, lse_partial)
     out, lse = _empty(out_partial, lse_partial, dtype)
-    _merge(out_partial, lse_partial, out, lse)
+    _combine(out_partial, lse_partial, out, lse)
     return out, lse
 
 
@@ -56,24 +56,24 @@ def _combine_into(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tens
     check_own_memory("out", out)
     check_apart("out", out, {"out_partial": out_partial, "lse_partial": lse_partial})
     lse = _empty_lse(out_partial, lse_partial, out)
-    _merge(out_partial, lse_partial, out, lse)
+    _combine(out_partial, lse_partial, out, lse)
     if out.is_cuda:
         # torch does not see what a kernel writes
         torch._C._increment_version((out,))
     return lse
 
 
-def _merge(out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor) -> None:
+def _combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor) -> None:
     if out.is_cuda:
-        check_merge(out_partial, out.dtype)
-        merge_partials(out_partial, lse_partial, out, lse)
+        check_combine(out_partial, out.dtype)
+        combine_partials(out_partial, lse_partial, out, lse)
         return
-    results = combine_partials(out_partial, lse_partial)
+    results = combine_by_torch(out_partial, lse_partial)
     for target, values in zip((out, lse), results, strict=True):
         target.copy_(values)
 
 
-# of which the errors are those of the merge
+# of which the errors are those of the combination
 IMPLEMENTATIONS = frozenset((_combine.__code__, _combine_into.__code__))
 
 torch.library.register_fake("flash_mask_cute::combine", _empty, lib=_library)
@@ -94,7 +94,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
 def run_combine(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out in dtype, and lse, from the pieces in the first dimension. out: memory for out, without
+    """out in dtype, and lse, from the splits in the first dimension. out: memory for out, without
     gradients; None: new memory."""
     if out is not None:
         return out, torch.ops.flash_mask_cute.combine_into(out_partial, lse_partial, out)

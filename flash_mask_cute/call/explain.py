@@ -46,7 +46,7 @@ class Explanation:
     for a mask. If the documents of a mask are packed sequences, these are tiles of the dense call,
     and tiles between documents are empty; `note` counts the tiles of the sequences. registers: per
     thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
-    empty if there are none; the CPU path takes them as they are. splits: the pieces of work tiles,
+    empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
     empty if there are none; the CPU path puts them side by side first.
     """
@@ -86,13 +86,13 @@ class Explanation:
             "packed heads": "none" if self.packed_heads == 1 else str(self.packed_heads),
             "splits": self.splits or "none: one pass",
             "masks": self.masks or "causal and window at most",
-            "grid": _known(self.grid, "CTAs"),
-            "work tiles": _known(self.work_tiles),
-            "key tiles": f"{_known(self.full_key_tiles)} full, "
-            f"{_known(self.partial_key_tiles)} partial, "
-            f"{_known(self.empty_key_tiles)} empty",
-            "registers": f"{_known(self.registers)} per thread at launch, "
-            f"{_known(self.spill_bytes, 'bytes')} spilled",
+            "grid": _number(self.grid, "CTAs"),
+            "work tiles": _number(self.work_tiles),
+            "key tiles": f"{_number(self.full_key_tiles)} full, "
+            f"{_number(self.partial_key_tiles)} partial, "
+            f"{_number(self.empty_key_tiles)} empty",
+            "registers": f"{_number(self.registers)} per thread at launch, "
+            f"{_number(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
             "copies": self.copies or "none",
         }
@@ -103,7 +103,7 @@ class Explanation:
         return "\n".join(f"{name:<19}{value}" for name, value in lines.items())
 
 
-def _known(value: int | None, unit: str = "") -> str:
+def _number(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
@@ -202,10 +202,10 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
         return {}
-    asking = (run.without_bits or run).fwd_choice.tiles
-    if device == "cpu" and run.fwd_choice.tiles != asking:
+    tiles = (run.without_bits or run).fwd_choice.tiles
+    if device == "cpu" and run.fwd_choice.tiles != tiles:
         notes.append(
-            f"the CPU path asks mask_mod itself, over tiles of {asking.tile_m} x {asking.tile_n}"
+            f"the CPU path evaluates mask_mod itself, over tiles of {tiles.tile_m} x {tiles.tile_n}"
         )
     return dict(compiled_fwd(run).meta)
 
@@ -240,11 +240,11 @@ def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
         return text
     parts = mask_bits.num_query_chunks
     of_part = "" if parts == 1 else f" for each of {parts} parts"
-    text += f"; mask_mod is asked once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
+    text += f"; mask_mod is evaluated once for all heads, into {mask_bits.num_bytes} bytes{of_part}"
     if counts_partial:
         text += " (tiles that it hides are skipped then, and counted as partial here)"
     if isinstance(mask_bits, DocumentBitsPlan):
-        text += "; documents that its answers tell of are packed sequences"
+        text += "; documents that its bits show are packed sequences"
     return text
 
 

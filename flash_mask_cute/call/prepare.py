@@ -11,7 +11,7 @@ from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, KernelBackward
-from flash_mask_cute.call.run.combine import MergedForward
+from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
@@ -38,8 +38,8 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyForward(plan)
-    merge = None if plan.splits is None else MergedForward(plan)
-    prepared = KernelForward(plan, compiled_fwd(plan).function, _compiled_store(plan), merge)
+    combine = None if plan.splits is None else CombinedForward(plan)
+    prepared = KernelForward(plan, compiled_fwd(plan).function, _mask_bits_maker(plan), combine)
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedForward(prepared, plan.problem.needs_lse, mask_causal=None)
     return prepared
@@ -59,7 +59,7 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
-    prepared = KernelBackward(plan, compiled_bwd(plan), _compiled_store(plan))
+    prepared = KernelBackward(plan, compiled_bwd(plan), _mask_bits_maker(plan))
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedBackward(prepared, mask_causal=None)
     return prepared
@@ -92,7 +92,7 @@ def _kernel_mods(plan: ExecutionPlan) -> Mods:
     return mods if plan.mask_bits is None else mods._replace(mask_mod=None)
 
 
-def _compiled_store(plan: ExecutionPlan) -> MakeMaskBits | None:
+def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:
     """The kernel that stores the bits of a mask_mod before attention."""
     if plan.mask_bits is None:
         return None

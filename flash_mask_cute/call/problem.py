@@ -83,7 +83,7 @@ class AttentionProblem:
     and block lists were stored (`plan.py`), and neither is here. deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in pieces (`splits.py`), None: it does not. page_box:
+    split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given.
 

@@ -76,7 +76,7 @@ class QStart(NamedTuple):
         return AT_END if self.kind == END else self.number
 
     def encoded(self) -> int | None:
-        """As the number that an operator takes; EACH is told by the tensor beside it."""
+        """As the number that an operator takes, which for EACH has the tensor beside it."""
         return self.operand()
 
     @staticmethod

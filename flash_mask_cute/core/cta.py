@@ -1,4 +1,4 @@
-"""Resources of a CTA on every architecture, and the rings that its planning warp writes."""
+"""Resources of a CTA on every architecture, and the rings that its scheduler warp writes."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
     return launch_registers(num_warpgroups) * num_warpgroups - taken
 
 
-def planning_rings(
+def scheduler_rings(
     storage: Any,
     num_walkers: int | Int32,
     num_others: int,
@@ -55,7 +55,7 @@ def planning_rings(
     predecessors: cute.Tensor | None = None,
     fields: tuple[str, ...] = WORK_FIELDS,
 ) -> tuple[WorkRing, WalkRing]:
-    """The rings that the planning warp writes: work tiles for all other warps, walks for some.
+    """The rings that the scheduler warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that read walks; num_others: warps that read only work tiles

@@ -1,6 +1,6 @@
-"""Results of work tiles whose keys a launch computes in pieces, until they are merged.
+"""Results of work tiles whose keys a launch computes in splits, until they are combined.
 
-`kernels/combine.py` merges them. It describes the pieces and their two layouts: by rows, or by
+`kernels/combine.py` combines them. It describes the splits and their two layouts: by rows, or by
 slots of the shares into which key blocks were divided (`core/shares.py`).
 """
 
@@ -12,22 +12,22 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.core.work_ring import Work
 
-# words of a `Merge` in memory
-MERGE_WORDS = 8
+# words of a `PendingCombine` in memory
+PENDING_WORDS = 8
 # `Work.place` of a work tile that is computed as a whole
 WHOLE = -1
 
 
-class Merge(NamedTuple):
+class PendingCombine(NamedTuple):
     """A work tile that begins in a CTA's share and ends behind it.
 
-    num_pieces: 0 if there is no such tile. stride: from the CTA of a piece to that of the next one.
+    num_splits: 0 if there is no such tile. stride: from the CTA of a split to that of the next one.
     batch_idx: 0 if queries are packed. offset_q: the output
     row at which its sequence begins; slot: the number of rows of that sequence. head_idx, block: as
     in `Work`.
     """
 
-    num_pieces: Int32
+    num_splits: Int32
     stride: Int32
     batch_idx: Int32
     head_idx: Int32
@@ -36,42 +36,44 @@ class Merge(NamedTuple):
     slot: Int32
 
     @staticmethod
-    def create(work: Work, num_pieces: Int32, stride: Int32, queries_are_packed: bool) -> "Merge":
+    def create(
+        work: Work, num_splits: Int32, stride: Int32, queries_are_packed: bool
+    ) -> "PendingCombine":
         batch_idx = Int32(0) if queries_are_packed else work.batch_idx
         place = batch_idx, work.head_idx, work.block, work.offset_q, work.slot
-        return Merge(num_pieces, stride, *place)
+        return PendingCombine(num_splits, stride, *place)
 
     @staticmethod
-    def none() -> "Merge":
+    def none() -> "PendingCombine":
         """No such tile."""
-        return Merge(*[Int32(0)] * len(Merge._fields))
+        return PendingCombine(*[Int32(0)] * len(PendingCombine._fields))
 
     @staticmethod
-    def read(merges: cute.Tensor, cta: Int32) -> "Merge":
-        return Merge(*(merges[cta, i] for i in range(len(Merge._fields))))
+    def read(pending: cute.Tensor, cta: Int32) -> "PendingCombine":
+        return PendingCombine(*(pending[cta, i] for i in range(len(PendingCombine._fields))))
 
     @cute.jit
-    def write(self, merges: cute.Tensor, cta: Int32) -> None:
+    def write(self, pending: cute.Tensor, cta: Int32) -> None:
         """Run by a whole warp."""
         if cute.arch.lane_idx() == 0:
             for i, word in enumerate(self):
-                merges[cta, i] = word
+                pending[cta, i] = word
 
 
 class Partials(NamedTuple):
-    """Destination of pieces: fp32 outputs and LSE and, by slots, the merges.
+    """Destination of splits: fp32 outputs and LSE and, by slots, the pending combines.
 
-    By rows: o (pieces, batch, row, head, d), lse (pieces, batch, row, head), with one batch entry
-    for packed queries, and the number of pieces of each work tile. By slots: o (slots, rows, d),
-    lse (slots, rows), merges (CTAs, MERGE_WORDS) int32; rows: those of a work tile that may
+    By rows: o (splits, batch, row, head, d), lse (splits, batch, row, head), with one batch entry
+    for packed queries, and the number of splits of each work tile. By slots: o (slots, rows, d),
+    lse (slots, rows), pending (CTAs, PENDING_WORDS) int32; rows: those of a work tile that may
     exist. low: like lse, its rounding error; of scores of any size, lse alone is too coarse for
-    the weights of pieces.
+    the weights of splits.
     """
 
     o: cute.Tensor
     lse: cute.Tensor
     low: cute.Tensor | None
-    merges: cute.Tensor | None
+    pending: cute.Tensor | None
     num_splits: Int32 | None
 
     @staticmethod
@@ -86,8 +88,8 @@ class Partials(NamedTuple):
         if given is None:
             return None
         partials = Partials(*given)
-        is_of_slots = partials.merges is not None and partials.num_splits is None
-        is_of_rows = partials.merges is None and partials.num_splits is not None
+        is_of_slots = partials.pending is not None and partials.num_splits is None
+        is_of_rows = partials.pending is None and partials.num_splits is not None
         if not (is_of_slots if split == BY_SLOTS else is_of_rows):
             raise ValueError(f"mPartials must be for split={split!r}")
         if (partials.low is not None) != has_low:
@@ -96,20 +98,20 @@ class Partials(NamedTuple):
 
     def grid(self, by_tiles: Int32) -> Int32:
         """CTAs to launch: one for each share, or the number that work tiles need."""
-        return by_tiles if self.merges is None else Int32(self.merges.shape[0])
+        return by_tiles if self.pending is None else Int32(self.pending.shape[0])
 
     @property
     def by_slots(self) -> bool:
-        return self.merges is not None
+        return self.pending is not None
 
-    def is_piece(self, work: Work) -> Boolean:
-        """Whether a work tile is only a piece."""
+    def is_split(self, work: Work) -> Boolean:
+        """Whether a work tile is only one split of it."""
         return work.place != WHOLE if self.by_slots else Boolean(True)
 
     def is_first(self, work: Work) -> Boolean:
-        """Whether this piece, or whole tile, is the first one, which adds the sink.
+        """Whether this split, or whole tile, is the first one, which adds the sink.
 
-        By slots the first piece has an odd number, or WHOLE (`slot_of_first`).
+        By slots the first split has an odd number, or WHOLE (`slot_of_first`).
         """
         return (work.place & 1) == 1 if self.by_slots else work.place == 0
 

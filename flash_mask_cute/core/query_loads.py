@@ -42,17 +42,20 @@ class BwdOperands(NamedTuple):
 
     @staticmethod
     def create(
-        plan: "QueryShape",
+        traits: "QueryShape",
         tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         lengths: Lengths,
     ) -> "BwdOperands":
-        """Made from Q, dO, K and V, with the layouts of a plan."""
+        """Made from Q, dO, K and V, with the layouts of a kernel's traits."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
         keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
         operands: list = []
         for tensor, side, (layout, rows, d) in zip(
-            (*tensors, tensors[2]), (queries, queries, keys, keys, keys), plan.boxes(), strict=False
+            (*tensors, tensors[2]),
+            (queries, queries, keys, keys, keys),
+            traits.boxes(),
+            strict=False,
         ):
             view = tma.sequence_rows(tensor, *side)
             box = ((1, rows), d)
@@ -61,7 +64,7 @@ class BwdOperands(NamedTuple):
 
 
 class QueryShape(Protocol):
-    """A plan's facts about loads.
+    """The traits of a kernel that concern loads.
 
     boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
     memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes that come
@@ -109,7 +112,7 @@ class Visited(NamedTuple):
 class QueryLoads:
     """State of a warp that loads query blocks. stats (heads_q, row_blocks, -1)."""
 
-    plan: cutlass.Constexpr[QueryShape]
+    traits: cutlass.Constexpr[QueryShape]
     operands: BwdOperands
     tiles: QueryTiles
     channels: QueryChannels
@@ -119,11 +122,11 @@ class QueryLoads:
     @cute.jit
     def load_query(self, at: Visited):
         """Load Q of a block with its statistics, and announce the block."""
-        plan, operands, tiles, channel = self.plan, self.operands, self.tiles, self.channels.q
+        traits, operands, tiles, channel = self.traits, self.operands, self.tiles, self.channels.q
         block = at.block
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         words = (flags, block.index, block.head_idx, at.row_block)
-        tile = ((1, plan.tile_m), plan.tile_d)
+        tile = ((1, traits.tile_m), traits.tile_d)
         gmem, row = self._query_rows(operands.q, at)
         src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)
         stage = channel.index(at.number)
@@ -132,8 +135,8 @@ class QueryLoads:
             if cute.arch.lane_idx() == 0:
                 for i in cutlass.range_constexpr(QUERY_WORDS):
                     tiles.words[i, stage] = Int32(words[i])
-        bytes_k = cutlass.select_(at.is_first, Int32(plan.bytes_with_q), Int32(0))
-        channel.expect(at.number, bytes_k + plan.bytes_q + plan.bytes_stats)
+        bytes_k = cutlass.select_(at.is_first, Int32(traits.bytes_with_q), Int32(0))
+        channel.expect(at.number, bytes_k + traits.bytes_q + traits.bytes_stats)
         barrier = channel.barrier(at.number)
         cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
         stats = self.stats[block.head_idx, at.row_block, None]
@@ -142,14 +145,14 @@ class QueryLoads:
     @cute.jit
     def load_do(self, at: Visited):
         """Load dO of a block."""
-        plan, operands, channel = self.plan, self.operands, self.channels.do
-        tile = ((1, plan.tile_m), plan.tile_dv)
+        traits, operands, channel = self.traits, self.operands, self.channels.do
+        tile = ((1, traits.tile_m), traits.tile_dv)
         gmem, row = self._query_rows(operands.do, at)
         first = (at.block.head_idx, row)
         src, dst = tma.tile_of(operands.do_atom, gmem, first, tile, self.tiles.do)
         channel.acquire(at.number)
-        bytes_v = cutlass.select_(at.is_first, Int32(plan.bytes_with_do), Int32(0))
-        channel.expect(at.number, bytes_v + plan.bytes_do)
+        bytes_v = cutlass.select_(at.is_first, Int32(traits.bytes_with_do), Int32(0))
+        channel.expect(at.number, bytes_v + traits.bytes_do)
         stage, barrier = channel.index(at.number), channel.barrier(at.number)
         cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
@@ -157,4 +160,4 @@ class QueryLoads:
         """The ((head, row), d) tensor of a sequence of Q or dO, and its first row to read."""
         work, side = at.work, tma.Side.of_queries(self.lengths)
         place = work.batch_idx, work.offset_q, work.seqlen_q
-        return tma.readable_rows(tensor, side, *place, at.block.index * self.plan.tile_m)
+        return tma.readable_rows(tensor, side, *place, at.block.index * self.traits.tile_m)

@@ -13,7 +13,7 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams
 class QuerySchedule(NamedTuple):
     """Work tiles, heads for each KV head (packed heads count once), and CTAs to launch.
 
-    num_splits: pieces of each work tile, which count as heads; None: work tiles have no pieces.
+    num_splits: splits of each work tile, which count as heads; None: work tiles have no splits.
     """
 
     params: ScheduleParams
@@ -41,7 +41,7 @@ class QuerySchedule(NamedTuple):
         calls, the size of keys and values whose heads form a group, so that they stay in the L2
         cache while all their query blocks pass; None: the heads of one KV head form a group.
         blocks: only these blocks of each dense sequence, the first one and their number.
-        num_splits: pieces of each work tile, which count as heads.
+        num_splits: splits of each work tile, which count as heads.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]

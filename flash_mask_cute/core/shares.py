@@ -7,12 +7,12 @@ line of its own if that leaves few CTAs idle. All these lines are cut at the sam
 neighbouring CTAs read the same keys of all heads at the same time, which lie side by side in
 memory; reading each head's keys at another time costs bandwidth.
 
-So a work tile may lie in several shares; its parts are its *pieces*, and their results are merged
+So a work tile may lie in several shares; its parts are its *splits*, and their results are combined
 afterwards. (Stream-K, Osama et al. 2023, for attention as in Lean Attention, Sanovar et al. 2024;
-FlashMLA plans alike.)
+FlashMLA schedules alike.)
 
-A share has at most two pieces of incomplete work tiles: one of a tile that began before it, and one
-of a tile that ends behind it. So results of pieces need two slots for each share, for sequences of
+A share has at most two splits of incomplete work tiles: one of a tile that began before it, and one
+of a tile that ends behind it. So results of splits need two slots for each share, for sequences of
 any length.
 
 Everything is arithmetic without a branch on a value, on ints and, traced, on `cutlass.Int32`, in
@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from flash_mask_cute.index_math import IntLike, imax, imin
 
-# How work tiles are computed in pieces, and where their results lie: by rows of the output, as many
-# pieces of each work tile, or by slots of shares.
+# How work tiles are computed in splits, and where their results lie: by rows of the output, as many
+# splits of each work tile, or by slots of shares.
 BY_ROWS, BY_SLOTS = "rows", "slots"
 # places that a work tile takes besides its key blocks
 TILE_COST = 1
@@ -85,7 +85,7 @@ class TileOnLine(NamedTuple):
         """The place of its first block."""
         return self.start + TILE_COST
 
-    def piece(self, share: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
+    def split(self, share: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
         """The blocks [first, end) of this tile, counted from its first one, that lie in a share;
         first == end if there are none. size: places of a share."""
         begin = share * size - self.first_block
@@ -96,16 +96,16 @@ class TileOnLine(NamedTuple):
         """The share that contains its first block."""
         return self.first_block // size
 
-    def num_pieces(self, size: IntLike) -> IntLike:
+    def num_splits(self, size: IntLike) -> IntLike:
         """Number of shares that contain its blocks: consecutive shares from `first_share` on."""
         return (self.end - 1) // size - self.first_share(size) + 1
 
 
 def slot_of_first(cta: IntLike) -> IntLike:
-    """The slot of the piece of a tile that begins in a CTA's share and ends behind it."""
+    """The slot of the split of a tile that begins in a CTA's share and ends behind it."""
     return cta * SLOTS_PER_SHARE + 1
 
 
 def slot_of_later(cta: IntLike) -> IntLike:
-    """The slot of the piece of a tile that began before a CTA's share."""
+    """The slot of the split of a tile that began before a CTA's share."""
     return cta * SLOTS_PER_SHARE

@@ -9,7 +9,7 @@ fixed, too: the CTA whose first tile is the longest gets the shortest one.
 Linear order: first groups of heads, then the blocks of a group, then its heads. In the forward the
 keys and values of a group fit the L2 cache together. Blocks start from the last one if the launch
 asks for it. In a dense launch groups are formed over the heads of all sequences; in a varlen
-launch, sequence by sequence, over the heads of one. Only the planning warp runs this; the other
+launch, sequence by sequence, over the heads of one. Only the scheduler warp runs this; the other
 warps read its decision from the ring (`work_ring`).
 """
 

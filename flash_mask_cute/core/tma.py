@@ -44,30 +44,33 @@ class Operands(NamedTuple):
         return tuple(atom for atom in atoms if atom is not None)
 
     @staticmethod
-    def of_forward(plan, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
-        """The operands of a forward with the layouts of its plan, (rows, columns, stages), with V's
-        transposed. The plan also has the boxes of query rows (`row_tile`), of keys and values
+    def of_forward(traits, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
+        """The operands of a forward by the layouts of its traits, (rows, columns, stages), with V's
+        transposed. They also have the boxes of query rows (`row_tile`), of keys and values
         (`box_k`, `box_v`) and of the output (`box_o`). load: the operation, if not that of a single
         CTA."""
         packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None
-        ends_early = lengths.seqused_k is not None or plan.page_box is not None
+        ends_early = lengths.seqused_k is not None or traits.page_box is not None
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
         store = cpasync.CopyBulkTensorTileS2GOp()
         operands: list = []
-        layout_k, layout_v = one_stage(plan.layout_k()), cute.select(plan.layout_v(), mode=[1, 0])
-        by_rows = plan.page_box is not None and plan.page_box % LEAST_BOX != 0
-        if plan.page_box is not None and not by_rows:
-            layout_k, layout_v = (rows_of_stage(x, plan.page_box) for x in (layout_k, layout_v))
+        layout_k, layout_v = (
+            one_stage(traits.layout_k()),
+            cute.select(traits.layout_v(), mode=[1, 0]),
+        )
+        by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
+        if traits.page_box is not None and not by_rows:
+            layout_k, layout_v = (rows_of_stage(x, traits.page_box) for x in (layout_k, layout_v))
         for op, view, layout, tile in (
-            (load, head_rows(mQ, packed_q), plan.layout_q(), (plan.row_tile, plan.tile_d)),
-            (None if by_rows else load, key_rows(mK, packed_k), layout_k, plan.box_k),
+            (load, head_rows(mQ, packed_q), traits.layout_q(), (traits.row_tile, traits.tile_d)),
+            (None if by_rows else load, key_rows(mK, packed_k), layout_k, traits.box_k),
             (
                 None if by_rows else load,
                 sequence_rows(mV, packed_k, ends_early),
                 layout_v,
-                plan.box_v,
+                traits.box_v,
             ),
-            (store, sequence_rows(mO, packed_q), plan.layout_o(), plan.box_o),
+            (store, sequence_rows(mO, packed_q), traits.layout_o(), traits.box_o),
         ):
             if op is None:
                 operands += [None, None]

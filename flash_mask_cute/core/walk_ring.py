@@ -1,4 +1,4 @@
-"""The blocks that a work tile visits, sent from the planning warp to the other warps.
+"""The blocks that a work tile visits, sent from the scheduler warp to the other warps.
 
 The forward visits blocks of keys. The backward visits blocks of queries, one query head after
 another. A walk is sent as chunks of up to 32 neighbouring blocks, with one bit for each block. One
@@ -185,7 +185,7 @@ class WalkRing:
                     predecessor = self.predecessors[bit, self.ring.channel.index(number)]
                 if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
                     if remaining == 0:
-                        # before the last block is taken, so that what comes next is planned
+                        # before the last block is taken, so that what comes next is scheduled
                         # meanwhile
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)

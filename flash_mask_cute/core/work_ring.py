@@ -1,4 +1,4 @@
-"""A ring in shared memory through which the planning warp assigns work to all other warps.
+"""A ring in shared memory through which the scheduler warp assigns work to all other warps.
 
 Each entry holds the coordinates of a work tile and the lengths of its sequence, so that only one
 warp decides, and only that warp waits for `cu_seqlens` to arrive from global memory. An entry with
@@ -22,8 +22,8 @@ class Work(NamedTuple):
     the backward, and in the forward if query heads are packed.
     slot: rows that the sequence occupies on the block's side, used or not.
     q_start: the position of its first query, in launches that get one. first_block, end_block: the
-    key blocks that this CTA's piece may visit, and place, the destination of the piece
-    (`core/partials.py`), in launches with pieces. Ring entries hold a field that may be None only
+    key blocks that this CTA's split may visit, and place, the destination of the split
+    (`core/partials.py`), in launches with splits. Ring entries hold a field that may be None only
     if the launch has it (`WorkRing.fields`).
     """
 
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 # the fields of every launch
 WORK_FIELDS = tuple(name for name in Work._fields if name not in Work._field_defaults)
-PIECE_FIELDS = ("first_block", "end_block", "place")
+SPLIT_FIELDS = ("first_block", "end_block", "place")
 NO_WORK = Work(-1, *[0] * (len(Work._fields) - 1))
 
 

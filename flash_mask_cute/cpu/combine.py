@@ -1,4 +1,4 @@
-"""Merge of partial attention results by torch: on the CPU, and the gradients on any device."""
+"""Combination of partial results by torch: on the CPU, and the gradients on any device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def combine_partials(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of pieces in the first dimension of both inputs, in float32 or wider.
+def combine_by_torch(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of splits in the first dimension of both inputs, in float32 or wider.
 
-    out_partial (pieces, ..., d), lse_partial (pieces, ...). Pieces that saw nothing have
+    out_partial (splits, ..., d), lse_partial (splits, ...). Splits that saw nothing have
     lse_partial -inf, and may have anything in out_partial.
     """
     weights, lse = _weights(lse_partial)
@@ -26,8 +26,8 @@ def combine_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of out_partial and lse_partial, in their dtypes.
 
-    A piece has the weight exp(lse_partial - lse). out is the weighted sum, and the weight is also
-    the derivative of lse with respect to the piece's lse_partial.
+    A split has the weight exp(lse_partial - lse). out is the weighted sum, and the weight is also
+    the derivative of lse with respect to the split's lse_partial.
     """
     weights, _ = _weights(lse_partial)
     by_lse = torch.zeros_like(weights)
@@ -35,18 +35,18 @@ def combine_gradients(
     if dout is not None:
         dout = dout.to(weights.dtype)
         by_out = (weights[..., None] * dout).to(out_partial.dtype)
-        pieces = torch.where(weights[..., None] > 0, out_partial.to(weights.dtype), 0.0)
-        by_lse = weights * ((pieces - out.to(weights.dtype)) * dout).sum(dim=-1)
+        splits = torch.where(weights[..., None] > 0, out_partial.to(weights.dtype), 0.0)
+        by_lse = weights * ((splits - out.to(weights.dtype)) * dout).sum(dim=-1)
     if dlse is not None:
         by_lse = by_lse + weights * dlse
     return by_out, by_lse.to(lse_partial.dtype)
 
 
 def _weights(lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the pieces, 0 where nothing was seen; and lse of all pieces."""
+    """Weights of the splits, 0 where nothing was seen; and lse of all splits."""
     wide = lse_partial.to(torch.promote_types(lse_partial.dtype, torch.float32))
     lse = torch.logsumexp(wide, dim=0) if len(wide) else wide.sum(dim=0) - torch.inf
-    # not by lse, which far from 0 does not hold how many pieces there are
+    # not by lse, which far from 0 does not hold how many splits there are
     largest = wide.amax(dim=0) if len(wide) else lse
     weights = torch.exp(wide - largest.masked_fill(largest == -torch.inf, 0.0))
     return weights / weights.sum(dim=0).masked_fill(largest == -torch.inf, 1.0), lse

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.cpu.call import CpuCall
-from flash_mask_cute.cpu.pieces import Cuts, RowCuts, ShareCuts
+from flash_mask_cute.cpu.splits import Cuts, RowCuts, ShareCuts
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
     SequenceWalk,
@@ -90,11 +90,11 @@ def _attend_sequence(
         rows = walk.rows(m_block)
         sink_of_rows = None if sink is None else sink[..., rows]
         softmax = _OnlineSoftmax(out[..., rows, :])
-        pieces = _Pieces(softmax, sink_of_rows)
+        splits = _Splits(softmax, sink_of_rows)
         begins = {} if cuts is None else cuts(m_block)
         for n_block in walk.n_blocks(m_block):
             if n_block in begins:
-                pieces.end(begins[n_block].view(q.shape[:2]))
+                splits.end(begins[n_block].view(q.shape[:2]))
             keys = walk.keys(n_block)
             tile = walk.tile(m_block, n_block)
             heads, visible = walk.visible(tile)
@@ -102,7 +102,7 @@ def _attend_sequence(
                 scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
-        result = pieces.merged()
+        result = splits.combined()
         out[..., rows, :] = result.out
         lse[..., rows], low[..., rows] = result.lse_and_low()
         largest[..., rows] = softmax.row_max
@@ -163,8 +163,8 @@ class _Result(NamedTuple):
         return lse, ((self.largest - lse.float()) + self.log_total).masked_fill(is_empty, 0.0)
 
 
-class _Pieces:
-    """State of the rows of a query tile, piece by piece. sink: for its rows; the first piece of
+class _Splits:
+    """State of the rows of a query tile, split by split. sink: for its rows; the first split of
     each head adds it."""
 
     def __init__(self, softmax: _OnlineSoftmax, sink: Tensor | None) -> None:
@@ -173,7 +173,7 @@ class _Pieces:
         self._ended: list[_Result] = []
 
     def end(self, heads: Tensor) -> None:
-        """End the pieces of some heads, Boolean (heads_kv, lanes), and begin others."""
+        """End the splits of some heads, Boolean (heads_kv, lanes), and begin others."""
         result = self._softmax.finalize(self._sink)
         largest = result.largest.masked_fill(~heads[..., None], NEG_INF)
         self._ended.append(result._replace(largest=largest))
@@ -181,12 +181,12 @@ class _Pieces:
             self._sink[heads] = NEG_INF
         self._softmax.clear(heads)
 
-    def merged(self) -> _Result:
+    def combined(self) -> _Result:
         last = self._softmax.finalize(self._sink)
         if not self._ended:
             return last
-        pieces = zip(*self._ended, last, strict=True)
-        outs, largest_of_each, log_totals = (torch.stack(tensors) for tensors in pieces)
+        splits = zip(*self._ended, last, strict=True)
+        outs, largest_of_each, log_totals = (torch.stack(tensors) for tensors in splits)
         largest = largest_of_each.amax(dim=0)
         weights = torch.exp((largest_of_each - _finite(largest)) + log_totals)
         total = weights.sum(dim=0)

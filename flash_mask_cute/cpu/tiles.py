@@ -165,9 +165,9 @@ class SequenceWalk:
                 heads = heads & ~hidden
         visible = heads[:, None, None]
         for mask, cut in zip(self.masks, cuts, strict=True):
-            asked = heads & cut
-            if asked.any():
-                visible = visible & (mask.visible(tile, asked) | ~asked[:, None, None])
+            cut_heads = heads & cut
+            if cut_heads.any():
+                visible = visible & (mask.visible(tile, cut_heads) | ~cut_heads[:, None, None])
         by_query = visible.expand(-1, len(tile.queries), len(tile.keys)).movedim(1, 0)
         first = tile.rows.start - tile.queries.start * tile.pack
         by_row = to_rows(by_query, self.heads_kv, tile.pack)

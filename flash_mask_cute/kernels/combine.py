@@ -1,21 +1,21 @@
-"""Merge of partial attention results over parts of the keys into results over all keys.
+"""Combination of partial attention results over parts of the keys into results over all keys.
 
-A row has *pieces*: outputs O_j, each normalised by its own sum, and their LSE_j. With
-LSE = log(sum of exp(LSE_j)) the row's output is the sum of exp(LSE_j - LSE) O_j. A piece that saw
-nothing has LSE -inf and does not count, whatever its O holds; a row of such pieces has O = 0
-and LSE -inf. A sink, one more logit of the row, is part of one piece's LSE.
+A row has *splits*: outputs O_j, each normalised by its own sum, and their LSE_j. With
+LSE = log(sum of exp(LSE_j)) the row's output is the sum of exp(LSE_j - LSE) O_j. A split that saw
+nothing has LSE -inf and does not count, whatever its O holds; a row of such splits has O = 0
+and LSE -inf. A sink, one more logit of the row, is part of one split's LSE.
 
 If scores may have any size, each LSE_j comes as a sum of two numbers: rounded to fp32, and its
-rounding error. Far from 0 the first alone does not hold how many keys a piece saw.
+rounding error. Far from 0 the first alone does not hold how many keys a split saw.
 
-Pieces have one of two layouts. *By rows*: piece j of all rows is O_partial[j]. *By slots*: a kernel
-that processed key blocks by shares (`core/shares.py`) left a tile's pieces in slots of CTAs. For
+Splits have one of two layouts. *By rows*: split j of all rows is O_partial[j]. *By slots*: a kernel
+that processed key blocks by shares (`core/shares.py`) left a tile's splits in slots of CTAs. For
 each CTA it recorded the work tile that begins in its share and that other shares continue
-(`Merge`).
+(`PendingCombine`).
 
-A row is merged by one warp or by the four of a CTA, always in the same order, so bits do not depend
-on timing. The kernel is launched programmatically: its CTAs may start before the kernel whose
-results it merges has ended, and wait for its end.
+A row is combined by one warp or by the four of a CTA, always in the same order, so bits do not
+depend on timing. The kernel is launched programmatically: its CTAs may start before the kernel
+whose results it combines has ended, and wait for its end.
 """
 
 from typing import NamedTuple
@@ -24,30 +24,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.partials import Merge
+from flash_mask_cute.core.exp2 import LN_2, LOG2_E
+from flash_mask_cute.core.partials import PendingCombine
 from flash_mask_cute.core.shares import slot_of_first, slot_of_later
+from flash_mask_cute.core.warp_scan import WARP
 
-WARP = 32
 WARPS_PER_CTA = 4
 # columns of a lane
 VECTOR = 4
-# of a row; a lane holds BATCH pieces of its columns in registers
+# of a row; a lane holds BATCH splits of its columns in registers
 MAX_COLUMNS = 512
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-# pieces of a warp whose loads are in flight together
+# splits of a warp whose loads are in flight together
 BATCH = 8
 
 
 class Row(NamedTuple):
-    """A row of the output, and its pieces.
+    """A row of the output, and its splits.
 
-    tile_row, cta, stride: by slots, its row in a tile, the CTA of its first piece, and the distance
+    tile_row, cta, stride: by slots, its row in a tile, the CTA of its first split, and the distance
     to that of the next.
     """
 
     is_there: Boolean
-    num_pieces: Int32
+    num_splits: Int32
     batch_idx: Int32
     q_idx: Int32
     head_idx: Int32
@@ -56,8 +55,8 @@ class Row(NamedTuple):
     stride: Int32
 
 
-class Pieces(NamedTuple):
-    """The tensors of pieces, as `Combine.__call__` takes them."""
+class SplitTensors(NamedTuple):
+    """The tensors of splits, as `Combine.__call__` takes them."""
 
     o: cute.Tensor
     lse: cute.Tensor
@@ -65,10 +64,10 @@ class Pieces(NamedTuple):
 
 
 class Combine:
-    """Merges partial results; to be passed to `cute.compile`.
+    """Combines partial results; to be passed to `cute.compile`.
 
     :param head_dim_v: columns of the output, a multiple of 8 up to MAX_COLUMNS
-    :param tile_m: rows of a slot; None: pieces lie by rows
+    :param tile_m: rows of a slot; None: splits lie by rows
     :param packed_heads: by slots, query heads whose rows alternate in a tile; the first `group` of
         them exist
     :param warps_per_row: 1 or WARPS_PER_CTA
@@ -101,18 +100,18 @@ class Combine:
         mO_partial: cute.Tensor,
         mLSE_partial: cute.Tensor,
         mLow_partial: cute.Tensor | None,
-        mMerges: cute.Tensor | None,
+        mPending: cute.Tensor | None,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
         stream,
     ):
         """Launch on `stream`, for at least one row.
 
-        :param mO_partial: fp32, bf16 or fp16, (pieces, batch, row, head, d), last stride 1, others
+        :param mO_partial: fp32, bf16 or fp16, (splits, batch, row, head, d), last stride 1, others
             multiples of 4; by slots fp32 (slots, rows, d), with the rows of a tile that may exist
-        :param mLSE_partial: fp32 (pieces, batch, row, head), or (slots, rows)
+        :param mLSE_partial: fp32 (splits, batch, row, head), or (slots, rows)
         :param mLow_partial: like mLSE_partial, its rounding error, 0 where it is -inf
-        :param mMerges: int32 (CTAs, MERGE_WORDS), a `Merge` each; by slots only
+        :param mPending: int32 (CTAs, PENDING_WORDS), a `PendingCombine` each; by slots only
         :param mO: (batch, row, head, d), last stride 1, others multiples of 4
         :param mLSE: fp32 (batch, row, head)
         """
@@ -120,8 +119,8 @@ class Combine:
             batch, rows, heads, _ = mO.shape
             num_rows = batch * rows * heads
         else:
-            num_rows = mMerges.shape[0] * mLSE_partial.shape[1]
-        self.kernel(mO_partial, mLSE_partial, mLow_partial, mMerges, mO, mLSE).launch(
+            num_rows = mPending.shape[0] * mLSE_partial.shape[1]
+        self.kernel(mO_partial, mLSE_partial, mLow_partial, mPending, mO, mLSE).launch(
             grid=(cute.ceil_div(num_rows, WARPS_PER_CTA // self.warps_per_row), 1, 1),
             block=(WARP * WARPS_PER_CTA, 1, 1),
             stream=stream,
@@ -134,7 +133,7 @@ class Combine:
         mO_partial: cute.Tensor,
         mLSE_partial: cute.Tensor,
         mLow_partial: cute.Tensor | None,
-        mMerges: cute.Tensor | None,
+        mPending: cute.Tensor | None,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
     ):
@@ -148,16 +147,16 @@ class Combine:
         if const_expr(self.tile_m is None):
             row = self._row_by_rows(number, mO_partial, mO)
         else:
-            row = self._row_by_slots(number, mMerges, mLSE_partial.shape[1])
+            row = self._row_by_slots(number, mPending, mLSE_partial.shape[1])
         if row.is_there:
-            pieces = Pieces(mO_partial, mLSE_partial, mLow_partial)
+            splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
             if const_expr(self.warps_per_row == 1):
-                sums = self._merged(row, Int32(0), pieces, values)
+                sums = self._combined(row, Int32(0), splits, values)
                 self._store(row, sums, values, mO, mLSE)
             else:
                 layout = cute.make_layout((self.head_dim_v + 2, self.warps_per_row))
                 storage = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, 16)
-                sums = self._merged_by_warps(row, storage, pieces, values)
+                sums = self._combined_by_warps(row, storage, splits, values)
                 if cute.arch.warp_idx() == 0:
                     self._store(row, sums, values, mO, mLSE)
 
@@ -169,80 +168,80 @@ class Combine:
         head_idx = number % heads
         of_head = number // heads
         is_there = number < batch * rows * heads
-        pieces = mO_partial.shape[0]
+        splits = mO_partial.shape[0]
         zero = Int32(0)
         place = of_head // rows, of_head % rows, head_idx
-        return Row(is_there, pieces, *place, zero, zero, zero)
+        return Row(is_there, splits, *place, zero, zero, zero)
 
-    def _row_by_slots(self, number: Int32, mMerges: cute.Tensor, rows: Int32) -> Row:
+    def _row_by_slots(self, number: Int32, mPending: cute.Tensor, rows: Int32) -> Row:
         cta, tile_row = number // rows, number % rows
-        is_cta = cta < mMerges.shape[0]
-        merge = Merge.read(mMerges, cutlass.min(cta, mMerges.shape[0] - 1))
-        packed_row = merge.block * self.tile_m + tile_row
+        is_cta = cta < mPending.shape[0]
+        pending = PendingCombine.read(mPending, cutlass.min(cta, mPending.shape[0] - 1))
+        packed_row = pending.block * self.tile_m + tile_row
         q_idx = packed_row // self.packed_heads
         of_group = packed_row % self.packed_heads
-        is_row = (q_idx < merge.slot) & (of_group < self.group)
+        is_row = (q_idx < pending.slot) & (of_group < self.group)
         return Row(
-            is_cta & is_row & (merge.num_pieces > 0),
-            merge.num_pieces,
-            merge.batch_idx,
-            merge.offset_q + q_idx,
-            merge.head_idx * self.group + of_group,
+            is_cta & is_row & (pending.num_splits > 0),
+            pending.num_splits,
+            pending.batch_idx,
+            pending.offset_q + q_idx,
+            pending.head_idx * self.group + of_group,
             tile_row,
             cta,
-            merge.stride,
+            pending.stride,
         )
 
-    def _piece(self, row: Row, piece: Int32) -> tuple:
-        """The place of a row's piece in a tensor of pieces, without the column."""
+    def _split(self, row: Row, split_idx: Int32) -> tuple:
+        """The place of a row's split in a tensor of splits, without the column."""
         if self.tile_m is None:
-            return piece, row.batch_idx, row.q_idx, row.head_idx
-        cta = row.cta + piece * row.stride
-        slot = cutlass.select_(piece == 0, slot_of_first(cta), slot_of_later(cta))
+            return split_idx, row.batch_idx, row.q_idx, row.head_idx
+        cta = row.cta + split_idx * row.stride
+        slot = cutlass.select_(split_idx == 0, slot_of_first(cta), slot_of_later(cta))
         return slot, row.tile_row
 
     # -- a row ----------------------------------------------------------------------------------
 
     @cute.jit
-    def _merged(
+    def _combined(
         self,
         row: Row,
-        first_piece: Int32,
-        pieces: Pieces,
+        first_split: Int32,
+        splits: SplitTensors,
         values: cute.Tensor,
     ) -> tuple:
-        """Sums of every warps_per_row-th piece of a row, from first_piece on.
+        """Sums of every warps_per_row-th split of a row, from first_split on.
 
         Writes to `values` this lane's columns of the sum of exp(LSE_j - largest) O_j, and returns
         `largest`, the maximum of LSE_j as rounded to fp32, and the sum of exp(LSE_j - largest). One
-        pass: the loads of a batch of pieces, LSE and O, wait for nothing but each other.
+        pass: the loads of a batch of splits, LSE and O, wait for nothing but each other.
         """
         largest, total = -Float32.inf, Float32(0.0)
         values.fill(0.0)
         vectors = cute.size(values, mode=[1])
         lses = cute.make_rmem_tensor((BATCH,), Float32)
         lows = None
-        if const_expr(pieces.low is not None):
+        if const_expr(splits.low is not None):
             lows = cute.make_rmem_tensor((BATCH,), Float32)
-        of_pieces = cute.make_rmem_tensor((VECTOR, vectors, BATCH), pieces.o.element_type)
+        of_splits = cute.make_rmem_tensor((VECTOR, vectors, BATCH), splits.o.element_type)
         stride = BATCH * self.warps_per_row
-        for start in cutlass.range(first_piece, row.num_pieces, stride, unroll=1):
+        for start in cutlass.range(first_split, row.num_splits, stride, unroll=1):
             lses.fill(-Float32.inf)
             if const_expr(lows is not None):
                 lows.fill(0.0)
             for i in cutlass.range_constexpr(BATCH):
-                piece = start + i * self.warps_per_row
-                if piece < row.num_pieces:
-                    place = self._piece(row, piece)
-                    lses[i] = pieces.lse[place]
+                split_idx = start + i * self.warps_per_row
+                if split_idx < row.num_splits:
+                    place = self._split(row, split_idx)
+                    lses[i] = splits.lse[place]
                     if const_expr(lows is not None):
-                        lows[i] = pieces.low[place]
+                        lows[i] = splits.low[place]
                     for v in cutlass.range_constexpr(vectors):
                         vector = v * WARP + cute.arch.lane_idx()
                         if vector < self.head_dim_v // VECTOR:
-                            columns = pieces.o[(*place, None)]
+                            columns = splits.o[(*place, None)]
                             source = cute.local_tile(columns, (VECTOR,), (vector,))
-                            cute.autovec_copy(source, of_pieces[None, v, i])
+                            cute.autovec_copy(source, of_splits[None, v, i])
             largest_before = largest
             for i in cutlass.range_constexpr(BATCH):
                 largest = cute.arch.fmax(largest, lses[i])
@@ -262,26 +261,26 @@ class Combine:
                 for v in cutlass.range_constexpr(vectors):
                     for c in cutlass.range_constexpr(VECTOR):
                         # not a product: what counts for nothing may hold NaN
-                        added = weight * of_pieces[c, v, i].to(Float32)
+                        added = weight * of_splits[c, v, i].to(Float32)
                         values[c, v] = values[c, v] + cutlass.select_(counts, added, Float32(0.0))
         return largest, total
 
     @cute.jit
-    def _merged_by_warps(
+    def _combined_by_warps(
         self,
         row: Row,
         storage: cute.Tensor,
-        pieces: Pieces,
+        splits: SplitTensors,
         values: cute.Tensor,
     ) -> tuple:
-        """`_merged` of all pieces of a row, by the warps of a CTA. Every warp gets the sums, added
-        in the order of the warps.
+        """`_combined` of all splits of a row, by the warps of a CTA. Every warp gets the sums,
+        added in the order of the warps.
 
         storage: fp32 (head_dim_v + 2, warps_per_row) in shared memory; the last two rows are for
         `largest` and the sum.
         """
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        largest, total = self._merged(row, warp, pieces, values)
+        largest, total = self._combined(row, warp, splits, values)
         vectors = cute.size(values, mode=[1])
         for v in cutlass.range_constexpr(vectors):
             for c in cutlass.range_constexpr(VECTOR):
@@ -328,11 +327,11 @@ class Combine:
         for v in cutlass.range_constexpr(cute.size(values, mode=[1])):
             vector = v * WARP + cute.arch.lane_idx()
             if vector < self.head_dim_v // VECTOR:
-                merged = cute.make_rmem_tensor((VECTOR,), mO.element_type)
+                combined = cute.make_rmem_tensor((VECTOR,), mO.element_type)
                 for c in cutlass.range_constexpr(VECTOR):
-                    merged[c] = (values[c, v] * factor).to(mO.element_type)
+                    combined[c] = (values[c, v] * factor).to(mO.element_type)
                 columns = mO[row.batch_idx, row.q_idx, row.head_idx, None]
-                cute.autovec_copy(merged, cute.local_tile(columns, (VECTOR,), (vector,)))
+                cute.autovec_copy(combined, cute.local_tile(columns, (VECTOR,), (vector,)))
 
 
 def _finite(largest: Float32) -> Float32:

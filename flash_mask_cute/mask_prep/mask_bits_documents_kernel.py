@@ -19,7 +19,7 @@ from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, Place, QueryMaskBits
 from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
 from flash_mask_cute.rules.bit_tile import ALL, WORD
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows
 
 # keys that the words of a line have bits for, and as many queries
 SPANS_TILE = 128
@@ -143,20 +143,20 @@ class KeySpans:
         seqlens = seqlen, seqlen
         place = Place(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        share = Share.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
+        warp_rows = MaskWarpRows.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
         rules = self.all_tiles.rules_of(masks)
         is_listed, needs_mask_mod = self.all_tiles.judge(rules, place)
         work = self.all_tiles.work_of(place)
-        query = share.line(work, 0)
+        query = warp_rows.line(work, 0)
         begin = n_block * SPANS_TILE
         end = cutlass.min(begin + SPANS_TILE, seqlen)
         may_widen = query < seqlen
         if may_widen:
             may_widen = (mSpans[entry, 0, query, 1] > begin) | (mSpans[entry, 0, query, 0] < end)
         if is_listed & cute.arch.vote_any_sync(may_widen):
-            words = share.fill(ALL)
+            words = warp_rows.fill(ALL)
             if needs_mask_mod:
-                words = self.all_tiles.words(rules, place, share)
+                words = self.all_tiles.words(rules, place, warp_rows)
             sees_any, first, last = Boolean(False), end, begin
             for w, word in enumerate(words):
                 lowest = WORD - 1 - Int32(cute.arch.clz(word & (0 - word)))

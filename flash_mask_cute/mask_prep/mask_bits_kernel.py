@@ -28,7 +28,7 @@ from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.bit_tile import WORD, Columns
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskRules, Share
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskRules, MaskWarpRows
 
 
 class Tiling(NamedTuple):
@@ -94,7 +94,7 @@ class MaskBitsKernel:
         is_local: bool,
     ):
         self.mask_mod = mask_mod
-        self.plan = Tiling(tile_m, tile_n)
+        self.traits = Tiling(tile_m, tile_n)
         self.columns = columns
         self.has_aux_tensors = has_aux_tensors
         self.is_causal = is_causal
@@ -166,18 +166,18 @@ class MaskBitsKernel:
         lines = mask_bits.tiles.shape[3]
         num_warps = lines // WORD
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        share = Share.create(warp_idx, num_warps, lines, self.columns)
+        warp_rows = MaskWarpRows.create(warp_idx, num_warps, lines, self.columns)
         sStates = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
 
         rules = self.rules_of(masks)
         is_listed, needs_mask_mod = self.judge(rules, place)
         state = cutlass.select_(is_listed, Int32(FULL), Int32(EMPTY))
         if is_listed & needs_mask_mod:
-            words = self.words(rules, place, share)
+            words = self.words(rules, place, warp_rows)
             state = rules.state_of_words(words)
             if const_expr(rules.has_halves):
                 words = bit_tile.join_halves(words)
-            share.store(mask_bits.tile(*place.tile), words)
+            warp_rows.store(mask_bits.tile(*place.tile), words)
         if cute.arch.lane_idx() == 0:
             sStates[warp_idx] = state
         cute.arch.sync_threads()
@@ -215,8 +215,8 @@ class QueryMaskBits(MaskBitsKernel):
     def work_of(self, place: Place) -> Work:
         return place.work(place.m_block)
 
-    def words(self, rules: ForwardMask, place: Place, share: Share) -> tuple:
-        return rules.mask_mod_words(self.work_of(place), place.n_block, share)
+    def words(self, rules: ForwardMask, place: Place, warp_rows: MaskWarpRows) -> tuple:
+        return rules.mask_mod_words(self.work_of(place), place.n_block, warp_rows)
 
 
 class KeyMaskBits(MaskBitsKernel):
@@ -228,8 +228,8 @@ class KeyMaskBits(MaskBitsKernel):
     def work_of(self, place: Place) -> Work:
         return place.work(place.n_block)
 
-    def words(self, rules: BackwardMask, place: Place, share: Share) -> tuple:
+    def words(self, rules: BackwardMask, place: Place, warp_rows: MaskWarpRows) -> tuple:
         no, needs_mask_mod = Boolean(False), Boolean(True)
         kinds = Int32(Kind.PARTIAL), Int32(Kind.END)
         block = Block(place.m_block, place.any_head, no, no, no, needs_mask_mod, *kinds, Int32(0))
-        return rules.mask_mod_words(self.work_of(place), block, share)
+        return rules.mask_mod_words(self.work_of(place), block, warp_rows)

@@ -112,8 +112,8 @@ class SequenceMaskBits:
         for base in cutlass.range(0, slots, WARP):
             slot = base + lane
             sequence = batch_idx * slots + cutlass.min(slot, slots - 1)
-            in_row = cute.ceil_div(_length(mCuSeqlensK, sequence), self.tile_kernel.plan.tile_n)
-            rows = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.plan.tile_m)
+            in_row = cute.ceil_div(_length(mCuSeqlensK, sequence), self.tile_kernel.traits.tile_n)
+            rows = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.traits.tile_m)
             count = cutlass.select_(slot < slots, rows * in_row, Int32(0))
             up_to = running(count, operator.add)
             if slot < slots:
@@ -138,7 +138,7 @@ class SequenceMaskBits:
         ctas, _, _ = cute.arch.grid_dim()
         first, _ = mask_bits.query_chunk
         last = cute.size(mCuSeqlensQ) - 2
-        rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.tile_kernel.plan.tile_m)
+        rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.tile_kernel.traits.tile_m)
         end = mask_bits.places[last, 0] + rows * mask_bits.places[last, 1]
         end = cutlass.min(end, first + cute.size(mask_bits.states, mode=[2]))
         for number in cutlass.range(first + cta, end, ctas):
@@ -155,7 +155,7 @@ class SequenceMaskBits:
             m_block = in_sequence // cutlass.max(in_row, 1)
             begin, end_of_chunk = mask_bits.rows_of_query_chunk(sequence)
             is_in_chunk = (m_block >= begin) & (m_block < end_of_chunk)
-            if is_in_chunk & (m_block * self.tile_kernel.plan.tile_m < lengths[0]) & (in_row > 0):
+            if is_in_chunk & (m_block * self.tile_kernel.traits.tile_m < lengths[0]) & (in_row > 0):
                 n_block = in_sequence - m_block * in_row
                 place = Place(sequence, m_block, n_block, any_head, entry, offset, *lengths)
                 self.tile_kernel.fill(mask_bits, masks, place)

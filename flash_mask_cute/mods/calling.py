@@ -79,12 +79,12 @@ def _modified(
     kind: str = "score_mod",
 ) -> list[Float32]:
     """The result of `call_score_mod` for each element of vectors."""
-    result = _ask(kind, score_mod, (score,), indices, aux_tensors)
+    result = _evaluate(kind, score_mod, (score,), indices, aux_tensors)
     numbers = _elements(kind, score_mod, result, cute.size(score.shape))
     return [_checked_score(kind, score_mod, x) for x in numbers]
 
 
-def _ask(
+def _evaluate(
     kind: str,
     mod: Callable[..., Any],
     values: Sequence[cute.TensorSSA],
@@ -111,7 +111,7 @@ def _checked_score(kind: str, mod: Callable[..., Any], number: Any) -> Float32:
     return Float32(number)
 
 
-def _checked_answer(mod: Callable[..., Any], answer: Any) -> Boolean:
+def _checked_result(mod: Callable[..., Any], answer: Any) -> Boolean:
     if not _is_condition(answer):
         # every number but 0 would let the score count, such as both of -inf and 0.0
         is_constant = isinstance(answer, int | float)
@@ -119,7 +119,7 @@ def _checked_answer(mod: Callable[..., Any], answer: Any) -> Boolean:
         raise TypeError(
             f"{describe('mask_mod', mod)} returned {found}: it must return "
             f"{_RESULTS['mask_mod']}, a condition; of a number write (number != 0), and True or "
-            "False for a constant answer"
+            "False for a constant result"
         )
     return Boolean(answer)
 
@@ -217,8 +217,8 @@ def call_mask_mod(
 ) -> Boolean:
     """Whether the callable lets the score count."""
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    result = _ask("mask_mod", mask_mod, (), indices, aux_tensors)
-    return _checked_answer(mask_mod, _elements("mask_mod", mask_mod, result, 1)[0])
+    result = _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
+    return _checked_result(mask_mod, _elements("mask_mod", mask_mod, result, 1)[0])
 
 
 class Reliance(NamedTuple):
@@ -247,7 +247,7 @@ class Reliance(NamedTuple):
             # what there is of an argument before the call is all that the callable can get hold of
             watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:2]]
             before = [ir_analysis.count_uses(values) for values in watched]
-            _ask("mask_mod", mask_mod, (), indices, aux_tensors)
+            _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
             after = [ir_analysis.count_uses(values) for values in watched]
         return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
@@ -325,7 +325,7 @@ def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
     # a branch may be traced twice
     _keep_first(scores), _keep_first(keys)
     try:
-        result = _ask("score_mod", score_mod, (scores,), [*places, keys], aux_tensors)
+        result = _evaluate("score_mod", score_mod, (scores,), [*places, keys], aux_tensors)
         is_by_element = ir_analysis.is_by_element(scores, keys)
         _elements("score_mod", score_mod, result, 2)
     except Exception:

@@ -230,7 +230,7 @@ def _compile(
         targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
     named_mod = _KINDS[kind].callable, mod
     arguments = (
-        functools.partial(_KINDS[kind].ask, wants_aux) if wants_aux else _KINDS[kind].ask,
+        functools.partial(_KINDS[kind].evaluate, wants_aux) if wants_aux else _KINDS[kind].evaluate,
         mod,
         tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
         cutlass.Int32(0),
@@ -369,8 +369,8 @@ def _loop() -> Any:
     from flash_mask_cute.mods.aux_reads import CheckedAux
 
     @cute.jit
-    def ask_each(
-        ask: cutlass.Constexpr,
+    def evaluate_each(
+        evaluate: cutlass.Constexpr,
         mod: cutlass.Constexpr,
         values: Any,
         batch_idx: Int32,
@@ -385,11 +385,13 @@ def _loop() -> Any:
         for i in range(cute.size(q_idx)):
             for j in range(cute.size(k_idx)):
                 place = (batch_idx, head_idx, q_idx[i], k_idx[j], checked)
-                answers = ask(mod, tuple(value[i, j] for value in values), place, *_given(targets))
-                for value, answer in zip(values, answers, strict=False):
-                    value[i, j] = answer
+                results = evaluate(
+                    mod, tuple(value[i, j] for value in values), place, *_given(targets)
+                )
+                for value, result in zip(values, results, strict=False):
+                    value[i, j] = result
 
-    return ask_each
+    return evaluate_each
 
 
 # What a kind makes of the values of a score and of its place: what replaces the first values.
@@ -397,7 +399,9 @@ def _loop() -> Any:
 # tensors to add them to follow.
 
 
-def _ask_mask_mod(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
+def _evaluate_mask_mod(
+    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
+) -> tuple[Any, ...]:
     from cutlass import Uint8
 
     from flash_mask_cute.mods.calling import call_mask_mod
@@ -405,13 +409,17 @@ def _ask_mask_mod(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> 
     return (Uint8(call_mask_mod(mod, *place)),)
 
 
-def _ask_score_mod(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
+def _evaluate_score_mod(
+    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
+) -> tuple[Any, ...]:
     from flash_mask_cute.mods.calling import call_score_mod
 
     return (call_score_mod(mod, *values, *place),)
 
 
-def _ask_derivative(mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
+def _evaluate_derivative(
+    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
+) -> tuple[Any, ...]:
     from flash_mask_cute.mods.derivative import differentiate
 
     score, _ = values
@@ -439,7 +447,7 @@ def _add_aux_gradients(
     return ()
 
 
-def _ask_score_mod_bwd(
+def _evaluate_score_mod_bwd(
     mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     from flash_mask_cute.mods.derivative import call_score_mod_bwd
@@ -451,15 +459,15 @@ class _Kind(NamedTuple):
     """What to compute from a callable, which kind of callable it is, and the dtypes of the tensors
     (rows, cols) that the computation takes."""
 
-    ask: Callable[..., tuple[Any, ...]]
+    evaluate: Callable[..., tuple[Any, ...]]
     callable: str
     values: tuple[str, ...]
 
 
 _KINDS = {
-    "mask_mod": _Kind(_ask_mask_mod, "mask_mod", ("Uint8",)),
-    "score_mod": _Kind(_ask_score_mod, "score_mod", ("Float32",)),
-    "derivative": _Kind(_ask_derivative, "score_mod", ("Float32", "Float32")),
+    "mask_mod": _Kind(_evaluate_mask_mod, "mask_mod", ("Uint8",)),
+    "score_mod": _Kind(_evaluate_score_mod, "score_mod", ("Float32",)),
+    "derivative": _Kind(_evaluate_derivative, "score_mod", ("Float32", "Float32")),
     "aux_gradients": _Kind(_add_aux_gradients, "score_mod", ("Float32", "Float32")),
-    "score_mod_bwd": _Kind(_ask_score_mod_bwd, "score_mod_bwd", ("Float32", "Float32")),
+    "score_mod_bwd": _Kind(_evaluate_score_mod_bwd, "score_mod_bwd", ("Float32", "Float32")),
 }

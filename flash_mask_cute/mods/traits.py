@@ -70,10 +70,10 @@ def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> boo
 
     found: list[bool] = []
 
-    def ask(aux_tensors: Any) -> None:
+    def evaluate(aux_tensors: Any) -> None:
         found.append(ScoreModTraits.create(score_mod, aux_tensors).computes_functions)
 
-    _trace(ask, fake_tensors.aux_tensors(problem))
+    _trace(evaluate, fake_tensors.aux_tensors(problem))
     return any(found)
 
 
@@ -83,17 +83,17 @@ def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Relian
 
     found: list[Reliance] = []
 
-    def ask(aux_tensors: Any, batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> None:
+    def evaluate(aux_tensors: Any, batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> None:
         found.append(Reliance.create(mask_mod, batch_idx, head_idx, q_idx, kv_idx, aux_tensors))
 
     places = *fake_tensors.int32_pair(), *fake_tensors.int32_pair()
-    _trace(ask, fake_tensors.aux_tensors(problem), *places)
+    _trace(evaluate, fake_tensors.aux_tensors(problem), *places)
     return found[0] if found else Reliance(batch=True, head=True)
 
 
-def _trace(ask: Callable[..., None], *arguments: Any) -> None:
+def _trace(evaluate: Callable[..., None], *arguments: Any) -> None:
     """Trace a function for the host. What it keeps shows whether the trace finished."""
     import cutlass.cute as cute
 
     with contextlib.suppress(Exception), compiler_streams():
-        cute.compile(cute.jit(ask), *arguments, no_jit_engine=True)
+        cute.compile(cute.jit(evaluate), *arguments, no_jit_engine=True)

@@ -18,7 +18,7 @@ from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, Columns, bit_range
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, Share, both
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, MaskWarpRows, both
 
 # as in `forward_mask`; what a callable loads for more queries spills in the mask warps
 ROWS_PER_EVAL = 2
@@ -43,7 +43,7 @@ class BackwardMask(MaskRules):
     staggers: each tile starts a chunk at a different block, and visits the blocks before that one
     last. So tiles that visit the same chunk at the same time do not add to the same rows of dQ.
 
-    is_part: the tiles are one CTA's part of the tiles that walks were planned for. A part may lie
+    is_part: the tiles are one CTA's part of the tiles that walks were made for. A part may lie
     behind the end of the keys, or be full although the whole tile is partial.
     """
 
@@ -82,7 +82,7 @@ class BackwardMask(MaskRules):
     # -- tiles ----------------------------------------------------------------------------------
 
     @cute.jit
-    def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+    def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
         number.
 
@@ -187,30 +187,31 @@ class BackwardMask(MaskRules):
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
-    def make_bits(self, work: Work, block: Block, share: Share) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's keys, for `Share.store`.
+    def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        """The words of a block's bits in this warp's share of a tile's keys, for
+        `MaskWarpRows.store`.
 
         A lane holds a key of each group of 32.
         """
-        words = share.fill(ALL)
+        words = warp_rows.fill(ALL)
         if block.is_hidden:
-            words = share.fill(0)
+            words = warp_rows.fill(0)
         else:
             if block.is_band | block.is_columns:
-                words = self._visible_words(work, block, share)
+                words = self._visible_words(work, block, warp_rows)
             if const_expr(self._may_need_mask_mod):  # noqa: SIM102 (decided while tracing)
                 if block.needs_mask_mod:
-                    words = both(words, self.mask_mod_words(work, block, share))
+                    words = both(words, self.mask_mod_words(work, block, warp_rows))
         return words
 
-    def _visible_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def _visible_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         """Bits of each key that the band (with the end of the keys) and the intervals leave
         visible."""
         band = self.block_info.band(work.seqlen)
         first_q_idx = block.index * self.block_info.tile_m
         words = []
-        for group in range(share.num_groups):
-            k_idx = share.line(work, group)
+        for group in range(warp_rows.num_groups):
+            k_idx = warp_rows.line(work, group)
             lo, hi = band.q_range(k_idx)
             holes: list[Any] = []
             if self.args.columns is not None:
@@ -226,23 +227,23 @@ class BackwardMask(MaskRules):
                 words.append(bit_tile.bits_of(*ranges))
         return tuple(words)
 
-    def mask_mod_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def mask_mod_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         """Bits of each key that mask_mod and logical blocks leave visible."""
         if self.args.mask_bits is not None:
-            return self._mask_bit_words(work, block, share)
-        words = share.fill(ALL)
+            return self._mask_bit_words(work, block, warp_rows)
+        words = warp_rows.fill(ALL)
         if self.mask_mod is not None:
-            words = self._eval_all(work, block, share)
+            words = self._eval_all(work, block, warp_rows)
         if self.args.bits is not None:
-            words = self._within_logical_blocks(work, block, share, words)
+            words = self._within_logical_blocks(work, block, warp_rows, words)
         return words
 
-    def _mask_bit_words(self, work: Work, block: Block, share: Share) -> tuple:
+    def _mask_bit_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         n_block = work.block
         if self.is_part:
             n_block = cutlass.min(n_block, cute.size(self.args.mask_bits.states, mode=[2]) - 1)
         mask_bits, place = self.args.mask_bits, (work.batch_idx, block.index, n_block)
-        words = share.load(mask_bits.tile(*place))
+        words = warp_rows.load(mask_bits.tile(*place))
         if self.has_halves:
             words = bit_tile.split_halves(words)
         if self.is_part:
@@ -257,22 +258,22 @@ class BackwardMask(MaskRules):
         return self._bits_per_word == HALF_WORD
 
     @cute.jit
-    def _eval_all(self, work: Work, block: Block, share: Share) -> tuple:
+    def _eval_all(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         # query after query, the same for all lanes: what the callable loads for a key, the compiler
         # loads once
-        words = share.fill(0)
+        words = warp_rows.fill(0)
         for step in cutlass.range(self._bits_per_word // ROWS_PER_EVAL, unroll=1):
-            words = self._eval_step(work, block, share, step * ROWS_PER_EVAL, words)
+            words = self._eval_step(work, block, warp_rows, step * ROWS_PER_EVAL, words)
         return words
 
     def _eval_step(
-        self, work: Work, block: Block, share: Share, first: Int32, words: tuple
+        self, work: Work, block: Block, warp_rows: MaskWarpRows, first: Int32, words: tuple
     ) -> tuple:
         """Evaluate mask_mod for the columns of some bits of each word, from `first` on."""
         updated: list[Any] = []
         first_q_idx = block.index * self.block_info.tile_m
-        for group in range(share.num_groups):
-            k_idx = share.line(work, group)
+        for group in range(warp_rows.num_groups):
+            k_idx = warp_rows.line(work, group)
             for w in range(self.columns.num_words):
                 bits = Int32(0)
                 for i in range(ROWS_PER_EVAL):
@@ -288,28 +289,36 @@ class BackwardMask(MaskRules):
         return self.block_info.tile_m // self.columns.num_words
 
     @cute.jit
-    def _within_logical_blocks(self, work: Work, block: Block, share: Share, words: tuple) -> tuple:
+    def _within_logical_blocks(
+        self, work: Work, block: Block, warp_rows: MaskWarpRows, words: tuple
+    ) -> tuple:
         """The given bits where a logical block is listed as partial, all bits where it is full."""
         args, info = self.args.bits, self.block_info
         offset_q, _ = self._listed_offsets(work)
         first_q_idx = block.index * info.tile_m + offset_q
         end_q_idx = cutlass.min(first_q_idx + info.tile_m, work.seqlen_q + offset_q)
-        result = share.fill(0)
+        result = warp_rows.fill(0)
         qb = first_q_idx // args.block_q
         while qb * args.block_q < end_q_idx:
-            result = self._add_logical_block(work, block, qb, share, words, result)
+            result = self._add_logical_block(work, block, qb, warp_rows, words, result)
             qb += 1
         return result
 
     def _add_logical_block(
-        self, work: Work, block: Block, qb: Int32, share: Share, words: tuple, result: tuple
+        self,
+        work: Work,
+        block: Block,
+        qb: Int32,
+        warp_rows: MaskWarpRows,
+        words: tuple,
+        result: tuple,
     ) -> tuple:
         args = self.args.bits
         offset_q, offset_k = self._listed_offsets(work)
         start = qb * args.block_q - (block.index * self.block_info.tile_m + offset_q)
         added: list[Any] = []
-        for group in range(share.num_groups):
-            k_idx = cutlass.min(share.line(work, group), work.seqlen_k - 1) + offset_k
+        for group in range(warp_rows.num_groups):
+            k_idx = cutlass.min(warp_rows.line(work, group), work.seqlen_k - 1) + offset_k
             is_listed, is_full = self._block_bits(work, block.head_idx, qb, k_idx // args.block_k)
             for w in range(self.columns.num_words):
                 bits = bit_range(

@@ -113,7 +113,7 @@ class BlockInfo:
         The range is tight: each block in it has a visible element, each block outside has none. An
         `m_block` past the last query gets an empty range. With `is_split_kv` the range is that of
         split `split_idx` out of `num_splits` >= 1. Splits cut the whole range into consecutive
-        pieces of ceil(count / num_splits) blocks; the last pieces may be shorter or empty. Without
+        splits of ceil(count / num_splits) blocks; the last splits may be shorter or empty. Without
         `is_split_kv` the split arguments have no effect.
         """
         first, end = self.query_range(seqlen_info, m_block)

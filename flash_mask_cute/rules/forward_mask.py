@@ -19,7 +19,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.rules.mask_rules import (
     MaskRules,
-    Share,
+    MaskWarpRows,
     both,
     broadcast_place,
 )
@@ -80,21 +80,23 @@ class ForwardMask(MaskRules):
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
 
     def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
-        """One of `num_splits` pieces of a work tile; head_idx counts the heads of all pieces."""
-        piece = work.head_idx // num_heads
-        work = work._replace(head_idx=work.head_idx - piece * num_heads, place=piece)
+        """One of `num_splits` splits of a work tile; head_idx counts the heads of all splits."""
+        split_idx = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
         first, end = self.key_blocks(work)
         if self.skip:
             of_splits = replace(self.block_info, is_split_kv=True)
-            first, end = of_splits.get_n_block_min_max(work.seqlen, work.block, piece, num_splits)
+            first, end = of_splits.get_n_block_min_max(
+                work.seqlen, work.block, split_idx, num_splits
+            )
         else:
-            of_piece = cute.ceil_div(end, num_splits)
-            first = cutlass.min(piece * of_piece, end)
-            end = cutlass.min(first + of_piece, end)
+            of_split = cute.ceil_div(end, num_splits)
+            first = cutlass.min(split_idx * of_split, end)
+            end = cutlass.min(first + of_split, end)
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
-    def plan(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+    def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
         number.
 
@@ -103,7 +105,7 @@ class ForwardMask(MaskRules):
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
             n_block_min, n_block_max = self.key_blocks(work)
-        # a planning warp has few registers but those of the whole warp
+        # a scheduler warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
         position = self._list_start(work)
         pending = Chunk.hidden_block(n_block_min, work.head_idx)
@@ -136,8 +138,8 @@ class ForwardMask(MaskRules):
             mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
         if const_expr(work.first_block is not None):
-            of_piece = (n_block >= work.first_block) & (n_block < work.end_block)
-            is_visible, exists = is_visible & of_piece, exists & of_piece
+            of_split = (n_block >= work.first_block) & (n_block < work.end_block)
+            is_visible, exists = is_visible & of_split, exists & of_split
         visible_word = cute.arch.vote_ballot_sync(is_visible)
         if const_expr(self.args.lists is not None):
             listed, full, position = self._take_listed(work, base, position)
@@ -195,29 +197,30 @@ class ForwardMask(MaskRules):
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
-    def make_bits(self, work: Work, block: Block, share: Share) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's rows, for `Share.store`.
+    def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        """The words of a block's bits in this warp's share of a tile's rows, for
+        `MaskWarpRows.store`.
 
         A lane holds a row of each group of 32. If a rule is about columns, it holds one of 32
         columns until its bits are transposed. All words are made together: a mask warp has no other
         work to hide their latency.
         """
-        words = share.fill(ALL)
+        words = warp_rows.fill(ALL)
         if block.is_hidden:
-            words = share.fill(0)
+            words = warp_rows.fill(0)
         else:
             if const_expr(self.args.columns is not None):  # noqa: SIM102 (decided while tracing)
                 if block.is_columns:
-                    words = self._column_words(work, block.index, share)
+                    words = self._column_words(work, block.index, warp_rows)
             if block.is_band:
-                words = both(words, self._band_words(work, block.index, share))
+                words = both(words, self._band_words(work, block.index, warp_rows))
             if const_expr(self._may_need_mask_mod):  # noqa: SIM102 (decided while tracing)
                 if block.needs_mask_mod:
-                    words = both(words, self.mask_mod_words(work, block.index, share))
+                    words = both(words, self.mask_mod_words(work, block.index, warp_rows))
         return words
 
     @cute.jit
-    def _band_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+    def _band_words(self, work: Work, n_block: Int32, warp_rows: MaskWarpRows) -> tuple:
         """Bits of each row that the band (with the end of the keys) leaves visible.
 
         Only the edges that cross the block are applied; one row of the tile decides which do.
@@ -226,26 +229,28 @@ class ForwardMask(MaskRules):
         band = info.band(work.seqlen)
         first, end = info.query_range(work.seqlen, work.block)
         first_k_idx = n_block * info.tile_n
-        words = share.fill(ALL)
+        words = warp_rows.fill(ALL)
         if band.k_range(first)[1] < first_k_idx + info.tile_n:
-            words = self._edge_words(work, first_k_idx, share, is_upper=True)
+            words = self._edge_words(work, first_k_idx, warp_rows, is_upper=True)
         if const_expr(band.window_left is not None):  # noqa: SIM102 (decided while tracing)
             if band.k_range(end - 1)[0] > first_k_idx:
-                words = both(words, self._edge_words(work, first_k_idx, share, is_upper=False))
+                words = both(words, self._edge_words(work, first_k_idx, warp_rows, is_upper=False))
         return words
 
-    def _edge_words(self, work: Work, first_k_idx: Int32, share: Share, is_upper: bool) -> tuple:
+    def _edge_words(
+        self, work: Work, first_k_idx: Int32, warp_rows: MaskWarpRows, is_upper: bool
+    ) -> tuple:
         """Bits of the keys below each row's upper edge of the band, or from its lower edge on."""
         band = self.block_info.band(work.seqlen)
         bits = bit_tile.low_bits if is_upper else bit_tile.bits_from
         words = []
-        for group in range(share.num_groups):
-            edge = band.k_range(self._query(share.line(work, group)))[is_upper]
+        for group in range(warp_rows.num_groups):
+            edge = band.k_range(self._query(warp_rows.line(work, group)))[is_upper]
             for w in range(self.columns.num_words):
                 words.append(bits(self.columns.count_below(w, edge - first_k_idx)))
         return tuple(words)
 
-    def _column_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+    def _column_words(self, work: Work, n_block: Int32, warp_rows: MaskWarpRows) -> tuple:
         """Bits of each row that the intervals leave visible."""
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
@@ -259,8 +264,8 @@ class ForwardMask(MaskRules):
                 values = tuple(cutlass.min(value, work.seqlen_q) * heads for value in values)
             columns.append(values)
         words: tuple = ()
-        for group in range(share.num_groups):
-            first_row = share.line(work, group) - lane
+        for group in range(warp_rows.num_groups):
+            first_row = warp_rows.line(work, group) - lane
             by_column = []
             for values in columns:
                 rows = self.intervals.visible_rows([value - first_row for value in values])
@@ -269,24 +274,24 @@ class ForwardMask(MaskRules):
         return words
 
     @cute.jit
-    def mask_mod_words(self, work: Work, n_block: Int32, share: Share) -> tuple:
+    def mask_mod_words(self, work: Work, n_block: Int32, warp_rows: MaskWarpRows) -> tuple:
         """Bits of each row that mask_mod, and logical blocks smaller than a tile, leave visible."""
-        words = share.fill(ALL)
+        words = warp_rows.fill(ALL)
         if const_expr(self.args.mask_bits is not None):
-            words = share.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
+            words = warp_rows.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
-            # A lane asks about one column at a time, row after row: what the callable loads for a
+            # A lane evaluates one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
-            words = share.fill(0)
+            words = warp_rows.fill(0)
             for step in cutlass.range(WORD // ROWS_PER_EVAL, unroll=1):
-                words = self._eval_step(work, n_block, share, step * ROWS_PER_EVAL, words)
+                words = self._eval_step(work, n_block, warp_rows, step * ROWS_PER_EVAL, words)
             words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
-            words = self._within_logical_blocks(work, n_block, share, words)
+            words = self._within_logical_blocks(work, n_block, warp_rows, words)
         return words
 
     def _eval_step(
-        self, work: Work, n_block: Int32, share: Share, first: Int32, words: tuple
+        self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, first: Int32, words: tuple
     ) -> tuple:
         """Evaluate mask_mod for some rows of each group from `first` on, and this lane's
         columns."""
@@ -294,8 +299,8 @@ class ForwardMask(MaskRules):
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa
         first_k_idx = n_block * self.block_info.tile_n
-        for group in range(share.num_groups):
-            first_row = share.line(work, group) - lane + first
+        for group in range(warp_rows.num_groups):
+            first_row = warp_rows.line(work, group) - lane + first
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
                 bits = Int32(0)
@@ -309,27 +314,35 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def _within_logical_blocks(
-        self, work: Work, n_block: Int32, share: Share, words: tuple
+        self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, words: tuple
     ) -> tuple:
         """The given bits where a logical block is listed as partial, all bits where it is full."""
         args, info = self.args.bits, self.block_info
         _, offset_k = self._listed_offsets(work)
         first_k_idx = n_block * info.tile_n + offset_k
         last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
-        result = share.fill(0)
+        result = warp_rows.fill(0)
         for kb in cutlass.range(first_k_idx // args.block_k, last_k_idx // args.block_k + 1):
-            result = self._add_logical_block(work, kb, first_k_idx, share, words, result)
+            result = self._add_logical_block(work, kb, first_k_idx, warp_rows, words, result)
         return result
 
     def _add_logical_block(
-        self, work: Work, kb: Int32, first_k_idx: Int32, share: Share, words: tuple, result: tuple
+        self,
+        work: Work,
+        kb: Int32,
+        first_k_idx: Int32,
+        warp_rows: MaskWarpRows,
+        words: tuple,
+        result: tuple,
     ) -> tuple:
         args = self.args.bits
         start = kb * args.block_k - first_k_idx
         offset_q, _ = self._listed_offsets(work)
         added = []
-        for group in range(share.num_groups):
-            q_idx = cutlass.min(self._query(share.line(work, group)), work.seqlen_q - 1) + offset_q
+        for group in range(warp_rows.num_groups):
+            q_idx = (
+                cutlass.min(self._query(warp_rows.line(work, group)), work.seqlen_q - 1) + offset_q
+            )
             is_listed, is_full = self._block_bits(work, work.head_idx, q_idx // args.block_q, kb)
             for w in range(self.columns.num_words):
                 bits = bit_range(

@@ -4,7 +4,7 @@ A score counts if every given mask allows it: the lengths, causal and window (`B
 intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles. Kernels
 apply the rule in two directions: in the forward a block of queries walks over keys
 (`forward_mask`), in the backward a block of keys walks over queries (`backward_mask`). Each
-direction plans walks and makes the bits of partial blocks. On every architecture this runs in warps
+direction sends walks and makes the bits of partial blocks. On every architecture this runs in warps
 that compute no scores.
 """
 
@@ -115,9 +115,9 @@ class MaskBitsArgs(NamedTuple):
 
 
 class MaskedKernel(Protocol):
-    """A kernel's facts about its masks; plan: tile_m, tile_n and packed_heads."""
+    """A kernel's facts about its masks; traits: tile_m, tile_n and packed_heads."""
 
-    plan: Any
+    traits: Any
     is_causal: bool
     is_local: bool
     intervals: Intervals | None
@@ -231,13 +231,13 @@ class MaskRules:
     ):
         """The rules of a kernel whose bit tiles have `columns`; more: fields of the subclass."""
         block_info = BlockInfo(
-            kernel.plan.tile_m,
-            kernel.plan.tile_n,
+            kernel.traits.tile_m,
+            kernel.traits.tile_n,
             is_causal=kernel.is_causal,
             is_local=kernel.is_local,
             window_size_left=args.window_left,
             window_size_right=args.window_right,
-            qhead_per_kvhead_packgqa=kernel.plan.packed_heads,
+            qhead_per_kvhead_packgqa=kernel.traits.packed_heads,
         )
         keys_are_packed = lengths.cu_seqlens_k is not None
         return cls(
@@ -249,7 +249,7 @@ class MaskRules:
             keys_are_packed,
             kernel.skip_blocks,
             False,
-            kernel.plan.group_size,
+            kernel.traits.group_size,
             *more,
         )
 
@@ -422,7 +422,7 @@ class MaskRules:
 
 
 @dataclass(frozen=True)
-class Share:
+class MaskWarpRows:
     """The lines of a work tile that one of several mask warps handles, and their words.
 
     A line of a bit tile is a query row in the forward, a key in the backward. num_groups: groups of
@@ -435,9 +435,11 @@ class Share:
     num_words: cutlass.Constexpr[int]
 
     @staticmethod
-    def create(mask_warp: Int32, num_mask_warps: int, tile_lines: int, columns: Columns) -> "Share":
+    def create(
+        mask_warp: Int32, num_mask_warps: int, tile_lines: int, columns: Columns
+    ) -> "MaskWarpRows":
         num_groups = tile_lines // WORD // num_mask_warps
-        return Share(mask_warp, tile_lines, num_groups, columns.num_words)
+        return MaskWarpRows(mask_warp, tile_lines, num_groups, columns.num_words)
 
     def fill(self, word: int) -> tuple:
         return tuple(Int32(word) for _ in range(self.num_groups * self.num_words))

@@ -1,4 +1,4 @@
-"""The planning warp and the mask warps, on every architecture."""
+"""The scheduler warp and the mask warps, on every architecture."""
 
 from functools import partial
 
@@ -12,11 +12,11 @@ from flash_mask_cute.core.walk_ring import Block, WalkRing
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.forward_mask import ForwardMask
-from flash_mask_cute.rules.mask_rules import Share
+from flash_mask_cute.rules.mask_rules import MaskWarpRows
 
 
 @cute.jit
-def plan_walks(
+def send_walks(
     scheduler: TileScheduler,
     rules: ForwardMask | BackwardMask,
     lengths: Lengths,
@@ -27,7 +27,7 @@ def plan_walks(
 ) -> None:
     """Choose work tiles and the blocks that they visit, and announce both. Run by one warp.
 
-    num_splits: pieces of each work tile; the scheduler counts them as heads, piece by piece. None:
+    num_splits: splits of each work tile; the scheduler counts them as heads, split by split. None:
     work tiles are computed as a whole. claims_late: a work tile is claimed when the last chunk of
     the previous one's walk is read, not as soon as the ring has room; None: it never is.
     """
@@ -40,7 +40,7 @@ def plan_walks(
         if const_expr(num_splits is not None):
             work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
         ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
-        chunks = rules.plan(walk, chunks, work)
+        chunks = rules.send_walk(walk, chunks, work)
         tiles += 1
         # a tile is claimed as late as can be: another CTA may be free for it sooner
         ring.acquire(tiles)
@@ -55,7 +55,7 @@ def plan_walks(
 @cute.jit
 def make_mask_bits(
     rules: ForwardMask | BackwardMask,
-    share: Share,
+    warp_rows: MaskWarpRows,
     bit_tile: cute.Tensor,
     bits: Channel,
     ring: WorkRing,
@@ -69,7 +69,9 @@ def make_mask_bits(
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)
     while ring.wait(tile):
-        step = partial(_make_block_bits, rules, share, bit_tile, bits, any_bits, ring.read(tile))
+        step = partial(
+            _make_block_bits, rules, warp_rows, bit_tile, bits, any_bits, ring.read(tile)
+        )
         chunk, cuts = walk.visit(chunk, cuts, step, only_cut=True)
         ring.release(tile)
         tile += 1
@@ -78,7 +80,7 @@ def make_mask_bits(
 @cute.jit
 def _make_block_bits(
     rules: ForwardMask | BackwardMask,
-    share: Share,
+    warp_rows: MaskWarpRows,
     bit_tile: cute.Tensor,
     bits: Channel,
     any_bits: cute.Tensor | None,
@@ -86,10 +88,10 @@ def _make_block_bits(
     cuts: Int32,
     block: Block,
 ) -> Int32:
-    words = rules.make_bits(work, block, share)
+    words = rules.make_bits(work, block, warp_rows)
     bits.acquire(cuts)
-    share.store(bit_tile, words)
+    warp_rows.store(bit_tile, words)
     if const_expr(any_bits is not None):
-        share.store_any_bits(any_bits, words, rules.used_bits)
+        warp_rows.store_any_bits(any_bits, words, rules.used_bits)
     bits.publish(cuts)
     return cuts + 1

@@ -1,6 +1,6 @@
-"""The planning warp of a forward whose key blocks are distributed evenly (`core/shares.py`).
+"""The scheduler warp of a forward whose key blocks are distributed evenly (`core/shares.py`).
 
-The planning warp of each CTA computes the line of key blocks from the lengths on the device, and
+The scheduler warp of each CTA computes the line of key blocks from the lengths on the device, and
 walks along its share. So CTAs need no communication, the host needs no lengths, and a captured
 launch is right for all later lengths.
 """
@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths, describe
-from flash_mask_cute.core.partials import WHOLE, Merge, Partials
+from flash_mask_cute.core.partials import WHOLE, Partials, PendingCombine
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.shares import (
     BY_SLOTS,
@@ -28,7 +28,7 @@ from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.forward_mask import ForwardMask
-from flash_mask_cute.rules.mask_warps import plan_walks
+from flash_mask_cute.rules.mask_warps import send_walks
 
 # Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, so that each
 # goes to a CTA that will soon be free, if heads have at least LATE_BLOCKS query blocks: short walks
@@ -130,17 +130,17 @@ class KeyBlockLine:
 
 
 @cute.jit
-def plan_shares(
+def schedule_shares(
     line: KeyBlockLine,
     tile_m: cutlass.Constexpr[int],
     ring: WorkRing,
     walk: WalkRing,
-    merges: cute.Tensor,
+    pending: cute.Tensor,
 ) -> None:
-    """Walk along this CTA's share, and announce its pieces of work tiles and their walks. Run by
+    """Walk along this CTA's share, and announce its splits of work tiles and their walks. Run by
     one warp.
 
-    line: of all heads. tile_m: rows of a work tile. merges: (CTAs, MERGE_WORDS) int32.
+    line: of all heads. tile_m: rows of a work tile. pending: (CTAs, PENDING_WORDS) int32.
     """
     rules, lengths = line.rules, line.lengths
     cta, _, _ = cute.arch.block_idx()
@@ -151,13 +151,13 @@ def plan_shares(
     line = line.part(first_head, line.num_heads // shares.num_lines)
     size = shares.size
     place, end = share * size, cutlass.min((share + 1) * size, of_head * line.num_heads)
-    Merge.none().write(merges, cta)
+    PendingCombine.none().write(pending, cta)
     tiles, chunks = Int32(0), Int32(0)
     window = Window(Int32(0), Int32(0))
     while place < end:
         found, window = line.locate(window, place)
         tile = found.tile
-        first, stop = tile.piece(share, size)
+        first, stop = tile.split(share, size)
         is_whole = (first == 0) & (stop == tile.num_blocks)
         slot = cutlass.select_(first == 0, slot_of_first(cta), slot_of_later(cta))
         n_block_min, _ = rules.key_blocks(found.work)
@@ -168,17 +168,17 @@ def plan_shares(
         )
         if first < stop:
             ring.write(tiles, work)
-            chunks = rules.plan(walk, chunks, work)
+            chunks = rules.send_walk(walk, chunks, work)
             tiles += 1
             if (first == 0) & (stop < tile.num_blocks):
                 is_packed = const_expr(lengths.cu_seqlens_q is not None)
-                pieces = tile.num_pieces(size)
-                Merge.create(work, pieces, shares.num_lines, is_packed).write(merges, cta)
+                splits = tile.num_splits(size)
+                PendingCombine.create(work, splits, shares.num_lines, is_packed).write(pending, cta)
         place = tile.end
     ring.write(tiles, NO_WORK)
 
 
-def plan_forward(
+def schedule_forward(
     kernel: Any,
     rules: ForwardMask,
     rings: tuple[WorkRing, WalkRing],
@@ -188,18 +188,18 @@ def plan_forward(
     partials: Partials | None,
     ctas_per_tile: int = 1,
 ) -> None:
-    """The planning warp of a forward: choose work tiles, or pieces of them, and their walks.
+    """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
     kernel: says how work tiles are split, and which mask makes their walks unequal.
     """
     params = schedule.params
     if const_expr(partials is not None):
-        # the merge is launched now, and waits for the results
+        # the combination is launched now, and waits for the results
         cute.arch.griddepcontrol_launch_dependents()
     if const_expr(kernel.split == BY_SLOTS):
         assert partials is not None
         line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
-        plan_shares(line, kernel.plan.tile_m, *rings, partials.merges)
+        schedule_shares(line, kernel.traits.tile_m, *rings, partials.pending)
     else:
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
@@ -211,7 +211,7 @@ def plan_forward(
             params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored
         )
         num_splits = None if partials is None else partials.num_splits
-        plan_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
+        send_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
 
 
 def _has_few_tiles(params: ScheduleParams) -> Boolean:

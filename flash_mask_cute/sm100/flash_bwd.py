@@ -5,20 +5,20 @@ over the queries of the group's heads in blocks of 128. With P = exp(S - LSE) an
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
-| warps                 | role    | work                                                       |
-|-----------------------|---------|------------------------------------------------------------|
-| warpgroups 0, 1       | compute | 128 keys and 64 queries each: P, dS; dV and dK to memory   |
-| warpgroup 2           | reduce  | dQ out of TMEM to where it leaves                          |
-| 0 of warpgroup 3      | load    | TMA of K, V, and of Q, dO, LSE and delta                   |
-| 1 of warpgroup 3      | mma     | issue all products                                         |
-| 2 of warpgroup 3      | plan    | choose work tiles and the query blocks they visit          |
-| 3 of warpgroup 3      | send    | add dQ to the others' sums in memory                       |
-| warpgroup 4           | mask    | bits of the scores that count, for blocks that a mask cuts |
+| warps                 | role     | work                                                       |
+|-----------------------|----------|------------------------------------------------------------|
+| warpgroups 0, 1       | compute  | 128 keys and 64 queries each: P, dS; dV and dK to memory   |
+| warpgroup 2           | reduce   | dQ out of TMEM to where it leaves                          |
+| 0 of warpgroup 3      | load     | TMA of K, V, and of Q, dO, LSE and delta                   |
+| 1 of warpgroup 3      | mma      | issue all products                                         |
+| 2 of warpgroup 3      | schedule | choose work tiles and the query blocks they visit          |
+| 3 of warpgroup 3      | send     | add dQ to the others' sums in memory                       |
+| warpgroup 4           | mask     | bits of the scores that count, for blocks that a mask cuts |
 
 Channels (full/empty mbarrier pairs):
 
-    plan ----ring--> all              coordinates and lengths of the next work tile
-    plan ----walk--> all              the query blocks it visits, up to 32 an entry
+    schedule -ring-> all              coordinates and lengths of the next work tile
+    schedule -walk-> all              the query blocks it visits, up to 32 an entry
     load ----q-----> mma, compute     a query block, its LSE and delta, and with a work tile's first
                                       block its keys
     load ----do----> mma              dO of a query block, and with the first one the values
@@ -58,12 +58,14 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
-from flash_mask_cute.sm100.flash_bwd_plan import (
+from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
+from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
+from flash_mask_cute.sm100.flash_bwd_traits import (
     COMPUTE_REGISTERS,
     COMPUTE_WARPS,
     ELEMENTS,
@@ -75,13 +77,11 @@ from flash_mask_cute.sm100.flash_bwd_plan import (
     STORE_PLACES,
     STORED_COLS,
     STORED_ROWS,
-    BwdPlan,
+    BwdTraits,
     Channels,
     Role,
     Tiles,
 )
-from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
-from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 
 
 class KeyGradients(NamedTuple):
@@ -109,7 +109,7 @@ class FlashAttentionBackwardSm100:
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
     :param tile_m: query rows of a block, 128
-    :param stages_q, stages_do: see `BwdPlan`
+    :param stages_q, stages_do: see `BwdTraits`
     :param stages_kv, value_cols, cta_pair: 1, 0 and False
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
@@ -156,7 +156,7 @@ class FlashAttentionBackwardSm100:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        self.plan = BwdPlan(
+        self.traits = BwdTraits(
             dtype,
             head_dim,
             head_dim_v,
@@ -169,7 +169,7 @@ class FlashAttentionBackwardSm100:
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )
-        reason = self.plan.infeasible()
+        reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
         if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
@@ -230,16 +230,16 @@ class FlashAttentionBackwardSm100:
             )
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        plan = self.plan
+        traits = self.traits
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        operands = BwdOperands.create(plan, (mQ, mdO, mK, mV), lengths)
+        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
-            lengths, mQ, mK, (plan.tile_m, plan.cluster_tile_n), self.num_sms,
+            lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n), self.num_sms,
             is_short if self.deterministic else None,
         )  # fmt: skip
         self.kernel(
@@ -256,14 +256,14 @@ class FlashAttentionBackwardSm100:
             aux_grads,
         ).launch(
             grid=(schedule.grid, 1, 1),
-            block=(plan.num_threads, 1, 1),
+            block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
     def _gradients(self, mdK: cute.Tensor, mdV: cute.Tensor, is_packed: bool) -> KeyGradients:
         store = cpasync.CopyBulkTensorTileS2GOp()
-        layout = tma.one_stage(self.plan.layout_stored())
+        layout = tma.one_stage(self.traits.layout_stored())
         box = ((1, STORED_ROWS), STORED_COLS)
         atoms: list = []
         for gradient in (mdK, mdV):
@@ -286,22 +286,22 @@ class FlashAttentionBackwardSm100:
         tile_counter: cute.Tensor | None,
         aux_grads: tuple[cute.Tensor, ...] | None,
     ):
-        plan = self.plan
+        traits = self.traits
         # -- shared memory, TMEM and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
             for atom in (*operands[:8:2], *gradients[::2]):
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, predecessors, lengths.work_fields)
+        channels = traits.channels(storage, predecessors, lengths.work_fields)
         if warp_idx == Role.MMA:
-            plan.group.allocate(storage.tmem.ptr)
+            traits.group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
-        plan.group.sync()
-        tiles = plan.tiles(storage)
+        traits.group.sync()
+        tiles = traits.tiles(storage)
 
         # -- roles
         if warp_idx < Role.REDUCE:
@@ -312,14 +312,14 @@ class FlashAttentionBackwardSm100:
             cute.arch.setmaxregister_decrease(REDUCE_REGISTERS)
             self.reduce(tiles, channels)
         elif warp_idx < Role.MASK:
-            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
-                queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
-                KeyLoads(plan, operands, tiles, channels, queries, lengths).run()
+                queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
+                KeyLoads(traits, operands, tiles, channels, queries, lengths).run()
             elif warp_idx == Role.MMA:
-                products = plan.products(tiles)
-                BlockProducts(plan, bool(self.wants_aux), products, tiles, channels).run()
-            elif warp_idx == Role.PLAN:
+                products = traits.products(tiles)
+                BlockProducts(traits, bool(self.wants_aux), products, tiles, channels).run()
+            elif warp_idx == Role.SCHEDULE:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
                     schedule,
@@ -328,23 +328,25 @@ class FlashAttentionBackwardSm100:
                     lengths.cu_seqlens_k is not None,
                 )
                 rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
-                plan_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                send_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             else:
-                sizes = tuple(plan.size_dq(width) for width in plan.parts_dq)
+                sizes = tuple(traits.size_dq(width) for width in traits.parts_dq)
                 scheme = self.deterministic, self.clears_dq
                 more = tiles.dq.iterator, channels.out, scratch, lengths
-                SumsOut(plan, channels, DqSums(sizes, *scheme, *more)).run()
+                SumsOut(traits, channels, DqSums(sizes, *scheme, *more)).run()
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
-            share = Share.create(mask_warp, NUM_MASK_WARPS, plan.tile_n, umma.COLUMNS)
+            warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_n, umma.COLUMNS)
             rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
-            make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+            make_mask_bits(
+                rules, warp_rows, tiles.bits, channels.bits, channels.ring, channels.walk
+            )
 
         # -- end: TMEM is freed when no thread uses it any more
-        plan.group.sync()
+        traits.group.sync()
         if warp_idx == Role.MMA:
-            plan.group.free()
+            traits.group.free()
 
     # -- compute --------------------------------------------------------------------------------
 
@@ -360,24 +362,24 @@ class FlashAttentionBackwardSm100:
     ):
         """Compute warp: 32 keys and half of the queries, one key for each thread."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (COMPUTE_WARPS // HALVES)
-        plan = self.plan
+        traits = self.traits
         chain = ScoreChain(
             *score_args,
             self.wants_aux,
             self.score_mod,
             self.score_mod_bwd,
-            plan.dtype,
-            (plan.tile_m, plan.tile_n),
+            traits.dtype,
+            (traits.tile_m, traits.tile_n),
             ELEMENTS,
             Int32(0),
             half * QUERIES,
         )
-        scores = BlockScores(plan, tiles, channels, chain, half)
+        scores = BlockScores(traits, tiles, channels, chain, half)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):
             # -- query blocks: S^T and dP^T of the half, (128 keys, 64 queries), become P^T and dS^T
-            if const_expr(plan.holds_keys):
+            if const_expr(traits.holds_keys):
                 self._hold_keys(tiles, channels, tile, state.number, half)
             chunk, state = channels.walk.visit(chunk, state, partial(scores.visit, tile))
             # -- dV (128 keys, tile_dv) leaves by one warpgroup, dK (128 keys, tile_d) by the other
@@ -386,9 +388,9 @@ class FlashAttentionBackwardSm100:
             work = channels.ring.read(tile)
             store = partial(self._store_sums, tiles, lengths, work)
             if half == 0:
-                store(gradients.dv_atom, gradients.dv, plan.column_dv, plan.tile_dv, None)
+                store(gradients.dv_atom, gradients.dv, traits.column_dv, traits.tile_dv, None)
             else:
-                more = plan.column_dk, plan.tile_d, softmax_scale
+                more = traits.column_dk, traits.tile_d, softmax_scale
                 store(gradients.dk_atom, gradients.dk, *more)
             # dS of the next work tile goes where they are sent from, behind its first dV
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -405,13 +407,13 @@ class FlashAttentionBackwardSm100:
 
         All products of the previous work tile are complete: its sums have been taken.
         """
-        plan = self.plan
+        traits = self.traits
         if half == 0:
             channels.q.wait(first)
-            self._hold(tiles.k, plan.column_k, plan.tile_d)
+            self._hold(tiles.k, traits.column_k, traits.tile_d)
         else:
             channels.do.wait(first)
-            self._hold(tiles.v, plan.column_v, plan.tile_dv)
+            self._hold(tiles.v, traits.column_v, traits.tile_dv)
         umma.wait_stores()
         umma.fence_before_arrival()
         channels.kv.publish(tile)
@@ -420,7 +422,7 @@ class FlashAttentionBackwardSm100:
         """Copy this thread's row of shared memory to columns of its lane."""
         thread = thread_in_warpgroup()
         row = cute.flat_divide(smem[thread, None, 0], (VECTOR_16_BITS,))
-        values = cute.make_rmem_tensor(width, self.plan.dtype)
+        values = cute.make_rmem_tensor(width, self.traits.dtype)
         parts = cute.flat_divide(values, (VECTOR_16_BITS,))
         for i in range(width // VECTOR_16_BITS):
             cute.autovec_copy(row[None, i], parts[None, i])
@@ -439,11 +441,11 @@ class FlashAttentionBackwardSm100:
         scale: Float32 | None,
     ):
         """Store 32 keys of dK or dV from TMEM to memory, through this warp's places."""
-        plan, lane = self.plan, cute.arch.lane_idx()
+        traits, lane = self.traits, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_packed = lengths.cu_seqlens_k is not None
         gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
-        first_key = work.block * plan.tile_n + warp % (COMPUTE_WARPS // HALVES) * STORED_ROWS
+        first_key = work.block * traits.tile_n + warp % (COMPUTE_WARPS // HALVES) * STORED_ROWS
         for i in cutlass.range_constexpr(width // STORED_COLS):
             first = i * STORED_COLS
             place = warp * STORE_PLACES + i % STORE_PLACES
@@ -458,8 +460,8 @@ class FlashAttentionBackwardSm100:
                     value = value * scale
                 # without scores, what was loaded is another sequence's, perhaps not even finite
                 values[0, c] = cutlass.select_(work.has_scores, value, Float32(0.0))
-            words = keep_rounded(values, plan.dtype)
-            rounded = cute.flat_divide(cute.recast_tensor(words, plan.dtype), (VECTOR_16_BITS,))
+            words = keep_rounded(values, traits.dtype)
+            rounded = cute.flat_divide(cute.recast_tensor(words, traits.dtype), (VECTOR_16_BITS,))
             row = cute.flat_divide(tiles.stored[lane, None, place], (VECTOR_16_BITS,))
             for v in cutlass.range_constexpr(STORED_COLS // VECTOR_16_BITS):
                 cute.autovec_copy(rounded[None, v], row[None, v])
@@ -491,8 +493,8 @@ class FlashAttentionBackwardSm100:
         A thread's row of a part lies in pieces of 4 columns, tile_m rows apart: a warp writes 512
         bytes at a time.
         """
-        plan, row = self.plan, thread_in_warpgroup()
-        parts = plan.parts_dq
+        traits, row = self.traits, thread_in_warpgroup()
+        parts = traits.parts_dq
         num_quads = umma.CHUNK // 4
         # -- dQ of the block is complete: (128 queries, tile_d)
         channels.dq.wait(number)
@@ -500,13 +502,13 @@ class FlashAttentionBackwardSm100:
         first = 0
         for i in cutlass.range_constexpr(len(parts)):
             # -- a part, (128 queries, parts[i]) in fp32, to its staging memory
-            layout = cute.make_layout((4, plan.tile_m, parts[i] // 4))
+            layout = cute.make_layout((4, traits.tile_m, parts[i] // 4))
             staged = cute.make_tensor(tiles.dq.iterator, layout)
             fill = number * len(parts) + i
             channels.out.acquire(fill)
             # not unrolled, since ptxas would fetch all at once
             for c in cutlass.range(parts[i] // umma.CHUNK, unroll=1):
-                at = plan.column_dq + first + c * umma.CHUNK
+                at = traits.column_dq + first + c * umma.CHUNK
                 values = umma.load_columns(at, umma.CHUNK, row)
                 umma.wait_loads()
                 quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))

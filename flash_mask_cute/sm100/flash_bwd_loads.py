@@ -15,14 +15,14 @@ from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 
 @dataclass(frozen=True)
 class KeyLoads:
     """State of the load warp."""
 
-    plan: cutlass.Constexpr[BwdPlan]
+    traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
     tiles: Tiles
     channels: Channels
@@ -43,7 +43,7 @@ class KeyLoads:
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
         """first: the number of the work tile's first block, which its keys and values come with."""
-        row_blocks = RowBlocks(self.lengths, self.plan.tile_m)
+        row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         at = Visited(work, block, number, number == first, row_block)
         self.queries.load_query(at)
@@ -54,15 +54,15 @@ class KeyLoads:
 
     def _load_keys(self, work: Work, first: Int32) -> None:
         """The last dQ of the work tile before releases Q when it has read the keys there."""
-        plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
+        traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
-        place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * plan.tile_n
+        place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * traits.tile_n
         for atom, source, smem, d, channel in (
-            (operands.k_atom, operands.k, tiles.k, plan.tile_d, channels.q),
-            (operands.v_atom, operands.v, tiles.v, plan.tile_dv, channels.do),
+            (operands.k_atom, operands.k, tiles.k, traits.tile_d, channels.q),
+            (operands.v_atom, operands.v, tiles.v, traits.tile_dv, channels.do),
         ):
             gmem, row = tma.readable_rows(source, side, *place)
-            box = ((1, plan.tile_n), d)
+            box = ((1, traits.tile_n), d)
             src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
             copies.append((atom, src, dst[None, 0], channel.barrier(first)))
         with cute.arch.elect_one():
@@ -85,7 +85,7 @@ class Sent(NamedTuple):
 class SumsOut:
     """State of the send warp."""
 
-    plan: cutlass.Constexpr[BwdPlan]
+    traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
     sums: DqSums
 
@@ -110,13 +110,13 @@ class SumsOut:
     @cute.jit
     def _send_block(self, work: Work, state: Sent, block: Block):
         sums, number = self.sums, state.number
-        row_blocks = RowBlocks(sums.lengths, self.plan.tile_m)
+        row_blocks = RowBlocks(sums.lengths, self.traits.tile_m)
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         if const_expr(sums.lengths.seqused_k is not None):
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
         # who comes first to a row block keeps others waiting from then on
-        self.channels.out.wait(number * len(self.plan.parts_dq))
+        self.channels.out.wait(number * len(self.traits.parts_dq))
         summed = sums.with_predecessor(Summed(block.head_idx, row_block, block.predecessor))
         sums.send(work.block + 1, number, state.last, summed)
         sums.free_staging(number, summed)

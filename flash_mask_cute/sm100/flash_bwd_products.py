@@ -15,7 +15,7 @@ from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan, Channels, Products, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Products, Tiles
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
 # would be computed once, before all blocks, for which a thread has no registers
@@ -26,7 +26,7 @@ MOST_STEPS = 4
 class BlockProducts:
     """State of the mma warp. wants_both: S and dP of a block are needed together."""
 
-    plan: cutlass.Constexpr[BwdPlan]
+    traits: cutlass.Constexpr[BwdTraits]
     wants_both: cutlass.Constexpr[bool]
     products: Products
     tiles: Tiles
@@ -35,12 +35,12 @@ class BlockProducts:
     @cute.jit
     def run(self):
         """Issue the products of every walk; dK and dQ lag one block behind the others."""
-        group = self.plan.group
+        group = self.traits.group
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while self.channels.ring.wait(tile):
             # -- query blocks of a work tile
             first = number
-            if const_expr(self.plan.holds_keys):
+            if const_expr(self.traits.holds_keys):
                 self.channels.kv.wait(tile)
                 umma.fence_after_wait()
             step = self._step(tile, first)
@@ -59,9 +59,9 @@ class BlockProducts:
     @cute.jit
     def _issue_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
         """Issue S of a block, dK and dQ of the previous one, then dV and dP of this one."""
-        plan = self.plan
+        traits = self.traits
         self.channels.q.wait(number)
-        if const_expr(plan.has_marks):
+        if const_expr(traits.has_marks):
             self._clear_marked_rows(number)
         # -- S, then dK and dQ of the previous block, while the compute warps make P
         self._issue_scores(number)
@@ -71,16 +71,16 @@ class BlockProducts:
         self.channels.do.wait(number)
         self._issue_values(tile, number, first)
         self._issue_dp(number)
-        self.plan.group.commit(self.channels.do.vacancy(number))
+        self.traits.group.commit(self.channels.do.vacancy(number))
         return number + 1
 
     @cute.jit
     def _issue_block_together(self, tile: Int32, first: Int32, number: Int32, block: Block):
         """Issue all products of a block: S and dP, which are needed together, then those that use
         their results."""
-        plan = self.plan
+        traits = self.traits
         self.channels.q.wait(number)
-        if const_expr(plan.has_marks):
+        if const_expr(traits.has_marks):
             self._clear_marked_rows(number)
         # -- S and dP
         self._issue_scores(number)
@@ -88,7 +88,7 @@ class BlockProducts:
         self._issue_dp(number)
         # -- dV when P is there, dK and dQ when dS is
         self._issue_values(tile, number, first)
-        self.plan.group.commit(self.channels.do.vacancy(number))
+        self.traits.group.commit(self.channels.do.vacancy(number))
         self._issue_gradients(number, first)
         return number + 1
 
@@ -96,24 +96,24 @@ class BlockProducts:
     def _issue_scores(self, number: Int32):
         q_tile = self.products.s_q[None, None, None, self.channels.q.index(number)]
         s_k = self.products.s_k
-        umma.issue(self.plan.mma_scores(), self.products.s, s_k, q_tile, False, MOST_STEPS)
-        self.plan.group.commit(self.channels.s.barrier(number))
+        umma.issue(self.traits.mma_scores(), self.products.s, s_k, q_tile, False, MOST_STEPS)
+        self.traits.group.commit(self.channels.s.barrier(number))
 
     @cute.jit
     def _issue_dp(self, number: Int32):
-        if const_expr(self.plan.dq_shares):
+        if const_expr(self.traits.dq_shares):
             # dQ of the block before has been taken from there
             self.channels.dq.acquire(number)
             umma.fence_after_wait()
         do_tile = self.products.dp_do[None, None, None, self.channels.do.index(number)]
         dp_v = self.products.dp_v
-        umma.issue(self.plan.mma_scores(), self.products.dp, dp_v, do_tile, False, MOST_STEPS)
-        self.plan.group.commit(self.channels.dp.barrier(number))
+        umma.issue(self.traits.mma_scores(), self.products.dp, dp_v, do_tile, False, MOST_STEPS)
+        self.traits.group.commit(self.channels.dp.barrier(number))
 
     @cute.jit
     def _issue_values(self, tile: Int32, number: Int32, first: Int32):
         """dV of a block."""
-        plan = self.plan
+        traits = self.traits
         if number == first:
             # the sums of the work tile before have been taken
             self.channels.sums.acquire(tile)
@@ -121,17 +121,17 @@ class BlockProducts:
         self.channels.s.wait_until_released(number)
         umma.fence_after_wait()
         do_tile = self.products.dv_do[None, None, None, self.channels.do.index(number)]
-        mma = plan.mma_sums(plan.tile_dv)
+        mma = traits.mma_sums(traits.tile_dv)
         umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, number > first)
 
     @cute.jit
     def _clear_marked_rows(self, number: Int32):
         """Clear marked rows of Q and dO of a block whose Q has arrived."""
-        plan, stage = self.plan, self.channels.q.index(number)
-        marks = marks_of(self.tiles.stats[None, stage], plan.tile_m, plan.num_stats)
-        if any_mark(marks, plan.tile_m):
+        traits, stage = self.traits, self.channels.q.index(number)
+        marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
+        if any_mark(marks, traits.tile_m):
             self.channels.do.wait(number)
-            for row in cutlass.range(plan.tile_m, unroll=1):
+            for row in cutlass.range(traits.tile_m, unroll=1):
                 if is_marked(marks, row):
                     clear_row(self.tiles.q[row, None, stage])
                     clear_row(self.tiles.do[row, None, self.channels.do.index(number)])
@@ -142,18 +142,18 @@ class BlockProducts:
     def _issue_gradients(self, number: Int32, first: Int32):
         """Issue dK and dQ of a block. This releases its Q, which also shows that keys have been
         read."""
-        plan, group = self.plan, self.plan.group
+        traits, group = self.traits, self.traits.group
         # -- dK += dS^T Q: (128 keys, tile_d)
         # dS is there
         self.channels.dp.wait_until_released(number)
         umma.fence_after_wait()
         dk_q = self.products.dk_q[None, None, None, self.channels.q.index(number)]
-        mma = plan.mma_sums(plan.tile_d)
+        mma = traits.mma_sums(traits.tile_d)
         umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
         # -- dQ = dS K, (128 queries, tile_d), in the place of the previous block's
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds, dq_k = (x[None, None, None, 0] for x in (self.products.dq_ds, self.products.dq_k))
-        umma.issue(plan.mma_dq(), self.products.dq, dq_ds, dq_k, False, MOST_STEPS)
+        umma.issue(traits.mma_dq(), self.products.dq, dq_ds, dq_k, False, MOST_STEPS)
         group.commit(self.channels.dq.barrier(number))
         group.commit(self.channels.q.vacancy(number))

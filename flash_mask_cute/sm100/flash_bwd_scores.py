@@ -21,7 +21,7 @@ from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
-from flash_mask_cute.sm100.flash_bwd_plan import HALVES, QUERIES, BwdPlan, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import HALVES, QUERIES, BwdTraits, Channels, Tiles
 
 # 16-bit values that a thread writes at once
 VECTOR_16_BITS = 8
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 class BlockScores:
     """State of a compute warp; half: its half of a block's queries."""
 
-    plan: cutlass.Constexpr[BwdPlan]
+    traits: cutlass.Constexpr[BwdTraits]
     tiles: Tiles
     channels: Channels
     chain: ScoreChain
@@ -67,9 +67,9 @@ class BlockScores:
         return Blocks(state.number + 1, cuts)
 
     def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
-        plan, thread = self.plan, thread_in_warpgroup()
+        traits, thread = self.traits, thread_in_warpgroup()
         statistics = self._statistics(self.channels.q.index(number))
-        first_s, first_dp = (x + self.half * QUERIES for x in (plan.column_s, plan.column_dp))
+        first_s, first_dp = (x + self.half * QUERIES for x in (traits.column_s, traits.column_dp))
         place = self.channels.ring.read(tile), block.head_idx, block.index
         keep_grads = partial(self._keep_grads, first_dp, thread)
         self.channels.s.wait(number)
@@ -89,7 +89,7 @@ class BlockScores:
             umma.fence_after_wait()
             for chunk, grads in self._chunks(first_dp, thread):
                 score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
-                keep_grads(chunk, keep_rounded(grads, plan.dtype))
+                keep_grads(chunk, keep_rounded(grads, traits.dtype))
         cute.arch.fence_proxy("async.shared", space="cta")
         self._complete(self.channels.dp, number)
         self.channels.q.release(number)
@@ -104,7 +104,7 @@ class BlockScores:
     def _keep_grads(self, first, thread, chunk: int, words) -> None:
         """Write the words of dS of a chunk to TMEM, and to shared memory."""
         umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
-        values = cute.flat_divide(cute.recast_tensor(words, self.plan.dtype), (VECTOR_16_BITS,))
+        values = cute.flat_divide(cute.recast_tensor(words, self.traits.dtype), (VECTOR_16_BITS,))
         target = cute.flat_divide(self.tiles.ds[None, thread, 0], (VECTOR_16_BITS,))
         for i in range(umma.CHUNK // VECTOR_16_BITS):
             at = (self.half * QUERIES + chunk * umma.CHUNK) // VECTOR_16_BITS + i
@@ -117,7 +117,7 @@ class BlockScores:
             if bits is not None:
                 bit_tile.hide_unset(scores, (bits[chunk],))
             probabilities(scores, _part(statistics.lse, chunk), self.chain.scales.scale_log2)
-            words = keep_rounded(scores, self.plan.dtype)
+            words = keep_rounded(scores, self.traits.dtype)
             umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
             factors.append(scores)
         return factors
@@ -174,14 +174,14 @@ class BlockScores:
 
     def _statistics(self, stage: Int32) -> Statistics:
         """Statistics of the queries of a half, in shared memory."""
-        tile_m = self.plan.tile_m
+        tile_m = self.traits.tile_m
         row = self.tiles.stats[None, stage].iterator + self.half * QUERIES
         layout = cute.make_layout(QUERIES)
         numbers = [
             cute.make_tensor((row + i * tile_m).align(16), layout)
-            for i in range(self.plan.num_stats)
+            for i in range(self.traits.num_stats)
         ]
-        if not self.plan.has_reference or self.chain.wants_aux:
+        if not self.traits.has_reference or self.chain.wants_aux:
             return Statistics(*numbers)
         return Statistics(*numbers, has_reference(numbers[-1]))
 

@@ -3,20 +3,20 @@
 A persistent CTA computes work tiles of 256 query rows, one after another, as two halves of 128 rows
 that take turns on the tensor cores. Its roles:
 
-| warps             | role    | work                                                         |
-|-------------------|---------|--------------------------------------------------------------|
-| warpgroups 0, 1   | softmax | a half each: scores out of TMEM, probabilities into it       |
-| warpgroup 2       | output  | both halves: O out of TMEM, final scale, LSE, store          |
-| 0 of warpgroup 3  | load    | TMA of Q, K, V                                               |
-| 1 of warpgroup 3  | mma     | issue S = Q K^T and O += P V                                 |
-| 2 of warpgroup 3  | plan    | choose work tiles and the key blocks they visit              |
-| warpgroup 4       | mask    | bits of the scores that count, for blocks that a mask cuts   |
+| warps             | role     | work                                                         |
+|-------------------|----------|--------------------------------------------------------------|
+| warpgroups 0, 1   | softmax  | a half each: scores out of TMEM, probabilities into it       |
+| warpgroup 2       | output   | both halves: O out of TMEM, final scale, LSE, store          |
+| 0 of warpgroup 3  | load     | TMA of Q, K, V                                               |
+| 1 of warpgroup 3  | mma      | issue S = Q K^T and O += P V                                 |
+| 2 of warpgroup 3  | schedule | choose work tiles and the key blocks they visit              |
+| warpgroup 4       | mask     | bits of the scores that count, for blocks that a mask cuts   |
 
 Channels (full/empty mbarrier pairs). Halves are separate fills: half h of tile t is number 2 t + h,
 half h of key block j is number 2 j + h.
 
-    plan ----ring--> all                            coordinates and lengths of the next work tile
-    plan ----walk--> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
+    schedule -ring-> all                            coordinates and lengths of the next work tile
+    schedule -walk-> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
     load ----q-----> mma                            128 query rows
     load ----k-----> mma                            one key block
     load ----v-----> mma                            one value block
@@ -59,7 +59,7 @@ from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import OnlineSoftmax, ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import PIECE_FIELDS, Work
+from flash_mask_cute.core.work_ring import SPLIT_FIELDS, Work
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.mods.calling import (
     RowPlace,
@@ -72,13 +72,14 @@ from flash_mask_cute.mods.table_rows import LoadedRows, OwnRowColumns
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, Share, check_given
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits
-from flash_mask_cute.rules.share_walks import plan_forward
+from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows
 from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
-from flash_mask_cute.sm100.flash_fwd_plan import (
+from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
+from flash_mask_cute.sm100.flash_fwd_traits import (
     MASK_REGISTERS,
     NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
@@ -86,12 +87,11 @@ from flash_mask_cute.sm100.flash_fwd_plan import (
     TABLE_WORDS,
     WARPS_OF_HALF,
     Channels,
-    FwdPlan,
+    FwdTraits,
     Role,
     SoftmaxState,
     Tiles,
 )
-from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
 
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
@@ -149,7 +149,7 @@ class FlashAttentionForwardSm100:
         split: str | None = None,
         page_box: int | None = None,
     ):
-        self.plan = FwdPlan(
+        self.traits = FwdTraits(
             dtype,
             head_dim,
             head_dim if head_dim_v is None else head_dim_v,
@@ -167,17 +167,17 @@ class FlashAttentionForwardSm100:
             raise NotImplementedError("pairs of CTAs have no split and no page_box")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        reason = self.plan.infeasible()
+        reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
-        if num_sms < self.plan.group.size:
+        if num_sms < self.traits.group.size:
             raise ValueError(f"a pair of CTAs needs two SMs, got num_sms={num_sms}")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
         self.score_mod = score_mod
         # of the score_mod, known while the kernel is traced
-        self.traits = ScoreModTraits()
+        self.score_traits = ScoreModTraits()
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
@@ -225,19 +225,19 @@ class FlashAttentionForwardSm100:
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        plan, group = self.plan, self.plan.group
+        traits, group = self.traits, self.traits.group
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        pages = Pages.create(mPageTable, mK, mV, plan.page_box, mKvBatchIdx, mLeftpadK)
+        pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
-        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths, group.load_op())
+        operands = tma.Operands.of_forward(traits, mQ, mK, mV, mO, lengths, group.load_op())
         partials = Partials.create(mPartials, self.split, self.score_mod is not None)
         group_bytes = None
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.cluster_tile_m,
-            plan.packed_heads, plan.group_size, group_bytes, self.num_sms // group.size,
+            lengths, mQ, mK, (traits.head_dim, traits.head_dim_v), traits.cluster_tile_m,
+            traits.packed_heads, traits.group_size, group_bytes, self.num_sms // group.size,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
@@ -247,7 +247,9 @@ class FlashAttentionForwardSm100:
             column_tensors,
             schedule.num_heads,
             blocksparse_tensors,
-            (plan.cluster_tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            (traits.cluster_tile_m, traits.tile_n)
+            if const_expr(block_size is None)
+            else block_size,
             block_bits,
             aux_tensors,
         )
@@ -262,10 +264,10 @@ class FlashAttentionForwardSm100:
             None if const_expr(group.is_pair) else tile_counter,
             partials,
             pages,
-            mO if const_expr(plan.is_padded) else None,
+            mO if const_expr(traits.is_padded) else None,
         ).launch(
             grid=(grid * group.size, 1, 1),
-            block=(plan.num_threads, 1, 1),
+            block=(traits.num_threads, 1, 1),
             cluster=group.cluster,
             stream=stream,
             min_blocks_per_mp=1,
@@ -285,39 +287,39 @@ class FlashAttentionForwardSm100:
         pages: Pages | None,
         mO: cute.Tensor | None,
     ):
-        plan, group = self.plan, self.plan.group
+        traits, group = self.traits, self.traits.group
         # -- shared memory, TMEM and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
             for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         fields = lengths.work_fields
         if const_expr(self.split is not None):
-            fields = (*fields, *PIECE_FIELDS)
-        channels = plan.channels(storage, fields)
+            fields = (*fields, *SPLIT_FIELDS)
+        channels = traits.channels(storage, fields)
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
         cute.arch.mbarrier_init_fence()
         group.sync()
-        tiles = plan.tiles(storage)
+        tiles = traits.tiles(storage)
         if const_expr(self.score_mod is not None):
-            self.traits = ScoreModTraits.create(self.score_mod, masks.aux_tensors)
-        score_args = score_args.multiplied(self.traits.factor)
+            self.score_traits = ScoreModTraits.create(self.score_mod, masks.aux_tensors)
+        score_args = score_args.multiplied(self.score_traits.factor)
 
         # -- roles
         if warp_idx < Role.OUTPUT:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            if const_expr(plan.softmax_warps == Role.OUTPUT) or warp_idx < plan.softmax_warps:
+            if const_expr(traits.softmax_warps == Role.OUTPUT) or warp_idx < traits.softmax_warps:
                 self.softmax(tiles, channels, score_args.scales, masks, lse, lengths)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
             OutputWarps(
-                plan, operands, tiles, channels, lse, lengths, score_args.sink,
+                traits, operands, tiles, channels, lse, lengths, score_args.sink,
                 self._rows(score_args.scales), partials, mO,
             ).run()  # fmt: skip
         elif warp_idx < Role.MASK:
-            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
                 loads = OperandLoads(
                     operands,
@@ -326,27 +328,29 @@ class FlashAttentionForwardSm100:
                     Buffer(tiles.v, channels.v),
                     lengths,
                     schedule.heads_per_kv,
-                    plan,
+                    traits,
                     part=group.rank(),
                     pages=pages,
                 )
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
                 if group.is_leader():
-                    WalkProducts(plan, plan.products(storage), channels).run()
-            elif warp_idx == Role.PLAN:
+                    WalkProducts(traits, traits.products(storage), channels).run()
+            elif warp_idx == Role.SCHEDULE:
                 rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
-                rules = rules.with_tile_m(plan.cluster_tile_m)
+                rules = rules.with_tile_m(traits.cluster_tile_m)
                 rings = channels.ring, channels.walk
-                plan_forward(
-                    self, rules, rings, lengths, schedule, tile_counter, partials, plan.group.size
+                schedule_forward(
+                    self, rules, rings, lengths, schedule, tile_counter, partials, traits.group.size
                 )
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
-            share = Share.create(mask_warp, NUM_MASK_WARPS, plan.tile_m, umma.COLUMNS)
+            warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_m, umma.COLUMNS)
             rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
-            make_mask_bits(rules, share, tiles.bits, channels.bits, channels.ring, channels.walk)
+            make_mask_bits(
+                rules, warp_rows, tiles.bits, channels.bits, channels.ring, channels.walk
+            )
 
         # -- end: TMEM is freed when no thread of the group uses it any more
         group.sync()
@@ -357,8 +361,8 @@ class FlashAttentionForwardSm100:
 
     def _rows(self, scales: ScoreScales, keeps_largest: bool = False) -> OnlineSoftmax:
         """The softmax of a thread's row."""
-        factor = None if self.score_mod is None else self.traits.factor
-        more = self.plan.dtype, self.arithmetic, factor, keeps_largest
+        factor = None if self.score_mod is None else self.score_traits.factor
+        more = self.traits.dtype, self.arithmetic, factor, keeps_largest
         return OnlineSoftmax.create(scales.scale_log2, 1, *more)
 
     @cute.jit
@@ -385,7 +389,7 @@ class FlashAttentionForwardSm100:
             )
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
-            half_tile = self.plan.halves * tile + half
+            half_tile = self.traits.halves * tile + half
             # -- maximum and sum of each row go to the output warps
             channels.sums.acquire(half_tile)
             tiles.sums[0, row] = rows.row_max[0]
@@ -401,8 +405,8 @@ class FlashAttentionForwardSm100:
         self, lse: LseTensors, lengths: Lengths, work: Work, tile_row: Int32, largest: Float32
     ):
         """Write the largest score of a row of a work tile, if the row belongs to a query head."""
-        packed_heads, group_size = self.plan.packed_heads, self.plan.group_size
-        row = work.block * self.plan.tile_m + tile_row
+        packed_heads, group_size = self.traits.packed_heads, self.traits.group_size
+        row = work.block * self.traits.tile_m + tile_row
         if row % packed_heads < group_size:
             head_idx = head_of_row(work, row, packed_heads, group_size)
             lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
@@ -412,7 +416,7 @@ class FlashAttentionForwardSm100:
         self, tiles: Tiles, channels: Channels, scales, aux_tensors, rows, half, tile, state, block
     ):
         """Turn the scores of a key block into probabilities, masked if the block is cut."""
-        number = self.plan.halves * state.blocks + half
+        number = self.traits.halves * state.blocks + half
         replace_scores = partial(self._replace_scores, channels, rows, half, number, state.is_first)
         modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
         cuts = state.cuts
@@ -445,7 +449,7 @@ class FlashAttentionForwardSm100:
         Each chunk is loaded while the previous one is processed, and no more: without the fence
         ptxas would load all at once, and registers would not suffice.
         """
-        num_chunks = self.plan.tile_n // umma.CHUNK
+        num_chunks = self.traits.tile_n // umma.CHUNK
         thread = thread_in_warpgroup()
         following = umma.load_columns(first, umma.CHUNK, thread)
         for chunk in range(num_chunks):
@@ -472,9 +476,9 @@ class FlashAttentionForwardSm100:
         The exponentials are computed again if the maximum in use was too old, or if there is none
         yet, in the first block of a tile. They are computed exactly if the maximum is far from 0.
         """
-        plan = self.plan
-        first = plan.column_s(plan.buffer_s(half, number))
-        probs = cute.make_rmem_tensor(plan.tile_n // 2, Int32)
+        traits = self.traits
+        first = traits.column_s(traits.buffer_s(half, number))
+        probs = cute.make_rmem_tensor(traits.tile_n // 2, Int32)
         # -- S is complete: rows may need a maximum first
         channels.s.wait(number)
         umma.fence_after_wait()
@@ -502,7 +506,7 @@ class FlashAttentionForwardSm100:
         # -- P to TMEM over S, two columns in a word
         rows.add((total,))
         thread = thread_in_warpgroup()
-        for at in cutlass.range_constexpr(0, plan.tile_n // 2, umma.CHUNK):
+        for at in cutlass.range_constexpr(0, traits.tile_n // 2, umma.CHUNK):
             words = cute.make_tensor(probs.iterator + at, cute.make_layout(umma.CHUNK))
             umma.store_columns(words, first + at, thread)
         umma.wait_stores()
@@ -521,7 +525,7 @@ class FlashAttentionForwardSm100:
         return total
 
     def _keep(self, probs: cute.Tensor, chunk: int, r: int, c: int, p: Float32, q: Float32):
-        probs[(chunk * umma.CHUNK + c) // 2] = softmax_math.round_pair(p, q, self.plan.dtype)
+        probs[(chunk * umma.CHUNK + c) // 2] = softmax_math.round_pair(p, q, self.traits.dtype)
 
     @cute.jit
     def _renew(
@@ -539,16 +543,16 @@ class FlashAttentionForwardSm100:
         The P V of the previous block must be complete. With two halves it is, because its product
         was issued before these scores'. With one half it may be in flight.
         """
-        plan = self.plan
-        first = plan.column_s(plan.buffer_s(half, number))
+        traits = self.traits
+        first = traits.column_s(traits.buffer_s(half, number))
         factors = rows.renew((self._largest(prepare, rows, first),), (is_old,))
         if softmax_math.differ_from_one(factors) & (is_first == Boolean(False)):
             thread = thread_in_warpgroup()
-            if const_expr(plan.halves == 1):
+            if const_expr(traits.halves == 1):
                 channels.v.wait_until_released(number - 1)
                 umma.fence_after_wait()
-            for i in cutlass.range(plan.tile_dv // umma.CHUNK, unroll=1):
-                at = plan.column_o(half) + i * umma.CHUNK
+            for i in cutlass.range(traits.tile_dv // umma.CHUNK, unroll=1):
+                at = traits.column_o(half) + i * umma.CHUNK
                 values = umma.load_columns(at, umma.CHUNK, thread)
                 umma.wait_loads()
                 softmax_math.rescale(values, factors)
@@ -571,11 +575,11 @@ class FlashAttentionForwardSm100:
             scores.store(scales.bounded(scores.load()))
         if self.score_mod is not None:
             work = ring.read(tile)
-            first_k_idx = block.index * self.plan.tile_n + chunk * umma.CHUNK
-            row = work.block * self.plan.tile_m + half * umma.ROWS + thread_in_warpgroup()
-            place = RowPlace.create(work, row, self.plan.packed_heads, self.plan.group_size)
+            first_k_idx = block.index * self.traits.tile_n + chunk * umma.CHUNK
+            row = work.block * self.traits.tile_m + half * umma.ROWS + thread_in_warpgroup()
+            place = RowPlace.create(work, row, self.traits.packed_heads, self.traits.group_size)
             loaded = LoadedRows.load(
-                self.traits.row_reads,
+                self.score_traits.row_reads,
                 aux_tensors,
                 [place],
                 first_k_idx,
@@ -591,7 +595,7 @@ class FlashAttentionForwardSm100:
                 place,
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
-                self.traits.factor,
-                self.traits.takes_rows,
+                self.score_traits.factor,
+                self.score_traits.takes_rows,
                 loaded,
             )

@@ -1,6 +1,6 @@
 """The output warps of the Blackwell forward: they store O and LSE of a work tile.
 
-A whole tile is stored by TMA through shared memory. A piece (`core/partials.py`), or a tile with
+A whole tile is stored by TMA through shared memory. A split (`core/partials.py`), or a tile with
 padding rows of no head, is stored from registers, one row per thread.
 """
 
@@ -19,10 +19,10 @@ from flash_mask_cute.core.softmax import OnlineSoftmax
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_fwd_plan import (
+from flash_mask_cute.sm100.flash_fwd_traits import (
     ROWS_PER_WARP,
     Channels,
-    FwdPlan,
+    FwdTraits,
     Role,
     Tiles,
 )
@@ -50,7 +50,7 @@ class OutputWarps:
     """Source and destination of results. rows: the softmax of a thread's row. sink: logits
     (heads_q,), or None. mO: the output if a tile may have padding rows, else None."""
 
-    plan: cutlass.Constexpr[FwdPlan]
+    traits: cutlass.Constexpr[FwdTraits]
     operands: tma.Operands
     tiles: Tiles
     channels: Channels
@@ -67,7 +67,7 @@ class OutputWarps:
         rows, channels = self.rows, self.channels
         tile = Int32(0)
         while channels.ring.wait(tile):
-            for half in cutlass.range(self.plan.halves, unroll=1):
+            for half in cutlass.range(self.traits.halves, unroll=1):
                 self._store_half(rows, tile, half)
             channels.ring.release(tile)
             tile += 1
@@ -76,15 +76,15 @@ class OutputWarps:
     @cute.jit
     def _store_half(self, rows: OnlineSoftmax, tile: Int32, half: Int32):
         """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
-        plan, channels, tiles, lengths = self.plan, self.channels, self.tiles, self.lengths
+        traits, channels, tiles, lengths = self.traits, self.channels, self.tiles, self.lengths
         partials = self.partials
         # -- this thread's row: its query head, and its query in the sequence
-        half_tile = plan.halves * tile + half
+        half_tile = traits.halves * tile + half
         work = channels.ring.read(tile)
         thread = thread_in_warpgroup()
-        row = work.block * plan.tile_m + half * umma.ROWS + thread
-        q_idx = row // plan.packed_heads
-        head_idx = head_of_row(work, row, plan.packed_heads, plan.group_size)
+        row = work.block * traits.tile_m + half * umma.ROWS + thread
+        q_idx = row // traits.packed_heads
+        head_idx = head_of_row(work, row, traits.packed_heads, traits.group_size)
         # -- final factor and LSE of the row
         sinks = None
         if const_expr(self.sink is not None):
@@ -107,15 +107,15 @@ class OutputWarps:
             if const_expr(low is not None):
                 low = cutlass.select_(q_idx < work.seqlen_q, low, Float32(0.0))
         is_row = q_idx < work.slot
-        if const_expr(plan.is_padded):
-            is_row = is_row & (row % plan.packed_heads < plan.group_size)
-        # -- LSE leaves: to the tensor, or to the slot of a piece
+        if const_expr(traits.is_padded):
+            is_row = is_row & (row % traits.packed_heads < traits.group_size)
+        # -- LSE leaves: to the tensor, or to the slot of a split
         is_whole = is_row
         is_packed = lengths.cu_seqlens_q is not None
         at = RowAt(work, head_idx, q_idx, half * umma.ROWS + thread)
         if const_expr(partials is not None):
-            is_whole = is_row & (partials.is_piece(work) == Boolean(False))
-            if is_row & partials.is_piece(work):
+            is_whole = is_row & (partials.is_split(work) == Boolean(False))
+            if is_row & partials.is_split(work):
                 partials.store_lse(at.place_in(partials, is_packed), row_lse, low)
         if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
             if is_whole:
@@ -129,18 +129,18 @@ class OutputWarps:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.OUTPUT
         sO = cute.flat_divide(tiles.o[lane, None, warp], (OUTPUT_CHUNK,))
         used = is_used if const_expr(zeroes) else None
-        if const_expr(plan.halves > 1):
-            for first in cutlass.range_constexpr(0, plan.head_dim_v, plan.columns_o):
+        if const_expr(traits.halves > 1):
+            for first in cutlass.range_constexpr(0, traits.head_dim_v, traits.columns_o):
                 self._stage_columns(sO, half, first, factor, used, at, is_row)
-                if const_expr(first + plan.columns_o >= plan.head_dim_v):
+                if const_expr(first + traits.columns_o >= traits.head_dim_v):
                     self._release_output(half_tile)
                 if self._is_staged(work):
                     self._send_columns(work, half, first, warp)
         else:
             # rolled, since the columns of so many parts would take a register each
-            for first in cutlass.range(0, plan.head_dim_v, plan.columns_o, unroll=1):
+            for first in cutlass.range(0, traits.head_dim_v, traits.columns_o, unroll=1):
                 self._stage_columns(sO, half, first, factor, used, at, is_row)
-                if first + plan.columns_o >= plan.head_dim_v:
+                if first + traits.columns_o >= traits.head_dim_v:
                     self._release_output(half_tile)
                 if self._is_staged(work):
                     self._send_columns(work, half, first, warp)
@@ -161,14 +161,14 @@ class OutputWarps:
         belongs to a
         query head.
         """
-        plan = self.plan
+        traits = self.traits
         # what was staged here before must have left
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        for c in range(plan.columns_o // OUTPUT_CHUNK):
+        for c in range(traits.columns_o // OUTPUT_CHUNK):
             column = first + c * OUTPUT_CHUNK
             values = umma.load_columns(
-                plan.column_o(half) + column, OUTPUT_CHUNK, thread_in_warpgroup()
+                traits.column_o(half) + column, OUTPUT_CHUNK, thread_in_warpgroup()
             )
             umma.wait_loads()
             for i in range(OUTPUT_CHUNK):
@@ -191,7 +191,7 @@ class OutputWarps:
             return Boolean(False)
         if self.partials is None:
             return Boolean(True)
-        return self.partials.is_piece(work) == Boolean(False)
+        return self.partials.is_split(work) == Boolean(False)
 
     @cute.jit
     def _keep_chunk(
@@ -205,32 +205,32 @@ class OutputWarps:
         """Stage or store a chunk of an output row, starting at a column."""
         is_packed = self.lengths.cu_seqlens_q is not None
         if const_expr(self.partials is not None):  # noqa: SIM102 (decided while tracing)
-            if is_row & self.partials.is_piece(at.work):
+            if is_row & self.partials.is_split(at.work):
                 _store_chunk(self.partials.o, at.place_in(self.partials, is_packed), values, column)
         if const_expr(self.mO is not None):
             is_whole = is_row
             if const_expr(self.partials is not None):
-                is_whole = is_row & (self.partials.is_piece(at.work) == Boolean(False))
+                is_whole = is_row & (self.partials.is_split(at.work) == Boolean(False))
             if is_whole:
                 output = OutputRows(self.mO)
                 _store_chunk(self.mO, at.place_in(output, is_packed), values, column)
         else:
-            rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, self.plan.dtype)
+            rounded = cute.make_rmem_tensor(OUTPUT_CHUNK, self.traits.dtype)
             values = cute.make_tensor(values.iterator, rounded.layout)
-            rounded.store(values.load().to(self.plan.dtype))
+            rounded.store(values.load().to(self.traits.dtype))
             cute.autovec_copy(rounded, staged)
 
     def _send_columns(self, work: Work, half: Int32, first: int | Int32, warp: Int32) -> None:
         """Store a warp's staged part of sO to some columns of its rows."""
-        plan, sO, operands = self.plan, self.tiles.o, self.operands
+        traits, sO, operands = self.traits, self.tiles.o, self.operands
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        tile_row = work.block * plan.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP
-        start = (work.head_idx * plan.group_size, tile_row // plan.packed_heads)
+        tile_row = work.block * traits.tile_m + half * umma.ROWS + warp * ROWS_PER_WARP
+        start = (work.head_idx * traits.group_size, tile_row // traits.packed_heads)
         is_packed = self.lengths.cu_seqlens_q is not None
         gO = tma.of_sequence(operands.o, is_packed, work.batch_idx, work.offset_q, work.slot)
         gO = cute.domain_offset(((0, 0), first), gO)
-        dst, src = tma.tile_of(operands.o_atom, gO, start, plan.box_o, sO)
+        dst, src = tma.tile_of(operands.o_atom, gO, start, traits.box_o, sO)
         cute.copy(operands.o_atom, src[None, warp], dst)
         cute.arch.cp_async_bulk_commit_group()
 

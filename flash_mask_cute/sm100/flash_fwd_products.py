@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_fwd_plan import BUFFERS_S, Channels, FwdPlan, Products
+from flash_mask_cute.sm100.flash_fwd_traits import BUFFERS_S, Channels, FwdTraits, Products
 
 
 class MmaState(NamedTuple):
@@ -32,14 +32,14 @@ class MmaState(NamedTuple):
 class WalkProducts:
     """State of the mma warp."""
 
-    plan: cutlass.Constexpr[FwdPlan]
+    traits: cutlass.Constexpr[FwdTraits]
     products: Products
     channels: Channels
 
     @cute.jit
     def run(self):
         """Issue the products of every walk: P V lags one block behind S, across work tiles too."""
-        channels, halves = self.channels, self.plan.halves
+        channels, halves = self.channels, self.traits.halves
         tile, chunk = Int32(0), Int32(0)
         state = MmaState(Int32(0), Boolean(True), Boolean(False))
         while channels.ring.wait(tile):
@@ -49,7 +49,7 @@ class WalkProducts:
             chunk, state = channels.walk.visit(chunk, state, step)
             # -- Q may be replaced when the tile's last S is complete
             for half in cutlass.range_constexpr(halves):
-                self.plan.group.commit(channels.q.vacancy(halves * tile + half))
+                self.traits.group.commit(channels.q.vacancy(halves * tile + half))
             channels.ring.release(tile)
             tile += 1
         # -- P V of the last block of all
@@ -59,7 +59,7 @@ class WalkProducts:
                 self._issue_values(tile, state, half)
 
     def _step(self, tile: Int32) -> partial:
-        issue = self._issue_block if self.plan.halves > 1 else self._issue_block_ahead
+        issue = self._issue_block if self.traits.halves > 1 else self._issue_block_ahead
         return partial(issue, tile)
 
     @cute.jit
@@ -67,13 +67,13 @@ class WalkProducts:
         """For each half, issue P V of the previous block, then S of this block in the place of that
         P."""
         number = state.blocks
-        for half in cutlass.range_constexpr(self.plan.halves):
+        for half in cutlass.range_constexpr(self.traits.halves):
             if number > 0:
                 self._issue_values(tile, state, half)
             if const_expr(half == 0):
                 self.channels.k.wait(number)
             self._issue_scores(tile, state, half)
-        self.plan.group.commit(self.channels.k.vacancy(number))
+        self.traits.group.commit(self.channels.k.vacancy(number))
         return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
 
     @cute.jit
@@ -83,7 +83,7 @@ class WalkProducts:
         number = state.blocks
         self.channels.k.wait(number)
         self._issue_scores(tile, state, 0)
-        self.plan.group.commit(self.channels.k.vacancy(number))
+        self.traits.group.commit(self.channels.k.vacancy(number))
         if number > 0:
             self._issue_values(tile, state, 0)
         return MmaState(number + 1, Boolean(False), state.is_first == Boolean(False))
@@ -91,19 +91,19 @@ class WalkProducts:
     @cute.jit
     def _issue_scores(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
         """Issue S of the next block."""
-        plan, channels = self.plan, self.channels
-        half_tile, number = plan.halves * tile + half, plan.halves * state.blocks + half
+        traits, channels = self.traits, self.channels
+        half_tile, number = traits.halves * tile + half, traits.halves * state.blocks + half
         # -- S = Q K^T: (rows of the group, tile_n)
         if state.is_first:
             channels.q.wait(half_tile)
         umma.issue(
-            plan.mma_qk(),
-            plan.scores(plan.buffer_s(half, number)),
+            traits.mma_qk(),
+            traits.scores(traits.buffer_s(half, number)),
             self.products.q[None, None, None, channels.q.index(half_tile)],
             self.products.k[None, None, None, channels.k.index(state.blocks)],
             False,
         )
-        plan.group.commit(channels.s.barrier(number))
+        traits.group.commit(channels.s.barrier(number))
 
     @cute.jit
     def _issue_values(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
@@ -111,9 +111,9 @@ class WalkProducts:
 
         If state.is_first, that was the last block of the tile before `tile`.
         """
-        plan, channels, block = self.plan, self.channels, state.blocks - 1
-        half_tile = plan.halves * (tile - Int32(state.is_first)) + half
-        number = plan.halves * block + half
+        traits, channels, block = self.traits, self.channels, state.blocks - 1
+        half_tile = traits.halves * (tile - Int32(state.is_first)) + half
+        number = traits.halves * block + half
         # -- V, P and, in the first block of a tile, the room for O
         if const_expr(half == 0):
             channels.v.wait(block)
@@ -124,14 +124,14 @@ class WalkProducts:
         # -- O (+)= P V: (rows of the group, tile_dv)
         umma.fence_after_wait()
         umma.issue(
-            plan.mma_pv(),
-            plan.output(half),
-            plan.probabilities(plan.buffer_s(half, number)),
+            traits.mma_pv(),
+            traits.output(half),
+            traits.probabilities(traits.buffer_s(half, number)),
             self.products.v[None, None, None, channels.v.index(block)],
             state.accumulates,
         )
         # -- completion frees V, and gives O to the output warps after the tile's last block
-        if const_expr(half == plan.halves - 1):
-            plan.group.commit(channels.v.vacancy(block))
+        if const_expr(half == traits.halves - 1):
+            traits.group.commit(channels.v.vacancy(block))
         if state.is_first:
-            plan.group.commit(channels.o.barrier(half_tile))
+            traits.group.commit(channels.o.barrier(half_tile))

@@ -6,17 +6,17 @@ V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
-| warps                  | role  | work                                                      |
-|------------------------|-------|-----------------------------------------------------------|
-| 0 of warpgroup 0       | load  | TMA of K, V, and of Q, dO, LSE and delta                  |
-| 1 of warpgroup 0       | plan  | choose work tiles and the query blocks they visit         |
-| 2, 3 of warpgroup 0    | mask  | bits of the scores that count, for blocks that a mask cuts|
-| warpgroups 1, 2        | mma   | 64 keys each, or the same 64 keys and half of the columns |
+| warps               | role     | work                                                       |
+|---------------------|----------|------------------------------------------------------------|
+| 0 of warpgroup 0    | load     | TMA of K, V, and of Q, dO, LSE and delta                   |
+| 1 of warpgroup 0    | schedule | choose work tiles and the query blocks they visit          |
+| 2, 3 of warpgroup 0 | mask     | bits of the scores that count, for blocks that a mask cuts |
+| warpgroups 1, 2     | mma      | 64 keys each, or the same 64 keys and half of the columns  |
 
 Channels (full/empty mbarrier pairs):
 
-    plan ---------ring--> all          coordinates and lengths of the next work tile
-    plan ---------walk--> load, mask   the query blocks it visits, up to 32 an entry
+    schedule -----ring--> all          coordinates and lengths of the next work tile
+    schedule -----walk--> load, mask   the query blocks it visits, up to 32 an entry
     load ---------q-----> mma          a query block, its LSE and delta, and words that say which,
                                        and with a work tile's first block its keys
     load ---------do----> mma          dO of a query block, and with the first one the values
@@ -26,7 +26,7 @@ Channels (full/empty mbarrier pairs):
 and between two CTAs that sum dQ together (`cta_pairs`):
 
     mma ---------grads--> mma          dS of a query block, both ways
-    plan --------claims-> plan         the number of the next work tile, from the leader
+    schedule ----claims-> schedule     the number of the next work tile, from the leader
 
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so P^T and dS^T are in
 registers in the layout that dV and dK need (FlashAttention-3's choice). dS also goes to shared
@@ -72,19 +72,19 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share, check_given
-from flash_mask_cute.rules.mask_warps import make_mask_bits, plan_walks
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
-from flash_mask_cute.sm90.flash_bwd_plan import (
+from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
+from flash_mask_cute.sm90.flash_bwd_traits import (
     MAX_OWN_DIM,
     Barrier,
-    BwdPlan,
+    BwdTraits,
     Channels,
     Tiles,
 )
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
     scale,
@@ -115,7 +115,7 @@ class FlashAttentionBackwardSm90:
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
     :param tile_m: query rows of a block, 64, or 128 where head_dim and head_dim_v are at most 128
-    :param stages_q, stages_do, stages_kv, value_cols: see `BwdPlan`
+    :param stages_q, stages_do, stages_kv, value_cols: see `BwdTraits`
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)
@@ -128,8 +128,8 @@ class FlashAttentionBackwardSm90:
         first CTA at a row block stores
     :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
         their Q or dO is not finite
-    :param cta_pair: two CTAs sum dQ together (`BwdPlan`); requires clears_dq, no score_mod, no soft
-        cap, and at least two SMs
+    :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no
+        soft cap, and at least two SMs
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param num_sms: the most CTAs to launch
@@ -166,7 +166,7 @@ class FlashAttentionBackwardSm90:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
-        self.plan = BwdPlan(
+        self.traits = BwdTraits(
             dtype,
             head_dim,
             head_dim_v,
@@ -177,7 +177,7 @@ class FlashAttentionBackwardSm90:
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )
-        reason = self.plan.infeasible()
+        reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
         if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
@@ -191,7 +191,7 @@ class FlashAttentionBackwardSm90:
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
-        if splits_group and self.plan.shares_keys:
+        if splits_group and self.traits.shares_keys:
             raise ValueError(
                 f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
                 f"{head_dim}/{head_dim_v}"
@@ -256,17 +256,17 @@ class FlashAttentionBackwardSm90:
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        if const_expr(self.plan.cta_pair):
+        if const_expr(self.traits.cta_pair):
             check_given("softcap", softcap, False)
-        plan = self.plan
+        traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        operands = BwdOperands.create(plan, (mQ, mdO, mK, mV), lengths)
+        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
         group_splits = None
         if const_expr(self.splits_group):
             group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
             of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
-            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, plan.tile_n))
+            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n))
         else:
             gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
@@ -279,8 +279,8 @@ class FlashAttentionBackwardSm90:
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
-            lengths, mQ, mK, (plan.tile_m, plan.cluster_tile_n), self.num_sms // plan.num_ctas,
-            is_short if self.deterministic else None,
+            lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n),
+            self.num_sms // traits.num_ctas, is_short if self.deterministic else None,
             1 if const_expr(group_splits is None) else group_splits,
         )  # fmt: skip
 
@@ -290,9 +290,9 @@ class FlashAttentionBackwardSm90:
             operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
             schedule.group, group_splits, tile_counter, aux_grads,
         ).launch(
-            grid=(schedule.grid * plan.num_ctas, 1, 1),
-            block=(plan.num_threads, 1, 1),
-            cluster=(plan.num_ctas, 1, 1) if plan.cta_pair else None,
+            grid=(schedule.grid * traits.num_ctas, 1, 1),
+            block=(traits.num_threads, 1, 1),
+            cluster=(traits.num_ctas, 1, 1) if traits.cta_pair else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -306,7 +306,7 @@ class FlashAttentionBackwardSm90:
         """
         is_plain = self.score_mod is None and scales.cap is None
         may_hide = self.is_local or masks.may_shorten(self)
-        return not self.plan.shares_keys and is_plain and may_hide
+        return not self.traits.shares_keys and is_plain and may_hide
 
     @cute.kernel
     def kernel(
@@ -324,65 +324,73 @@ class FlashAttentionBackwardSm90:
         tile_counter: cute.Tensor | None,
         aux_grads: tuple[cute.Tensor, ...] | None,
     ):
-        plan = self.plan
+        traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for atom in operands[::2]:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = plan.channels(storage, predecessors, lengths.work_fields)
+        channels = traits.channels(storage, predecessors, lengths.work_fields)
         cute.arch.mbarrier_init_fence()
-        if const_expr(plan.cta_pair):
+        if const_expr(traits.cta_pair):
             # also the other CTA's, on which this one arrives
             cta_pairs.sync()
         else:
             cute.arch.sync_threads()
-        tiles = plan.tiles(storage)
+        tiles = traits.tiles(storage)
         passes_over = self._passes_over(masks, scales)
 
         # -- roles
         if warp_idx < Role.MMA:
-            cute.arch.setmaxregister_decrease(plan.helper_registers)
+            cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
                 scheme = (self.deterministic, self.clears_dq)
                 loads = BwdLoads.create(
-                    plan, scheme, operands, tiles, channels, scratch, lengths, group_splits
+                    traits, scheme, operands, tiles, channels, scratch, lengths, group_splits
                 )
                 loads.run()
-            elif warp_idx == Role.PLAN:
+            elif warp_idx == Role.SCHEDULE:
                 # in the order in which they add to dQ
                 scheduler = TileScheduler(
                     schedule,
                     tile_counter,
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
-                    plan.num_ctas,
+                    traits.num_ctas,
                     channels.claims,
                 )
                 rules = BackwardMask.create(
-                    self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
-                ).with_tile_n(plan.cluster_tile_n)
+                    self, wgmma.COLUMNS, masks, lengths, group, traits.cta_pair
+                ).with_tile_n(traits.cluster_tile_n)
                 rings = (channels.ring, channels.walk)
-                plan_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
+                send_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
             else:
                 mask_warp = warp_idx - Role.MASK
-                share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_n, wgmma.COLUMNS)
+                warp_rows = MaskWarpRows.create(
+                    mask_warp, traits.num_mask_warps, traits.tile_n, wgmma.COLUMNS
+                )
                 rules = BackwardMask.create(
-                    self, wgmma.COLUMNS, masks, lengths, group, plan.cta_pair
+                    self, wgmma.COLUMNS, masks, lengths, group, traits.cta_pair
                 )
                 any_bits = tiles.any_bits if passes_over else None
                 make_mask_bits(
-                    rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, any_bits
+                    rules,
+                    warp_rows,
+                    tiles.bits,
+                    channels.bits,
+                    channels.ring,
+                    channels.walk,
+                    any_bits,
                 )
         else:
-            cute.arch.setmaxregister_increase(plan.mma_registers)
+            cute.arch.setmaxregister_increase(traits.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.mma(gradients, tiles, channels, softmax_scale, score_args, passes_over)
-        if const_expr(plan.cta_pair):
+        if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
 
@@ -399,23 +407,27 @@ class FlashAttentionBackwardSm90:
         passes_over: cutlass.Constexpr[bool],
     ):
         """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
-        plan = self.plan
+        traits = self.traits
         ring = channels.ring
-        fragments = Fragments.create(plan, tiles)
-        acc_dV = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_dv)]  # (64, n) each
-        acc_dK = [wgmma.make_accumulator(n) for n in plan.parts_keys(plan.tile_d)]  # (64, n) each
+        fragments = Fragments.create(traits, tiles)
+        acc_dV = [
+            wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_dv)
+        ]  # (64, n) each
+        acc_dK = [
+            wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_d)
+        ]  # (64, n) each
         chain = ScoreChain(
             *score_args,
             self.wants_aux,
             self.score_mod,
             self.score_mod_bwd,
-            plan.dtype,
-            (plan.tile_m, plan.tile_n),
+            traits.dtype,
+            (traits.tile_m, traits.tile_n),
             wgmma.ELEMENTS,
-            plan.first_key(),
+            traits.first_key(),
             Int32(0),
         )
-        scores = BlockScores.create(plan, tiles, channels, chain, passes_over)
+        scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -434,7 +446,7 @@ class FlashAttentionBackwardSm90:
                     block += 1
                     cut += 1
             # -- query blocks
-            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # One loop for partial blocks and one for full ones, of the same text: a loop that tests
             # every block would branch while products are in flight, and ptxas would serialise all.
             while current != Kind.END:
                 for kind in (Kind.PARTIAL, Kind.FULL):
@@ -470,7 +482,7 @@ class FlashAttentionBackwardSm90:
             work = ring.read(tile)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
-            if const_expr(plan.cta_pair):
+            if const_expr(traits.cta_pair):
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
             has_sums = work.has_scores & accumulate
@@ -478,14 +490,14 @@ class FlashAttentionBackwardSm90:
                 store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
                 store_sums(acc_dK[0], gradients.dk, gradients.blocks, work, has_sums)
             else:
-                send_gradients(plan, acc_dV, gradients.dv, tiles, block, work, has_sums)
-                send_gradients(plan, acc_dK, gradients.dk, tiles, block, work, has_sums)
+                send_gradients(traits, acc_dV, gradients.dv, tiles, block, work, has_sums)
+                send_gradients(traits, acc_dK, gradients.dk, tiles, block, work, has_sums)
             # in the next block each warp writes dS where others may still send from
             if const_expr(self.splits_group):
                 pass
-            elif const_expr(not plan.shares_keys):
+            elif const_expr(not traits.shares_keys):
                 sync_warpgroup(Barrier.SENT)
-            elif const_expr(plan.cta_pair or not chain.is_empty):
+            elif const_expr(traits.cta_pair or not chain.is_empty):
                 sync_both()
             ring.release(tile)
             tile += 1
@@ -493,12 +505,12 @@ class FlashAttentionBackwardSm90:
     def _may_be_empty(self, kind: Kind) -> bool:
         """Whether a block may have rows of queries that see nothing: if masks hide scores, the
         blocks that they cut may."""
-        return self.plan.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
+        return self.traits.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
 
     def _first_visible_block(self, work: Work) -> Int32:
         """The first block of queries that causal masking lets see a key of this warpgroup."""
-        first_key = work.block * self.plan.tile_n + self.plan.first_key()
-        return (first_key - work.seqlen.shift) // self.plan.tile_m
+        first_key = work.block * self.traits.tile_n + self.traits.first_key()
+        return (first_key - work.seqlen.shift) // self.traits.tile_m
 
     def _take(
         self,
@@ -516,7 +528,7 @@ class FlashAttentionBackwardSm90:
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
         hidden from the block, and add only 0 to its dQ.
         """
-        plan, block = self.plan, state.block
+        traits, block = self.traits, state.block
         following_cut = state.cut + int(kind == Kind.PARTIAL)
         # -- S and dP, P and dS; dV begins
         if sums is None:
@@ -531,12 +543,12 @@ class FlashAttentionBackwardSm90:
         # -- both warpgroups have dS: dQ and dK begin
         sync_both()
         self._send_grads(channels, block)
-        stage_dQ = partial(stage_dq, plan, tiles, channels.dq, block)
-        groups = tuple(Int32(group) for group in range(plan.key_groups))
+        stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
+        groups = tuple(Int32(group) for group in range(traits.key_groups))
         if sums is None:
             groups = (1 - mma_warpgroup_idx(),)
         issue_dQ = partial(
-            self._issue_dq, fragments, plan.ds_stage(block), state.tile, groups=groups
+            self._issue_dq, fragments, traits.ds_stage(block), state.tile, groups=groups
         )
         if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
@@ -567,7 +579,7 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(num_behind)
         self._release_summed(channels, block)
         stage_dQ(0, acc_dQ)
-        for i in range(1, len(plan.parts_dq)):
+        for i in range(1, len(traits.parts_dq)):
             if not scores.chain.is_empty:
                 # too few registers to have it beside dK
                 warpgroup.wait_group(0)
@@ -587,18 +599,18 @@ class FlashAttentionBackwardSm90:
         channels.do.wait(block)
         channels.do.release(block)
         scores.discard_bits(cut)
-        for i, widths in enumerate(self.plan.parts_dq):
+        for i, widths in enumerate(self.traits.parts_dq):
             nothing = [wgmma.make_accumulator(width) for width in widths]
             for acc in nothing:
                 acc.fill(0.0)
-            stage_dq(self.plan, tiles, channels.dq, block, i, nothing)
+            stage_dq(self.traits, tiles, channels.dq, block, i, nothing)
         channels.q.release(block)
 
     def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
         """Start adding to the parts of dV or dK, a commit group each."""
-        operand_a = wgmma.words_as_operand_a(words, self.plan.dtype)
+        operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
-            mma = self.plan.mma_keys(wgmma.num_cols(acc))
+            mma = self.traits.mma_keys(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate)
 
@@ -613,7 +625,7 @@ class FlashAttentionBackwardSm90:
     ) -> tuple[list, int]:
         """Start the first part of dQ, and dK, behind dV; returns the accumulators of dQ, and the
         number of products issued after it."""
-        if not self.plan.cta_pair:
+        if not self.traits.cta_pair:
             acc_dQ = issue_dQ(0)
             issue_dK(acc_dK, operands_b=fragments.dk_q)
             return acc_dQ, len(acc_dK)
@@ -625,23 +637,25 @@ class FlashAttentionBackwardSm90:
         channels.do.release(block)
         channels.grads.wait(block)
         peer_ds = fragments.peer_ds[None, None, None, 0]
-        for acc, width, peer_k in zip(acc_dQ, self.plan.parts_dq[0], fragments.peer_k, strict=True):
+        for acc, width, peer_k in zip(
+            acc_dQ, self.traits.parts_dq[0], fragments.peer_k, strict=True
+        ):
             pair = peer_ds, peer_k[None, None, None, 0]
-            wgmma.issue_sum(self.plan.mma_dq(width), acc, [pair], True)
+            wgmma.issue_sum(self.traits.mma_dq(width), acc, [pair], True)
         issue_dK(acc_dK[1:], operands_b=fragments.dk_q[1:])
         return acc_dQ, len(acc_dK[1:])
 
     @cute.jit
     def _send_grads(self, channels: Channels, block: Int32):
         """Send dS to the other CTA, if there is one; one warp does so when all have written it."""
-        if const_expr(self.plan.cta_pair):  # noqa: SIM102 (decided while tracing)
+        if const_expr(self.traits.cta_pair):  # noqa: SIM102 (decided while tracing)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
                 channels.grads.send(block)
 
     def _release_summed(self, channels: Channels, block: Int32):
         """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
         they share dQ, otherwise dO."""
-        if self.plan.cta_pair:
+        if self.traits.cta_pair:
             channels.grads.release(block)
         else:
             channels.do.release(block)
@@ -656,16 +670,16 @@ class FlashAttentionBackwardSm90:
     ) -> list:
         """Start this warpgroup's part of dQ = dS K, over the keys of groups; returns the
         accumulators, one for each width."""
-        plan, accs = self.plan, []
-        row_group = mma_warpgroup_idx() if plan.num_row_groups > 1 else Int32(0)
-        for width, operand in zip(plan.parts_dq[part], fragments.dq_k[part], strict=True):
+        traits, accs = self.traits, []
+        row_group = mma_warpgroup_idx() if traits.num_row_groups > 1 else Int32(0)
+        for width, operand in zip(traits.parts_dq[part], fragments.dq_k[part], strict=True):
             acc_dQ, pairs = wgmma.make_accumulator(width), []  # (64 queries, width)
             for group in groups:
                 ds_tile = fragments.dq_ds[
-                    None, None, None, plan.ds_unit(ds_stage, group, row_group)
+                    None, None, None, traits.ds_unit(ds_stage, group, row_group)
                 ]
-                k_tile = operand[None, None, None, plan.keys_unit(tile, group)]
+                k_tile = operand[None, None, None, traits.keys_unit(tile, group)]
                 pairs.append((ds_tile, k_tile))
-            wgmma.issue_sum(plan.mma_dq(width), acc_dQ, pairs, False)
+            wgmma.issue_sum(traits.mma_dq(width), acc_dQ, pairs, False)
             accs.append(acc_dQ)
         return accs

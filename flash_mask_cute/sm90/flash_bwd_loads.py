@@ -23,7 +23,7 @@ from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import cta_pairs, wgmma
-from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Channels, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 
 class Loaded(NamedTuple):
@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
 class BwdLoads:
     """State of the load warp."""
 
-    plan: cutlass.Constexpr[BwdPlan]
+    traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
     tiles: Tiles
     channels: Channels
@@ -50,7 +50,7 @@ class BwdLoads:
 
     @staticmethod
     def create(
-        plan: BwdPlan,
+        traits: BwdTraits,
         scheme: tuple[bool, bool],
         operands: BwdOperands,
         tiles: Tiles,
@@ -61,12 +61,12 @@ class BwdLoads:
     ) -> "BwdLoads":
         """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: number
         of work tiles with the same keys, or None if there is only one."""
-        first = partial(_first_value, plan) if plan.cta_pair else None
-        sizes = tuple(plan.size_dq(widths) for widths in plan.parts_dq)
+        first = partial(_first_value, traits) if traits.cta_pair else None
+        sizes = tuple(traits.size_dq(widths) for widths in traits.parts_dq)
         staged = tiles.dq.iterator
         sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, first)
-        queries = QueryLoads(plan, operands, tiles, channels, scratch.stats, lengths)
-        return BwdLoads(plan, operands, tiles, channels, queries, sums, lengths, group_splits)
+        queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
+        return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit
     def run(self):
@@ -106,14 +106,14 @@ class BwdLoads:
 
         first: the number of the work tile's first block, which its keys and values come with.
         """
-        plan, queries, number = self.plan, self.queries, state.number
-        row_blocks = RowBlocks(self.lengths, plan.tile_m)
+        traits, queries, number = self.traits, self.queries, state.number
+        row_blocks = RowBlocks(self.lengths, traits.tile_m)
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         at = Visited(work, block, number, number == first, row_block)
         loads = (partial(queries.load_query, at), partial(queries.load_do, at))
         # What has one stage is released by a block whose dQ waits for the staging memory. The
         # others are asked for first: what comes late delays the products.
-        stages = (plan.stages_q, plan.stages_do)
+        stages = (traits.stages_q, traits.stages_do)
         num_ahead = stages.index(1) if 1 in stages else len(stages)
         for load in loads[:num_ahead]:
             load()
@@ -124,11 +124,11 @@ class BwdLoads:
             load()
         # Keys have to wait until the work tile before has been computed, of which parts of dQ may
         # wait for those before them to leave.
-        if const_expr(plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
+        if const_expr(traits.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
         self.sums.send(work.block + 1, number - 1, state.sent, last)
-        if const_expr(not plan.do_says_dq):  # noqa: SIM102 (decided while tracing)
+        if const_expr(not traits.do_says_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
         if const_expr(self.lengths.seqused_k is not None):
@@ -143,7 +143,7 @@ class BwdLoads:
         its dQ is complete; then it releases dO, or Q if dQ has several parts. With two stages, the
         readers of the stage have already released a Q whose place `first` has taken.
         """
-        plan, operands, tiles, channels = self.plan, self.operands, self.tiles, self.channels
+        traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k
         head_idx = work.head_idx
@@ -151,32 +151,32 @@ class BwdLoads:
             head_idx = head_idx // self.group_splits
         with_k, with_v = channels.q.barrier(first), channels.do.barrier(first)
         kinds = [
-            (operands.k_atom, operands.k, tiles.k, work.block, (0, plan.tile_d), with_k),
-            (operands.v_atom, operands.v, tiles.v, work.block, (0, plan.tile_dv), with_v),
+            (operands.k_atom, operands.k, tiles.k, work.block, (0, traits.tile_d), with_k),
+            (operands.v_atom, operands.v, tiles.v, work.block, (0, traits.tile_dv), with_v),
         ]
-        if plan.cta_pair:
-            cols = (cta_pairs.rank() * plan.cols_dq, plan.cols_dq)
+        if traits.cta_pair:
+            cols = (cta_pairs.rank() * traits.cols_dq, traits.cols_dq)
             peer_k = (operands.peer_k_atom, operands.peer_k, tiles.peer_k)
             # blocks of a pair are numbered as its CTAs are
             kinds.append((*peer_k, work.block ^ 1, cols, with_k))
         for atom, source, smem, block, (first_col, d), barrier in kinds:
-            for group in range(plan.key_groups):
-                row = block * plan.tile_n + group * wgmma.ROWS_PER_WARPGROUP
+            for group in range(traits.key_groups):
+                row = block * traits.tile_n + group * wgmma.ROWS_PER_WARPGROUP
                 gmem, row = tma.readable_rows(source, side, *place, row)
                 box = ((1, wgmma.ROWS_PER_WARPGROUP), d)
                 src, dst = tma.tile_of(atom, gmem, (head_idx, row), box, smem, first_col)
-                copies.append((atom, src, dst[None, plan.keys_unit(tile, group)], barrier))
-        if plan.stages_kv == 1:
+                copies.append((atom, src, dst[None, traits.keys_unit(tile, group)], barrier))
+        if traits.stages_kv == 1:
             with cute.arch.elect_one():
                 for atom, src, _, _ in copies:
                     # brought into L2 meanwhile
                     cute.prefetch(atom, src)
-            last_read = channels.do if plan.do_says_dq else channels.q
+            last_read = channels.do if traits.do_says_dq else channels.q
             last_read.wait_until_released(first - 1)
         for atom, src, dst, barrier in copies:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 
 
-def _first_value(plan: BwdPlan) -> Int32:
+def _first_value(traits: BwdTraits) -> Int32:
     """The start of this CTA's columns in a row block's sums."""
-    return cta_pairs.rank() * (plan.cols_dq * plan.tile_m)
+    return cta_pairs.rank() * (traits.cols_dq * traits.tile_m)

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from flash_mask_cute.core.row_blocks import ColumnPart, dq_parts
 from flash_mask_cute.sm90 import cta_pairs, wgmma
-from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
 from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx
 
 
@@ -27,20 +27,20 @@ class Fragments(NamedTuple):
     peer_k: tuple[cute.Tensor, ...] | None = None
 
     @staticmethod
-    def create(plan: BwdPlan, tiles: Tiles) -> "Fragments":
+    def create(traits: BwdTraits, tiles: Tiles) -> "Fragments":
         """The operands of this warpgroup."""
-        operands, dq_k = _of_dq(plan, tiles.k, 0), []
-        for widths in plan.parts_dq:
+        operands, dq_k = _of_dq(traits, tiles.k, 0), []
+        for widths in traits.parts_dq:
             dq_k.append(operands[: len(widths)])
             operands = operands[len(widths) :]
-        mma_dq = plan.mma_dq(plan.parts_dq[0][0])
+        mma_dq = traits.mma_dq(traits.parts_dq[0][0])
         peer_ds = peer_k = None
-        if plan.cta_pair:
+        if traits.cta_pair:
             peer_ds = wgmma.operand_a(mma_dq, tiles.peer_ds)
-            peer_k = _of_dq(plan, tiles.peer_k, cta_pairs.rank() * plan.cols_dq)
+            peer_k = _of_dq(traits, tiles.peer_k, cta_pairs.rank() * traits.cols_dq)
         return Fragments(
-            _of_keys(plan, tiles.do, plan.tile_dv),
-            _of_keys(plan, tiles.q, plan.tile_d),
+            _of_keys(traits, tiles.do, traits.tile_dv),
+            _of_keys(traits, tiles.q, traits.tile_d),
             wgmma.operand_a(mma_dq, tiles.ds),
             tuple(dq_k),
             peer_ds,
@@ -63,21 +63,21 @@ def _of_columns(
     return tuple(operands)
 
 
-def _of_keys(plan: BwdPlan, smem: cute.Tensor, cols: int) -> tuple[cute.Tensor, ...]:
+def _of_keys(traits: BwdTraits, smem: cute.Tensor, cols: int) -> tuple[cute.Tensor, ...]:
     """Operand dO or Q, in the products that sum dV or dK."""
-    parts = dq_parts(cols, 1) if plan.shares_keys else ((0, cols),)
-    return _of_columns(smem, plan.tile_m, plan.mma_keys, parts)
+    parts = dq_parts(cols, 1) if traits.shares_keys else ((0, cols),)
+    return _of_columns(smem, traits.tile_m, traits.mma_keys, parts)
 
 
-def _of_dq(plan: BwdPlan, smem: cute.Tensor, skipped: Int32 | int) -> tuple[cute.Tensor, ...]:
+def _of_dq(traits: BwdTraits, smem: cute.Tensor, skipped: Int32 | int) -> tuple[cute.Tensor, ...]:
     """Operand K, in the products that sum dQ; skipped: columns before the start of the memory."""
 
     def first_of(part: ColumnPart) -> Int32 | int:
         """The start of columns in this CTA: the second CTA's columns mirror the first's."""
-        if not plan.cta_pair:
+        if not traits.cta_pair:
             return part.first
-        mirrored = plan.tile_d - 2 * (part.first + part.width)
+        mirrored = traits.tile_d - 2 * (part.first + part.width)
         return part.first + cta_pairs.rank() * mirrored
 
-    parts = tuple((first_of(part) - skipped, part.width) for part in plan.columns_dq)
-    return _of_columns(smem, wgmma.ROWS_PER_WARPGROUP, plan.mma_dq, parts)
+    parts = tuple((first_of(part) - skipped, part.width) for part in traits.columns_dq)
+    return _of_columns(smem, wgmma.ROWS_PER_WARPGROUP, traits.mma_dq, parts)

@@ -36,10 +36,10 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_plan import (
+from flash_mask_cute.sm90.flash_bwd_traits import (
     NUM_MMA_WARPGROUPS,
     Barrier,
-    BwdPlan,
+    BwdTraits,
     Channels,
     Tiles,
 )
@@ -106,10 +106,10 @@ class BlockScores:
 
     probs, grads: words of P^T and dS^T (`wgmma.round_pairs`), for the sums of dV and dK. values:
     the first
-    columns of this warpgroup's values as an operand (`BwdPlan.value_steps`).
+    columns of this warpgroup's values as an operand (`BwdTraits.value_steps`).
     """
 
-    plan: cutlass.Constexpr[BwdPlan]
+    traits: cutlass.Constexpr[BwdTraits]
     tiles: Tiles
     channels: Channels
     chain: ScoreChain
@@ -121,31 +121,31 @@ class BlockScores:
 
     @staticmethod
     def create(
-        plan: BwdPlan, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
+        traits: BwdTraits, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
     ) -> "BlockScores":
-        num_parts = plan.num_score_parts(len(chain.wants_aux))
-        mma = plan.mma_scores(num_parts)
+        num_parts = traits.num_score_parts(len(chain.wants_aux))
+        mma = traits.mma_scores(num_parts)
 
         def parts(smem: cute.Tensor, dim: int) -> tuple[cute.Tensor, ...]:
             if num_parts == 1:
                 return (wgmma.operand_b(mma, smem),)
-            tile = (plan.tile_m // num_parts, dim)
+            tile = (traits.tile_m // num_parts, dim)
             views = (cute.local_tile(smem, tile, (i, 0, None)) for i in range(num_parts))
             return tuple(wgmma.operand_b(mma, view) for view in views)
 
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            parts(tiles.q, plan.tile_d),
+            parts(tiles.q, traits.tile_d),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, plan.tile_dv),
+            parts(tiles.do, traits.tile_dv),
         )
-        num_words = wgmma.ROWS_PER_WARPGROUP * plan.tile_m // THREADS_PER_WARPGROUP // 2
+        num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
         values = None
-        if chain.is_empty and plan.value_steps > 0:
-            values = wgmma.make_operand_words(plan.value_steps)
+        if chain.is_empty and traits.value_steps > 0:
+            values = wgmma.make_operand_words(traits.value_steps)
         more = probs, grads, values, passes_over
-        return BlockScores(plan, tiles, channels, chain, factors, *more)
+        return BlockScores(traits, tiles, channels, chain, factors, *more)
 
     @property
     def num_parts(self) -> int:
@@ -160,8 +160,8 @@ class BlockScores:
         """Load the values that stay in registers for a work tile, with its first query block."""
         if self.values is not None:
             self.channels.do.wait(block)
-            smem = self.tiles.v[None, None, self.plan.own_keys(tile)]
-            keep_columns(self.values, self.plan.mma_values(), smem)
+            smem = self.tiles.v[None, None, self.traits.own_keys(tile)]
+            keep_columns(self.values, self.traits.mma_values(), smem)
 
     def compute(self, kind: Kind, state: MainloopState) -> None:
         """Compute P and dS of a query block that has arrived, except perhaps its dO.
@@ -169,7 +169,7 @@ class BlockScores:
         No products may be in flight before. Afterwards dO has arrived, and dQ may read dS after
         `sync_both`.
         """
-        if self.plan.shares_keys:
+        if self.traits.shares_keys:
             self._compute_in_turn(kind, state)
             self.channels.do.wait(state.block)
         else:
@@ -185,14 +185,14 @@ class BlockScores:
         Run by both warpgroups, with no products of the block in flight; they meet only if there are
         such rows.
         """
-        plan, channels = self.plan, self.channels
+        traits, channels = self.traits, self.channels
         if self._any_mark(block):
             channels.do.wait(block)
             stage, do_stage = channels.q.index(block), channels.do.index(block)
             marks = self._marks(block)
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-            for i in cutlass.range(plan.tile_m // plan.num_mma_warps, unroll=1):
-                row = i * plan.num_mma_warps + warp
+            for i in cutlass.range(traits.tile_m // traits.num_mma_warps, unroll=1):
+                row = i * traits.num_mma_warps + warp
                 if is_marked(marks, row):
                     clear_row(self.tiles.q[row, None, stage])
                     clear_row(self.tiles.do[row, None, do_stage])
@@ -208,11 +208,11 @@ class BlockScores:
         return is_unmarked
 
     def _any_mark(self, block: Int32) -> Boolean:
-        return any_mark(self._marks(block), self.plan.tile_m)
+        return any_mark(self._marks(block), self.traits.tile_m)
 
     def _marks(self, block: Int32) -> cute.Tensor:
         stats = self.tiles.stats[None, self.channels.q.index(block)]
-        return marks_of(stats, self.plan.tile_m, self.plan.num_stats)
+        return marks_of(stats, self.traits.tile_m, self.traits.num_stats)
 
     def is_hidden(self) -> Boolean:
         """Whether the current bits, which have arrived, hide all keys of this warpgroup."""
@@ -245,14 +245,14 @@ class BlockScores:
 
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""
-        if self.plan.shares_keys:
+        if self.traits.shares_keys:
             # by both, because a branch would serialise the products that are in flight
-            self._load_grads(self.grads, self.plan.ds_stage(block))
+            self._load_grads(self.grads, self.traits.ds_stage(block))
 
     @cute.jit
     def discard_bits(self, cut: Int32) -> None:
         """Take the bits of a skipped block, if this warpgroup reads them."""
-        if const_expr(not self.plan.shares_keys) or mma_warpgroup_idx() == 0:
+        if const_expr(not self.traits.shares_keys) or mma_warpgroup_idx() == 0:
             self._bits(Kind.PARTIAL, cut, Boolean(False))
 
     # -- keys of its own ------------------------------------------------------------------------
@@ -265,18 +265,18 @@ class BlockScores:
         self._store_own_grads(state.block)
 
     def _store_own_grads(self, block: Int32) -> None:
-        plan = self.plan
-        groups = plan.num_row_groups
+        traits = self.traits
+        groups = traits.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
-            unit = plan.ds_unit(plan.ds_stage(block), mma_warpgroup_idx(), i)
+            unit = traits.ds_unit(traits.ds_stage(block), mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
 
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
-        plan, chain, channels = self.plan, self.chain, self.channels
+        traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
-        acc_S, acc_dP = (wgmma.make_accumulator(plan.tile_m) for _ in range(2))  # (64, tile_m)
+        acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
         channels.do.wait_unless(state.peeked.do, state.block)
@@ -292,9 +292,9 @@ class BlockScores:
         warpgroup.wait_group(0)
         delta = statistics.delta
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
-        wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
+        wgmma.round_pairs(self.grads, acc_dP, traits.dtype)
         if is_plain:
-            wgmma.round_pairs(self.probs, acc_S, plan.dtype)
+            wgmma.round_pairs(self.probs, acc_S, traits.dtype)
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
@@ -302,7 +302,7 @@ class BlockScores:
 
         S and dP of all columns would not fit the registers.
         """
-        width = self.plan.tile_m // self.num_parts
+        width = self.traits.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
@@ -332,28 +332,28 @@ class BlockScores:
     def _compute_in_first(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if mma_warpgroup_idx() == 0:
             self._compute_by_parts(kind, state)
-            self._store_grads(self.grads, self.plan.ds_stage(state.block))
+            self._store_grads(self.grads, self.traits.ds_stage(state.block))
             self._pass_probs(state.block)
         else:
             self._take_probs(state.block)
 
     def _compute_probs(self, kind: Kind, state: MainloopState) -> None:
-        acc_S = wgmma.make_accumulator(self.plan.tile_m)  # (64, tile_m)
+        acc_S = wgmma.make_accumulator(self.traits.tile_m)  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
         warpgroup.wait_group(0)
         self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
         if self.chain.is_empty:
-            wgmma.round_pairs(self.probs, acc_S, self.plan.dtype)
+            wgmma.round_pairs(self.probs, acc_S, self.traits.dtype)
         else:
             # what dS has for P takes the way of dS
-            wgmma.round_pairs(self.grads, acc_S, self.plan.dtype)
-            self._store_grads(self.grads, self.plan.ds_stage(state.block))
+            wgmma.round_pairs(self.grads, acc_S, self.traits.dtype)
+            self._store_grads(self.grads, self.traits.ds_stage(state.block))
         self._pass_probs(state.block)
 
     def _compute_grads(self, state: MainloopState) -> None:
-        plan = self.plan
-        acc_dP = wgmma.make_accumulator(plan.tile_m)  # (64, tile_m)
+        traits = self.traits
+        acc_dP = wgmma.make_accumulator(traits.tile_m)  # (64, tile_m)
         delta = self._statistics(state.block).delta
         self.channels.do.wait_unless(state.peeked.do, state.block)
         self._issue_dp(acc_dP, state)
@@ -362,30 +362,30 @@ class BlockScores:
         words = self.probs
         if not self.chain.is_empty:
             words = self.grads
-            self._load_grads(words, self.plan.ds_stage(state.block))
+            self._load_grads(words, self.traits.ds_stage(state.block))
             cute.arch.sync_warp()
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
-        factors.store(wgmma.rounded_values(words, plan.dtype).load().to(Float32))
+        factors.store(wgmma.rounded_values(words, traits.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
-        wgmma.round_pairs(self.grads, acc_dP, plan.dtype)
-        self._store_grads(self.grads, self.plan.ds_stage(state.block))
+        wgmma.round_pairs(self.grads, acc_dP, traits.dtype)
+        self._store_grads(self.grads, self.traits.ds_stage(state.block))
 
     # -- steps ----------------------------------------------------------------------------------
 
     def _issue_scores(self, acc_S: cute.Tensor, state: MainloopState, part: int = 0) -> None:
-        k_tile = self.factors.k[None, None, None, self.plan.own_keys(state.tile)]
+        k_tile = self.factors.k[None, None, None, self.traits.own_keys(state.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(state.block)]
-        wgmma.issue(self.plan.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
+        wgmma.issue(self.traits.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
 
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
-        v_tile = self.factors.v[None, None, None, self.plan.own_keys(state.tile)]
+        v_tile = self.factors.v[None, None, None, self.traits.own_keys(state.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
-        mma = self.plan.mma_scores(self.num_parts)
+        mma = self.traits.mma_scores(self.num_parts)
         if self.values is None:
             wgmma.issue(mma, acc_dP, v_tile, do_tile, False)
         else:
-            operand = wgmma.words_as_operand_a(self.values, self.plan.dtype)
-            kept = self.plan.mma_values(), operand
+            operand = wgmma.words_as_operand_a(self.values, self.traits.dtype)
+            kept = self.traits.mma_values(), operand
             wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
 
     def _apply(
@@ -403,7 +403,7 @@ class BlockScores:
     def _bits(self, kind: Kind, cut: Int32, is_ready: Boolean) -> tuple | None:
         if kind != Kind.PARTIAL:
             return None
-        first = self.plan.first_key()
+        first = self.traits.first_key()
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
@@ -413,20 +413,20 @@ class BlockScores:
 
     def _statistics(self, block: Int32) -> Statistics:
         """Statistics of the queries of this thread's columns."""
-        tile_m = self.plan.tile_m
+        tile_m = self.traits.tile_m
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
         lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )
-        if not self.plan.has_reference:
+        if not self.traits.has_reference:
             return Statistics(lse, delta)
         # by the same address as LSE, to save registers
         delta, reference = (
             cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
         )
-        if self.plan.shares_keys or self.chain.wants_aux:
+        if self.traits.shares_keys or self.chain.wants_aux:
             # here ptxas would serialise the products for a branch, there it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
@@ -434,39 +434,39 @@ class BlockScores:
 
     def _pass_probs(self, block: Int32) -> None:
         """Give P to the other warpgroup."""
-        if self.plan.has_p:
+        if self.traits.has_p:
             self._store_probs()
         else:
             self.channels.grads.acquire(block)
-            self._store_grads(self.probs, self.plan.ds_stage(block))
+            self._store_grads(self.probs, self.traits.ds_stage(block))
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 
     def _take_probs(self, block: Int32) -> None:
         """Get P from the other warpgroup."""
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
-        if self.plan.has_p:
+        if self.traits.has_p:
             self._load_probs()
         else:
             # dS takes its place, warp by warp
-            self._load_grads(self.probs, self.plan.ds_stage(block))
+            self._load_grads(self.probs, self.traits.ds_stage(block))
             cute.arch.sync_warp()
 
     def _store_probs(self) -> None:
-        values = wgmma.rounded_values(self.probs, self.plan.dtype)
+        values = wgmma.rounded_values(self.probs, self.traits.dtype)
         store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
 
     def _load_probs(self) -> None:
-        operand = wgmma.words_as_operand_a(self.probs, self.plan.dtype)
+        operand = wgmma.words_as_operand_a(self.probs, self.traits.dtype)
         load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
 
     def _store_grads(self, words: cute.Tensor, unit: Int32) -> None:
         """Write dS^T of 64 keys and 64 queries in the layout that dQ reads, with a query's values
         contiguous."""
-        values = wgmma.rounded_values(words, self.plan.dtype)
+        values = wgmma.rounded_values(words, self.traits.dtype)
         store_rows(values, self._exchange_mma(), self._grads_by_keys(unit), transposes=True)
 
     def _load_grads(self, words: cute.Tensor, unit: Int32) -> None:
-        operand = wgmma.words_as_operand_a(words, self.plan.dtype)
+        operand = wgmma.words_as_operand_a(words, self.traits.dtype)
         load_rows(self._grads_by_keys(unit), self._exchange_mma(), operand, transposes=True)
 
     def _grads_by_keys(self, unit: Int32) -> cute.Tensor:
@@ -474,4 +474,4 @@ class BlockScores:
 
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
-        return self.plan.mma_keys(wgmma.ROWS_PER_WARPGROUP)
+        return self.traits.mma_keys(wgmma.ROWS_PER_WARPGROUP)

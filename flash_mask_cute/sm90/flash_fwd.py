@@ -2,20 +2,20 @@
 
 A persistent CTA computes one work tile of tile_m query rows after another. Its roles:
 
-| warps                   | role  | work                                                       |
-|-------------------------|-------|------------------------------------------------------------|
-| 0 of warpgroup 0        | load  | TMA of Q, K, V                                             |
-| 1 of warpgroup 0        | plan  | choose work tiles and the key blocks they visit            |
-| 2, 3 of warpgroup 0 (*) | mask  | bits of the scores that count, for blocks that a mask cuts |
-| warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
+| warps                   | role     | work                                                       |
+|-------------------------|----------|------------------------------------------------------------|
+| 0 of warpgroup 0        | load     | TMA of Q, K, V                                             |
+| 1 of warpgroup 0        | schedule | choose work tiles and the key blocks they visit            |
+| 2, 3 of warpgroup 0 (*) | mask     | bits of the scores that count, for blocks that a mask cuts |
+| warpgroups 1..tile_m/64 | mma      | 64 rows each: S = Q K^T, softmax, P V, output              |
 
 (*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
 registers.
 
 Channels (full/empty mbarrier pairs):
 
-    plan ---------ring--> all          coordinates and lengths of the next work tile
-    plan ---------walk--> load, mask   the key blocks it visits, up to 32 an entry
+    schedule -----ring--> all          coordinates and lengths of the next work tile
+    schedule -----walk--> load, mask   the key blocks it visits, up to 32 an entry
     load ---------q-----> mma          all query rows of a tile
     load ---------k-----> mma          one key block, and a word that says what it is
     load ---------v-----> mma          one value block
@@ -53,7 +53,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
-    planning_rings,
+    scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
@@ -63,18 +63,18 @@ from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
-from flash_mask_cute.core.work_ring import PIECE_FIELDS
+from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.limits import padded_group
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, Share, check_given
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits
-from flash_mask_cute.rules.share_walks import plan_forward
+from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
-from flash_mask_cute.sm90.flash_fwd_plan import MASK_REGISTERS, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_traits import MASK_REGISTERS, FwdTraits
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -106,7 +106,7 @@ class FlashAttentionForwardSm90:
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param num_sms: the most CTAs to launch
     :param cta_pair: False
-    :param split: how work tiles are computed in pieces: "rows", in a number of pieces that the
+    :param split: how work tiles are computed in splits: "rows", in a number of splits that the
         launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
     :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
         and of the page size of every launch
@@ -143,7 +143,7 @@ class FlashAttentionForwardSm90:
         page_box: int | None = None,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        plan = FwdPlan(
+        traits = FwdTraits(
             dtype,
             head_dim,
             head_dim_v,
@@ -157,11 +157,11 @@ class FlashAttentionForwardSm90:
             heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
         )
-        if mask_mod is not None and num_threads != plan.num_threads:
+        if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
-            with_warpgroup = replace(plan, mask_warpgroup=True)
-            plan = plan if with_warpgroup.infeasible() else with_warpgroup
-        self.plan = plan
+            with_warpgroup = replace(traits, mask_warpgroup=True)
+            traits = traits if with_warpgroup.infeasible() else with_warpgroup
+        self.traits = traits
         refused = {
             "Q_in_regs": Q_in_regs,
             "intra_wg_overlap": not intra_wg_overlap,
@@ -172,12 +172,12 @@ class FlashAttentionForwardSm90:
                 raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        reason = self.plan.infeasible()
+        reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
-        if num_threads not in (None, self.plan.num_threads):
+        if num_threads not in (None, self.traits.num_threads):
             raise ValueError(
-                f"num_threads is {self.plan.num_threads} for tile_m={tile_m}, got {num_threads}"
+                f"num_threads is {self.traits.num_threads} for tile_m={tile_m}, got {num_threads}"
             )
         self.is_causal = is_causal
         self.is_local = is_local
@@ -243,15 +243,15 @@ class FlashAttentionForwardSm90:
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
 
-        mPartials: destination of pieces of work tiles: the tensors and the number of `Partials`. By
+        mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         """
-        plan = self.plan
+        traits = self.traits
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        pages = Pages.create(mPageTable, mK, mV, plan.page_box, mKvBatchIdx, mLeftpadK)
+        pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
-        operands = tma.Operands.of_forward(plan, mQ, mK, mV, mO, lengths)
+        operands = tma.Operands.of_forward(traits, mQ, mK, mV, mO, lengths)
         mask_bits = blocks = group_bytes = None
         check_given("query_chunk", query_chunk, mask_bit_tensors is not None)
         if const_expr(mask_bit_tensors is not None):
@@ -263,8 +263,8 @@ class FlashAttentionForwardSm90:
         partials = Partials.create(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (plan.head_dim, plan.head_dim_v), plan.tile_m, plan.packed_heads,
-            plan.group_size, group_bytes, self.num_sms, blocks, num_splits,
+            lengths, mQ, mK, (traits.head_dim, traits.head_dim_v), traits.tile_m,
+            traits.packed_heads, traits.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
@@ -275,7 +275,7 @@ class FlashAttentionForwardSm90:
             column_tensors,
             schedule.num_heads,
             blocksparse_tensors,
-            (plan.tile_m, plan.tile_n) if const_expr(block_size is None) else block_size,
+            (traits.tile_m, traits.tile_n) if const_expr(block_size is None) else block_size,
             block_bits,
             aux_tensors,
             mask_bits,
@@ -293,10 +293,10 @@ class FlashAttentionForwardSm90:
             tile_counter,
             partials,
             pages,
-            mO if const_expr(plan.is_padded) else None,
+            mO if const_expr(traits.is_padded) else None,
         ).launch(
             grid=(grid, 1, 1),
-            block=(plan.num_threads, 1, 1),
+            block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -315,31 +315,31 @@ class FlashAttentionForwardSm90:
         pages: Pages | None,
         mO: cute.Tensor | None,
     ):
-        plan = self.plan
+        traits = self.traits
         # -- shared memory and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(plan.storage())
-        mma_warps = plan.num_mma_warps
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        mma_warps = traits.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
         loads = 1
         # otherwise only the end of the keys makes a block partial, which must be a walk's first
         uncut_first = self._has_cutters(masks)
         fields = lengths.work_fields
         if const_expr(self.split is not None):
-            fields = (*fields, *PIECE_FIELDS)
-        ring, walk = planning_rings(
-            storage, 1 + plan.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first,
+            fields = (*fields, *SPLIT_FIELDS)
+        ring, walk = scheduler_rings(
+            storage, 1 + traits.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first,
             fields=fields,
         )  # fmt: skip
         channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), plan.stages_q, loads, mma_warps),
-            k=Channel.create(storage.k_barriers.data_ptr(), plan.stages_k, loads, mma_warps),
-            v=Channel.create(storage.v_barriers.data_ptr(), plan.stages_kv, loads, mma_warps),
+            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loads, mma_warps),
+            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads, mma_warps),
+            v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads, mma_warps),
             bits=Channel.create(
-                storage.bits_barriers.data_ptr(), 1, plan.num_mask_warps, mma_warps
+                storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
             ),
             ring=ring,
             walk=walk,
@@ -348,20 +348,22 @@ class FlashAttentionForwardSm90:
         cute.arch.sync_threads()
 
         tiles = Tiles(
-            q=swizzled(storage.q, plan.layout_q()),
-            k=swizzled(storage.k, plan.layout_k()),
-            v=swizzled(storage.v, plan.layout_v()),
-            o=swizzled(storage.q if const_expr(plan.share_qo) else storage.o, plan.layout_o()),
-            block_flags=storage.block_flags.get_tensor(cute.make_layout(plan.stages_k)),
-            bits=storage.bits.get_tensor(cute.make_layout((wgmma.COLUMNS.num_words, plan.tile_m))),
-            any_bits=storage.any_bits.get_tensor(cute.make_layout(plan.tile_m // bit_tile.WORD)),
+            q=swizzled(storage.q, traits.layout_q()),
+            k=swizzled(storage.k, traits.layout_k()),
+            v=swizzled(storage.v, traits.layout_v()),
+            o=swizzled(storage.q if const_expr(traits.share_qo) else storage.o, traits.layout_o()),
+            block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.stages_k)),
+            bits=storage.bits.get_tensor(
+                cute.make_layout((wgmma.COLUMNS.num_words, traits.tile_m))
+            ),
+            any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
         )
 
         # -- roles
-        mask_warp = warp_idx - plan.first_mask_warp
+        mask_warp = warp_idx - traits.first_mask_warp
         if warp_idx < Role.MMA:
-            if const_expr(plan.moves_registers):
-                cute.arch.setmaxregister_decrease(plan.helper_registers)
+            if const_expr(traits.moves_registers):
+                cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
                 operand_loads = OperandLoads(
                     operands,
@@ -370,21 +372,21 @@ class FlashAttentionForwardSm90:
                     Buffer(tiles.v, channels.v),
                     lengths,
                     schedule.heads_per_kv,
-                    plan,
+                    traits,
                     tiles.block_flags,
                     pages=pages,
                 )
                 operand_loads.stream(channels.ring, channels.walk)
-            elif warp_idx == Role.PLAN:
+            elif warp_idx == Role.SCHEDULE:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
-                plan_forward(self, rules, rings, lengths, schedule, tile_counter, partials)
-            elif const_expr(not plan.mask_warpgroup):
+                schedule_forward(self, rules, rings, lengths, schedule, tile_counter, partials)
+            elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
-            if const_expr(plan.moves_registers):
-                cute.arch.setmaxregister_increase(plan.mma_registers)
+            if const_expr(traits.moves_registers):
+                cute.arch.setmaxregister_increase(traits.mma_registers)
             self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
-        elif const_expr(plan.mask_warpgroup):
+        elif const_expr(traits.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
 
@@ -392,13 +394,15 @@ class FlashAttentionForwardSm90:
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
         """A mask warp: the bits of its share of every tile's rows."""
-        plan = self.plan
-        share = Share.create(mask_warp, plan.num_mask_warps, plan.tile_m, wgmma.COLUMNS)
+        traits = self.traits
+        warp_rows = MaskWarpRows.create(
+            mask_warp, traits.num_mask_warps, traits.tile_m, wgmma.COLUMNS
+        )
         rules = self._rules(masks, lengths)
-        passes_over = plan.passes_over and self._can_be_cut(masks)
+        passes_over = traits.passes_over and self._can_be_cut(masks)
         any_bits = tiles.any_bits if const_expr(passes_over) else None
         make_mask_bits(
-            rules, share, tiles.bits, channels.bits, channels.ring, channels.walk, any_bits
+            rules, warp_rows, tiles.bits, channels.bits, channels.ring, channels.walk, any_bits
         )
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
@@ -420,10 +424,10 @@ class FlashAttentionForwardSm90:
         mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
-        plan, ring = self.plan, channels.ring
-        epilogue = Epilogue(plan, operands, lse, lengths, score_args.sink, partials, mO)
+        traits, ring = self.traits, channels.ring
+        epilogue = Epilogue(traits, operands, lse, lengths, score_args.sink, partials, mO)
         blocks = KeyBlocks.create(
-            plan,
+            traits,
             self.score_mod,
             self._can_be_cut(masks),
             tiles,
@@ -432,7 +436,7 @@ class FlashAttentionForwardSm90:
             masks.aux_tensors,
             keeps_largest=lse.largest is not None,
         )
-        first_S = wgmma.make_accumulator(plan.tile_n)  # (64, tile_n) of the warpgroup
+        first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
         probs, other_probs = blocks.make_probs(), blocks.make_probs()
         tile, state = Int32(0), MainloopState.start()
@@ -442,13 +446,13 @@ class FlashAttentionForwardSm90:
         while is_valid:
             # -- first key block, whose S is complete
             state, following = blocks.first(tile, state, first_S, probs)
-            if const_expr(plan.share_qo and plan.overlaps_tiles):  # noqa: SIM102 (while tracing)
+            if const_expr(traits.share_qo and traits.overlaps_tiles):  # noqa: SIM102 (while tracing)
                 # by now the previous tile's output has left its query's place
                 if tile > 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             # -- key blocks: P V of the block before, and S of this one
-            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # One loop for partial blocks and one for full ones, of the same text: a loop that tests
             # every block would have one branch more while P V is in flight, and ptxas would
             # serialise all products.
             while following != Kind.END:
@@ -467,17 +471,17 @@ class FlashAttentionForwardSm90:
 
             # -- the last P V of this tile, and with it the first S of the next
             next_is_valid = ring.wait(tile + 1)
-            if const_expr(not plan.share_qo):
+            if const_expr(not traits.share_qo):
                 # before the barrier: the warpgroup before may wait for the query that takes this
                 # one's place
                 channels.q.release(tile)
             blocks.wait_for_values(state)
             blocks.wait_scheduler_barrier()
             blocks.issue_values(probs, state)
-            if const_expr(plan.overlaps_tiles):
+            if const_expr(traits.overlaps_tiles):
                 self._issue_next_scores(blocks, first_S, tile, state.block, next_is_valid)
             blocks.arrive_scheduler_barrier()
-            warpgroup.wait_group(1 if const_expr(plan.overlaps_tiles) else 0)
+            warpgroup.wait_group(1 if const_expr(traits.overlaps_tiles) else 0)
             blocks.release_values(state)
             # -- epilogue
             work = ring.read(tile)
@@ -486,13 +490,13 @@ class FlashAttentionForwardSm90:
                     # what was loaded is a row that is not in use, or a neighbour's
                     blocks.acc_O.fill(0.0)
             o_stage = mma_warpgroup_idx()
-            if const_expr(plan.share_qo):
-                o_stage += channels.q.index(tile) * plan.num_mma_warpgroups
+            if const_expr(traits.share_qo):
+                o_stage += channels.q.index(tile) * traits.num_mma_warpgroups
             sO = tiles.o[None, None, o_stage]  # (64, tile_dv)
             epilogue.run(blocks, sO, work)
             ring.release(tile)
             state = state.next_tile()
-            if const_expr(plan.overlaps_tiles):
+            if const_expr(traits.overlaps_tiles):
                 warpgroup.wait_group(0)
             else:
                 # the output has left, and with it the query's last reader

@@ -1,6 +1,6 @@
 """The end of a work tile of the Hopper forward: stores O and LSE of a warpgroup's rows.
 
-A whole tile is stored by TMA through shared memory. A piece (`core/partials.py`), or a tile with
+A whole tile is stored by TMA through shared memory. A split (`core/partials.py`), or a tile with
 padding rows of no head, is stored from registers, row by row.
 """
 
@@ -18,7 +18,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_mainloop import KeyBlocks, tile_rows
-from flash_mask_cute.sm90.flash_fwd_plan import Barrier, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_traits import Barrier, FwdTraits
 from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_warpgroup
 
 
@@ -27,7 +27,7 @@ class Epilogue:
     """The destination of results. sink: logits (heads_q,), or None. mO: the output if a tile may
     have padding rows, else None."""
 
-    plan: cutlass.Constexpr[FwdPlan]
+    traits: cutlass.Constexpr[FwdTraits]
     operands: tma.Operands
     lse: LseTensors
     lengths: Lengths
@@ -38,12 +38,12 @@ class Epilogue:
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
         """Scale the accumulator, and store it (through sO) and the LSE of this warpgroup's rows."""
-        plan, lengths, partials, acc_O = self.plan, self.lengths, self.partials, blocks.acc_O
+        traits, lengths, partials, acc_O = self.traits, self.lengths, self.partials, blocks.acc_O
         thread = thread_in_warpgroup()
         is_packed = lengths.cu_seqlens_q is not None
-        rows = tile_rows(plan, work, thread)
-        q_idx = tuple(row // plan.packed_heads for row in rows)
-        group = plan.packed_heads, plan.group_size
+        rows = tile_rows(traits, work, thread)
+        q_idx = tuple(row // traits.packed_heads for row in rows)
+        group = traits.packed_heads, traits.group_size
         heads = tuple(head_of_row(work, row, *group) for row in rows)
         sinks = None
         if const_expr(self.sink is not None):
@@ -66,11 +66,11 @@ class Epilogue:
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
             is_told = (thread % 4 == 0) & self._is_row(work, rows[r])
             if const_expr(partials is not None):
-                if is_told & partials.is_piece(work):
-                    tile_row = rows[r] - work.block * plan.tile_m
+                if is_told & partials.is_split(work):
+                    tile_row = rows[r] - work.block * traits.tile_m
                     place = partials.row(work, is_packed, heads[r], q_idx[r], tile_row)
                     partials.store_lse(place, row_lse, low)
-                is_told = is_told & (partials.is_piece(work) == Boolean(False))
+                is_told = is_told & (partials.is_split(work) == Boolean(False))
             if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
                 if is_told:
                     self.lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
@@ -81,7 +81,7 @@ class Epilogue:
         if const_expr(partials is None):
             self._store_output(sO, acc_O, work)
         elif const_expr(partials.by_slots):
-            if partials.is_piece(work):
+            if partials.is_split(work):
                 self._store_rows(output, work, partials)
             else:
                 self._store_output(sO, acc_O, work)
@@ -90,12 +90,12 @@ class Epilogue:
 
     def _is_row(self, work: Work, row: Int32) -> Boolean:
         """Whether a row of a tile belongs to a query head, in use or not."""
-        return (row // self.plan.packed_heads < work.slot) & self._is_head(row)
+        return (row // self.traits.packed_heads < work.slot) & self._is_head(row)
 
     def _is_head(self, row: Int32) -> Boolean | bool:
         """Whether a row of a tile belongs to a query head, if the query exists."""
-        plan = self.plan
-        return row % plan.packed_heads < plan.group_size if plan.is_padded else True
+        traits = self.traits
+        return row % traits.packed_heads < traits.group_size if traits.is_padded else True
 
     @cute.jit
     def _store_output(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):
@@ -108,25 +108,25 @@ class Epilogue:
     @cute.jit
     def _store_tile(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):
         """Store this warpgroup's rows of the output through sO."""
-        plan = self.plan
+        traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # the previous tile's store must have read the staging memory, and all warps their queries
         is_storing_warp = warp_idx % WARPS_PER_WARPGROUP == 0
         if is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         sync_warpgroup(Barrier.EPILOGUE)
-        store_rows(wgmma.rounded(acc_O, plan.dtype), plan.mma_pv(), sO)
+        store_rows(wgmma.rounded(acc_O, traits.dtype), traits.mma_pv(), sO)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_warpgroup(Barrier.EPILOGUE)
         if is_storing_warp:
-            tile_row = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-            first = (work.head_idx * plan.group_size, tile_row // plan.packed_heads)
+            tile_row = work.block * traits.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+            first = (work.head_idx * traits.group_size, tile_row // traits.packed_heads)
             is_packed = self.lengths.cu_seqlens_q is not None
             gO = tma.of_sequence(
                 self.operands.o, is_packed, work.batch_idx, work.offset_q, work.slot
             )
             dst, src = tma.tile_of(
-                self.operands.o_atom, gO, first, (plan.row_tile, plan.tile_dv), sO
+                self.operands.o_atom, gO, first, (traits.row_tile, traits.tile_dv), sO
             )
             cute.copy(self.operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
@@ -134,17 +134,17 @@ class Epilogue:
     @cute.jit
     def _store_rows(self, output: cute.Tensor, work: Work, target: Partials | OutputRows):
         """Store this thread's rows and columns directly from registers."""
-        plan, thread = self.plan, thread_in_warpgroup()
+        traits, thread = self.traits, thread_in_warpgroup()
         is_packed = self.lengths.cu_seqlens_q is not None
-        for r, row in enumerate(tile_rows(plan, work, thread)):
+        for r, row in enumerate(tile_rows(traits, work, thread)):
             if self._is_row(work, row):
-                head_idx = head_of_row(work, row, plan.packed_heads, plan.group_size)
-                tile_row = row - work.block * plan.tile_m
-                place = target.row(work, is_packed, head_idx, row // plan.packed_heads, tile_row)
+                head_idx = head_of_row(work, row, traits.packed_heads, traits.group_size)
+                tile_row = row - work.block * traits.tile_m
+                place = target.row(work, is_packed, head_idx, row // traits.packed_heads, tile_row)
                 columns = target.o[(*place, None)]
                 for c in cutlass.range_constexpr(0, cute.size(output, mode=[1]), 2):
                     # columns come in groups of 8, as those of the output do
-                    if const_expr(wgmma.col_offset(c) < plan.head_dim_v):
+                    if const_expr(wgmma.col_offset(c) < traits.head_dim_v):
                         column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
                         _store_pair(columns, column, output[r, c], output[r, c + 1])
 

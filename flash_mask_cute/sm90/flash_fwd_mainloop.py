@@ -6,7 +6,7 @@ which are a register operand of P V.
 
 A step reads P of the previous block from one tensor of words and writes its own to another or to
 the same one. If P V is complete before the exponentials begin, the same tensor is free
-(`FwdPlan.values_first`). If they overlap, a second tensor saves a copy. But registers have no
+(`FwdTraits.values_first`). If they overlap, a second tensor saves a copy. But registers have no
 index, so the code of a step then exists twice. This pays for whole blocks, of which many are
 consecutive (`KeyBlocks.alternates`).
 """
@@ -39,7 +39,7 @@ from flash_mask_cute.mods.table_rows import LoadedRows
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_fwd_plan import HALF_KEYS, Barrier, FwdPlan
+from flash_mask_cute.sm90.flash_fwd_traits import HALF_KEYS, Barrier, FwdTraits
 from flash_mask_cute.sm90.quad_tables import QUAD, QuadTableColumns
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
@@ -100,14 +100,14 @@ class KeyBlocks:
     """Shared facts of the steps of an MMA warpgroup.
 
     can_be_cut: a block after the first one of a walk may be cut. kept_q: the first columns of the
-    query, in registers, or None (`FwdPlan.query_steps`). opaque_one: a 1 whose value the compiler
+    query, in registers, or None (`FwdTraits.query_steps`). opaque_one: a 1 whose value the compiler
     must not know.
     """
 
-    plan: cutlass.Constexpr[FwdPlan]
+    traits: cutlass.Constexpr[FwdTraits]
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
     can_be_cut: cutlass.Constexpr[bool]
-    traits: cutlass.Constexpr[ScoreModTraits]
+    score_traits: cutlass.Constexpr[ScoreModTraits]
     tiles: Tiles
     channels: Channels
     scales: ScoreScales
@@ -119,7 +119,7 @@ class KeyBlocks:
 
     @staticmethod
     def create(
-        plan: FwdPlan,
+        traits: FwdTraits,
         score_mod: Callable[..., Any] | None,
         can_be_cut: bool,
         tiles: Tiles,
@@ -128,34 +128,34 @@ class KeyBlocks:
         aux_tensors: Any,
         keeps_largest: bool,
     ) -> "KeyBlocks":
-        traits = ScoreModTraits()
+        score_traits = ScoreModTraits()
         if score_mod is not None:
-            traits = ScoreModTraits.create(score_mod, aux_tensors)
-        computes_functions = scales.cap is not None or traits.computes_functions
+            score_traits = ScoreModTraits.create(score_mod, aux_tensors)
+        computes_functions = scales.cap is not None or score_traits.computes_functions
         softmax = OnlineSoftmax.create(
-            scales.scale_log2 * traits.factor,
+            scales.scale_log2 * score_traits.factor,
             wgmma.ROWS_PER_THREAD,
-            plan.dtype,
-            QuadRows(*plan.polynomial if computes_functions else ()),
-            None if score_mod is None else traits.factor,
+            traits.dtype,
+            QuadRows(*traits.polynomial if computes_functions else ()),
+            None if score_mod is None else score_traits.factor,
             keeps_largest,
         )
         kept_q = None
-        if score_mod is None and plan.query_steps > 0:
-            kept_q = wgmma.make_operand_words(plan.query_steps)
+        if score_mod is None and traits.query_steps > 0:
+            kept_q = wgmma.make_operand_words(traits.query_steps)
             # a value for the products that are issued for nothing
             kept_q.fill(0)
         return KeyBlocks(
-            plan,
+            traits,
             score_mod,
             can_be_cut,
-            traits,
+            score_traits,
             tiles,
             channels,
             scales,
             aux_tensors,
             softmax,
-            wgmma.make_accumulator(plan.tile_dv),
+            wgmma.make_accumulator(traits.tile_dv),
             kept_q,
             # grids are one-dimensional, but the compiler does not know that
             Int32(cute.arch.grid_dim()[2]),
@@ -163,7 +163,7 @@ class KeyBlocks:
 
     def make_probs(self) -> cute.Tensor:
         """Words of P."""
-        return wgmma.make_operand_words(self.plan.tile_n // 16)
+        return wgmma.make_operand_words(self.traits.tile_n // 16)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -174,12 +174,12 @@ class KeyBlocks:
     def may_pass_over(self) -> bool:
         """Whether a block is skipped if a mask hides it from this warpgroup's rows; false if only
         the first block of a walk may be cut."""
-        return self.plan.passes_over and self.can_be_cut
+        return self.traits.passes_over and self.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over such a block writes P to other words than it reads."""
-        plan = self.plan
-        return kind == Kind.FULL and plan.keeps_scores and not plan.values_first
+        traits = self.traits
+        return kind == Kind.FULL and traits.keeps_scores and not traits.values_first
 
     # -- products -------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class KeyBlocks:
         """Load the kept part of a work tile's query, which has arrived."""
         if self.kept_q is not None:
             smem = self.tiles.q[None, None, self._query_stage(tile)]
-            keep_columns(self.kept_q, self.plan.mma_qk(warpgroup.OperandSource.RMEM), smem)
+            keep_columns(self.kept_q, self.traits.mma_qk(warpgroup.OperandSource.RMEM), smem)
 
     def issue_scores(
         self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Int32 | None = None
@@ -198,22 +198,22 @@ class KeyBlocks:
         """
         keys = self.tiles.k
         if half is not None:
-            keys = cute.local_tile(keys, (HALF_KEYS, self.plan.tile_d), (half, 0, None))
-        mma = self.plan.mma_qk(num_keys=None if half is None else HALF_KEYS)
+            keys = cute.local_tile(keys, (HALF_KEYS, self.traits.tile_d), (half, 0, None))
+        mma = self.traits.mma_qk(num_keys=None if half is None else HALF_KEYS)
         q_tile = wgmma.operand_a(mma, self.tiles.q)[None, None, None, self._query_stage(tile)]
         k_stage = self.channels.k.index(block)
         k_tile = wgmma.operand_b(mma, keys)[None, None, None, k_stage]
         if self.kept_q is None:
             wgmma.issue(mma, acc_S, q_tile, k_tile, False)
         else:
-            operand = wgmma.words_as_operand_a(self.kept_q, self.plan.dtype)
-            kept = self.plan.mma_qk(warpgroup.OperandSource.RMEM), operand
+            operand = wgmma.words_as_operand_a(self.kept_q, self.traits.dtype)
+            kept = self.traits.mma_qk(warpgroup.OperandSource.RMEM), operand
             wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile)
 
     def issue_values(self, probs: cute.Tensor, state: MainloopState) -> None:
         """Start O += P V of the last block that was not skipped."""
-        mma = self.plan.mma_pv()
-        operand = wgmma.words_as_operand_a(probs, self.plan.dtype)
+        mma = self.traits.mma_pv()
+        operand = wgmma.words_as_operand_a(probs, self.traits.dtype)
         v_stage = self.channels.v.index(state.block - state.passed)
         v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
         wgmma.issue(mma, self.acc_O, operand, v_tile, state.accumulate)
@@ -239,7 +239,7 @@ class KeyBlocks:
 
     def _query_stage(self, tile: Int32) -> Int32:
         stage = self.channels.q.index(tile)
-        return stage * self.plan.num_mma_warpgroups + mma_warpgroup_idx()
+        return stage * self.traits.num_mma_warpgroups + mma_warpgroup_idx()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class KeyBlocks:
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
         elif channels.ring.read(tile).has_scores:
-            # a sequence without queries or keys has no position to ask about
+            # a sequence without queries or keys has no position to evaluate
             loaded = self._load_table_rows(tile, flags)
             self._modify(self._places(tile, flags, True), loaded, scores)
         sees, cut = Boolean(True), state.cut
@@ -268,7 +268,7 @@ class KeyBlocks:
         if sees:
             self.softmax.start(scores)
             self.softmax.accumulate(scores)
-            wgmma.round_pairs(probs, acc_S, self.plan.dtype)
+            wgmma.round_pairs(probs, acc_S, self.traits.dtype)
         else:
             self.softmax.clear()
             probs.fill(0)
@@ -312,9 +312,9 @@ class KeyBlocks:
         visible = self._visible_columns()
         is_low_visible, is_high_visible = (visible & LOW_HALF) != 0, (visible >> HALF_WORD) != 0
         # P V is due where this block's values need its stage: the next keys come after them
-        if (visible == 0) & (state.passed + 1 < self.plan.stages_kv):
+        if (visible == 0) & (state.passed + 1 < self.traits.stages_kv):
             state = self._pass_over(state)
-        elif const_expr(self.plan.halves_blocks):
+        elif const_expr(self.traits.halves_blocks):
             if is_low_visible != is_high_visible:
                 half = cutlass.select_(is_low_visible, Int32(0), Int32(1))
                 state = self._multiply(Kind.PARTIAL, tile, flags, state, probs, target, half)
@@ -337,7 +337,7 @@ class KeyBlocks:
     ) -> MainloopState:
         """half: which half of the keys, 0 or 1, if no row sees the other half; P of the other half
         is 0."""
-        plan, channels = self.plan, self.channels
+        traits, channels = self.traits, self.channels
         block, cut, bits = state.block + 1, state.cut, None
         if const_expr(kind == Kind.PARTIAL):
             bits = self._bits(cut, state.bits_ready)
@@ -346,12 +346,12 @@ class KeyBlocks:
             cut += 1
         # tensors of their own: if they lived on from step to step, they would cost as many
         # registers again
-        acc_S, fresh = wgmma.make_accumulator(plan.tile_n), target
+        acc_S, fresh = wgmma.make_accumulator(traits.tile_n), target
         if const_expr(half is not None):
             acc_S = wgmma.make_accumulator(HALF_KEYS)
             fresh = wgmma.make_operand_words(HALF_KEYS // 16)
         # -- issue P V of the block before, and S of this one
-        if const_expr(plan.values_first):
+        if const_expr(traits.values_first):
             self.wait_for_values(state)
             self.wait_scheduler_barrier()
             self.issue_values(probs, state)
@@ -390,16 +390,16 @@ class KeyBlocks:
             bits_ready = channels.bits.is_full(cut)
         # -- rescale O, and finish P V
         if softmax_math.differ_from_one(factors):
-            if const_expr(not plan.values_first):
+            if const_expr(not traits.values_first):
                 warpgroup.wait_group(0)
             softmax_math.rescale(wgmma.rows_by_cols(self.acc_O), factors)
-        if const_expr(not plan.values_first):
+        if const_expr(not traits.values_first):
             # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
             # start of its basic block: above the exponentials that should overlap P V.
             warpgroup.wait_group(0)
             self.release_values(state)
-            if const_expr(not plan.keeps_scores):
-                wgmma.round_pairs(target, acc_S, plan.dtype)
+            if const_expr(not traits.keeps_scores):
+                wgmma.round_pairs(target, acc_S, traits.dtype)
             elif const_expr(not self.alternates(kind)):
                 wgmma.copy_words(target, fresh, self.opaque_one)
         return MainloopState(block, cut, Int32(0), Boolean(True), k_ready, v_ready, bits_ready)
@@ -439,14 +439,14 @@ class KeyBlocks:
         softmax = self.softmax
         softmax.see(scores)
         factors = (Float32(1.0), Float32(1.0))
-        if const_expr(not self.plan.keeps_scores):
+        if const_expr(not self.traits.keeps_scores):
             tile_max = softmax.tile_max(scores)
             is_old = softmax.outgrown(tile_max)
             if softmax_math.any_in_warp(is_old):
                 factors = softmax.renew(tile_max, is_old)
             softmax.accumulate(scores)
         else:
-            keep_probs = partial(wgmma.keep_pair, fresh_probs, self.plan.dtype)
+            keep_probs = partial(wgmma.keep_pair, fresh_probs, self.traits.dtype)
             if const_expr(may_be_first):
                 is_first = softmax.is_empty()
                 if softmax_math.any_in_warp(is_first):
@@ -491,7 +491,7 @@ class KeyBlocks:
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            args = k_idx_of, self.aux_tensors, self.traits.factor
+            args = k_idx_of, self.aux_tensors, self.score_traits.factor
             for r, row in enumerate(rows):
                 modify_row(self.score_mod, scores, r, scales.scale_mod, row, *args, loaded=loaded)
 
@@ -505,11 +505,11 @@ class KeyBlocks:
         if self.score_mod is None:
             return None
         work, n_block = self.channels.ring.read(tile), flags >> N_BLOCK_SHIFT
-        rows, heads = tile_rows(self.plan, work, thread_in_warpgroup()), self.plan.packed_heads
-        first_k_idx = n_block * self.plan.tile_n + wgmma.first_col_of(thread_in_warpgroup())
+        rows, heads = tile_rows(self.traits, work, thread_in_warpgroup()), self.traits.packed_heads
+        first_k_idx = n_block * self.traits.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
-        group = heads, self.plan.group_size
+        group = heads, self.traits.group_size
         places = [RowPlace.create(work, row, *group) for row in rows]
         if is_cut:
             return places, lambda c: inside(first_k_idx + wgmma.col_offset(c), work)
@@ -527,22 +527,22 @@ class KeyBlocks:
         self, tile: Int32, flags: Int32, half: Int32 | None = None
     ) -> LoadedRows | None:
         """The rows of tables that the score_mod reads in a key block, or in half of it."""
-        if not self.traits.row_reads:
+        if not self.score_traits.row_reads:
             return None
-        plan, work = self.plan, self.channels.ring.read(tile)
-        first_key, num_keys = (flags >> N_BLOCK_SHIFT) * plan.tile_n, plan.tile_n
+        traits, work = self.traits, self.channels.ring.read(tile)
+        first_key, num_keys = (flags >> N_BLOCK_SHIFT) * traits.tile_n, traits.tile_n
         if half is not None:
             first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
-        rows = tile_rows(plan, work, thread_in_warpgroup())
-        group = plan.packed_heads, plan.group_size
+        rows = tile_rows(traits, work, thread_in_warpgroup())
+        group = traits.packed_heads, traits.group_size
         return LoadedRows.load(
-            self.traits.row_reads,
+            self.score_traits.row_reads,
             self.aux_tensors,
             [RowPlace.create(work, row, *group) for row in rows],
             first_key,
             num_keys // QUAD,
             QuadTableColumns(),
-            plan.table_words,
+            traits.table_words,
         )
 
     # -- order of the warpgroups ----------------------------------------------------------------
@@ -550,12 +550,12 @@ class KeyBlocks:
     @cute.jit
     def start_scheduler_barrier(self):
         """Let the first warpgroup begin: warpgroups issue their products in turn."""
-        if const_expr(self.plan.is_ordered):  # noqa: SIM102 (decided while tracing)
-            if mma_warpgroup_idx() == self.plan.num_mma_warpgroups - 1:
+        if const_expr(self.traits.is_ordered):  # noqa: SIM102 (decided while tracing)
+            if mma_warpgroup_idx() == self.traits.num_mma_warpgroups - 1:
                 self.arrive_scheduler_barrier()
 
     def wait_scheduler_barrier(self) -> None:
-        if not self.plan.is_ordered:
+        if not self.traits.is_ordered:
             return
         cute.arch.barrier(
             barrier_id=Barrier.SCHEDULER + mma_warpgroup_idx(),
@@ -563,17 +563,17 @@ class KeyBlocks:
         )
 
     def arrive_scheduler_barrier(self) -> None:
-        if not self.plan.is_ordered:
+        if not self.traits.is_ordered:
             return
         warpgroup_idx = mma_warpgroup_idx()
-        is_last = warpgroup_idx == self.plan.num_mma_warpgroups - 1
+        is_last = warpgroup_idx == self.traits.num_mma_warpgroups - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup_idx + 1)
         cute.arch.barrier_arrive(
             barrier_id=Barrier.SCHEDULER + following, number_of_threads=2 * THREADS_PER_WARPGROUP
         )
 
 
-def tile_rows(plan: FwdPlan, work: Work, thread: Int32) -> tuple:
+def tile_rows(traits: FwdTraits, work: Work, thread: Int32) -> tuple:
     """Rows of the sequence (packed rows) that a thread's accumulator holds."""
-    first = work.block * plan.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+    first = work.block * traits.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
     return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))

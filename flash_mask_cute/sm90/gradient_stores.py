@@ -10,7 +10,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
 from flash_mask_cute.sm90.warpgroups import Role, send_rows
 
 
@@ -34,7 +34,7 @@ def scale(acc: cute.Tensor, factor: Float32) -> None:
 
 
 def send_gradients(
-    plan: BwdPlan,
+    traits: BwdTraits,
     accs: list,
     target: cute.Tensor,
     tiles: Tiles,
@@ -50,10 +50,10 @@ def send_gradients(
     needed both warpgroups' sums of the previous block. If dS has one place, it has been acquired
     for that block.
     """
-    rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // plan.column_groups
-    unit = plan.ds_unit(plan.ds_stage(block), plan.key_group(), 0)
-    smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, plan.column_group()))
-    first_key = work.block * plan.tile_n + plan.first_key()
+    rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // traits.column_groups
+    unit = traits.ds_unit(traits.ds_stage(block), traits.key_group(), 0)
+    smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, traits.column_group()))
+    first_key = work.block * traits.tile_n + traits.first_key()
     if cute.rank(target) == 4:
         gmem = target[None, None, work.head_idx, work.batch_idx]
     else:
@@ -62,24 +62,24 @@ def send_gradients(
     first = 0
     for acc in accs:
         start, end = 0, wgmma.num_cols(acc)
-        first_col = first + plan.column_group() * end
+        first_col = first + traits.column_group() * end
         while start < end:
             width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
-            values = wgmma.rounded(wgmma.columns(acc, start, start + width), plan.dtype)
+            values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
             words = cute.recast_tensor(values, Int32)
             for i in range(cute.size(words)):
                 # without scores, what was loaded is another sequence's, perhaps not even finite
                 words[i] = cutlass.select_(has_sums, words[i], Int32(0))
             send_rows(
                 values,
-                plan.mma_keys(width),
+                traits.mma_keys(width),
                 cute.local_tile(smem, (rows, width), (0, 0)),
                 gmem,
                 work.slot - first_key,
                 first_col + start,
             )
             start += width
-        first += plan.column_groups * end
+        first += traits.column_groups * end
 
 
 @cute.jit
@@ -108,7 +108,7 @@ def store_sums(
 
 @cute.jit
 def stage_dq(
-    plan: cutlass.Constexpr[BwdPlan],
+    traits: cutlass.Constexpr[BwdTraits],
     tiles: Tiles,
     channel: Channel,
     block: Int32,
@@ -119,11 +119,11 @@ def stage_dq(
     load warp adds them."""
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    number = block * len(plan.parts_dq) + part
+    number = block * len(traits.parts_dq) + part
     channel.acquire(number)
     first = 0
-    for acc, width in zip(accs, plan.parts_dq[part], strict=True):
-        layout = cute.make_layout(plan.shape_dq(width))
+    for acc, width in zip(accs, traits.parts_dq[part], strict=True):
+        layout = cute.make_layout(traits.shape_dq(width))
         staged = cute.make_tensor(tiles.dq.iterator + first, layout)
         quads = cute.make_tensor(acc.iterator, cute.make_layout((4, width // 8)))
         for g in cutlass.range_constexpr(width // 8):

@@ -284,7 +284,7 @@ def test_no_arrow_points_up() -> None:
         ("mask_prep.documents_kernel", "import torch"),
         ("masks.builders", "from flash_mask_cute.call.check import validate"),
         ("masks.column_mask", "def f():\n    import cutlass"),
-        ("call.choose.config", "from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan"),
+        ("call.choose.config", "from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits"),
         ("call.build.forward", "def f():\n    from flash_mask_cute.core import softmax"),
         ("call.choose.tables", "import torch"),
         ("cpu.forward", "def f():\n    import cutlass.cute as cute"),

@@ -133,13 +133,13 @@ def test_splits_partition_the_range(info, seqlen_q, seqlen_k, num_splits):
     rows = seqlen_q * info.qhead_per_kvhead_packgqa
     for m_block in range(num_blocks(rows, info.tile_m) + 1):
         n_min, n_max = whole_info.get_n_block_min_max(seqlen_info, m_block, 1, num_splits)
-        pieces = [
+        splits = [
             info.get_n_block_min_max(seqlen_info, m_block, split, num_splits)
             for split in range(num_splits)
         ]
-        assert all(lo <= hi for lo, hi in pieces)
-        assert [n for lo, hi in pieces for n in range(lo, hi)] == list(range(n_min, n_max))
-        assert max(hi - lo for lo, hi in pieces) == num_blocks(n_max - n_min, num_splits)
+        assert all(lo <= hi for lo, hi in splits)
+        assert [n for lo, hi in splits for n in range(lo, hi)] == list(range(n_min, n_max))
+        assert max(hi - lo for lo, hi in splits) == num_blocks(n_max - n_min, num_splits)
 
 
 @settings(max_examples=800, deadline=None)

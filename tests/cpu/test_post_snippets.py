@@ -320,4 +320,4 @@ def test_kernel_object_and_its_arguments() -> None:
     words += ("UsedK", "PageTable", "left", "right", "sink", "blocksparse", "aux")
     names = list(inspect.signature(call).parameters)[1 : len(words) + 1]
     assert all(word in name for word, name in zip(words, names, strict=True)), names
-    assert fa_fwd.plan.num_threads == 384
+    assert fa_fwd.traits.num_threads == 384

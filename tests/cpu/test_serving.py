@@ -193,7 +193,7 @@ def test_explain_says_how_pages_are_copied(
 
 
 @pytest.mark.parametrize("size", [-1e30, 0.0, 3e7])
-def test_weights_of_merged_parts_sum_to_1(size: float) -> None:
+def test_weights_of_combined_parts_sum_to_1(size: float) -> None:
     """Also where LSE in fp32 does not hold how many parts there are."""
     parts = torch.randn(4, 1, 3, 2, 16)
     out, _ = flash_attn_combine(parts, torch.full(parts.shape[:-1], size))
@@ -462,7 +462,7 @@ def test_dtypes_of_parts() -> None:
 @pytest.mark.parametrize("layout", ["dense", "strided", "misaligned"])
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_parts_are_merged_into_the_callers_memory(layout: str, compiles: bool) -> None:
+def test_parts_are_combined_into_the_callers_memory(layout: str, compiles: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     outs = torch.randn(3, 2, 5, 3, 520, generator=generator)
     lses = torch.randn(3, 2, 5, 3, generator=generator)
@@ -515,7 +515,7 @@ REFUSED_OUT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_OUT)
-def test_refusals_of_memory_for_merged_parts(name: str) -> None:
+def test_refusals_of_memory_for_combined_parts(name: str) -> None:
     """Before anything is written."""
     keywords, error, text = REFUSED_OUT[name]
     outs, out = OUTS.clone(), OUT.clone()

@@ -115,7 +115,7 @@ def test_masks_against_oracle(case: Case) -> None:
 
 @pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
 @pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
-def test_documents_that_answers_tell_of(case: Case) -> None:
+def test_documents_that_mask_bits_show(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     check(inputs)
     assert any(isinstance(x, PackedBackward) for x in interface._prepared_bwd.values())

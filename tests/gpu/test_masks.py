@@ -56,7 +56,7 @@ def test_skipping_changes_no_bit(case: Case) -> None:
 
 @pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
 @pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
-def test_documents_that_answers_tell_of(case: Case) -> None:
+def test_documents_that_mask_bits_show(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     check(inputs)
     assert any(isinstance(x, PackedForward) for x in interface._prepared_fwd.values())

@@ -247,7 +247,7 @@ def test_prefill_and_decode_in_one_call() -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 264, 512])
 @pytest.mark.parametrize("is_dense", [False, True])
-def test_parts_are_merged_into_the_callers_memory(head_dim: int, is_dense: bool) -> None:
+def test_parts_are_combined_into_the_callers_memory(head_dim: int, is_dense: bool) -> None:
     generator = torch.Generator().manual_seed(head_dim)
     outs = torch.randn(9, 2, 33, 3, head_dim, generator=generator).to(BF16)
     lses = torch.randn(9, 2, 33, 3, generator=generator)

@@ -1,4 +1,4 @@
-"""Forwards in pieces on a Hopper GPU: right, the same under every graph replay, without waiting."""
+"""Forwards in splits on a Hopper GPU: right, the same under every graph replay, without waiting."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flash_mask_cute import (
 from flash_mask_cute.call.choose import mask_bits as mask_bits_plan
 from flash_mask_cute.utils import scalar_to_ssa
 
-# so many heads that answers of a mask_mod are stored
+# so many heads that there are mask bits
 SEQLEN_Q, SEQLEN_K, HEADS = 300, 333, 4
 # documents of which two begin in slots of their own, so that they are packed
 LENGTHS = [100, 0, 500, 50]
@@ -90,7 +90,7 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
         qkv = leaves(d, (300, 300), packed=True)
         return flash_attn_varlen_func(*qkv, starts, starts, 200, 200, causal=True, **more), qkv
 
-    def documents_by_answers() -> Any:
+    def documents_by_mask_bits() -> Any:
         number = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         qkv = leaves(d, (sum(LENGTHS), sum(LENGTHS)))
         aux = [number.int().cuda()]
@@ -125,7 +125,7 @@ def calls(d: int) -> dict[str, Callable[[], tuple[Tensor, list[Tensor]]]]:
         ),
         "mask_mod, stored": lambda: dense(mask_mod=windowed),
         "mask_mod, stored, packed": lambda: packed(mask_mod=windowed),
-        "mask_mod, stored by documents": documents_by_answers,
+        "mask_mod, mask bits by documents": documents_by_mask_bits,
         "mask_mod, by head": lambda: dense(mask_mod=by_head),
         "mask_mod with lists": listed,
         "score_mod with gradients of its slopes": slopes,

@@ -25,8 +25,8 @@ WARPS_PER_WARPGROUP = 4
 # kernels whose CTAs have roles, by what their names begin with, and who tells them
 ROLES = {
     "sm90.": "flash_mask_cute.sm90.warpgroups",
-    "sm100.flash_fwd.": "flash_mask_cute.sm100.flash_fwd_plan",
-    "sm100.flash_bwd.": "flash_mask_cute.sm100.flash_bwd_plan",
+    "sm100.flash_fwd.": "flash_mask_cute.sm100.flash_fwd_traits",
+    "sm100.flash_bwd.": "flash_mask_cute.sm100.flash_bwd_traits",
 }
 
 

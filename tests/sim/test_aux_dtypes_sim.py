@@ -26,7 +26,7 @@ hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward(simulator: ModuleType, case: Case) -> None:
-    """Several heads: on Hopper one kernel stores what the mask_mod answers, another reads it."""
+    """Several heads: on Hopper one kernel makes mask bits, another reads them."""
     run_sim(simulator, make_all_dtypes(case).inputs, ARCH, seeds=(1,))
     kernels = len(simulator.RESULTS)
     assert kernels == (2 if ARCH == "sm_90a" and case.heads_q > 1 else 1)

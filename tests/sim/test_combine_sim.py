@@ -1,4 +1,4 @@
-"""The merge of partial results of a caller, on the software GPU of either architecture."""
+"""The combination of partial results of a caller, on the software GPU of either architecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from conftest import ACTIVE_ARCH
 from torch import Tensor
 
-from flash_mask_cute.call.run.combine import _MAX_COLUMNS, check_merge, merge_partials
+from flash_mask_cute.call.run.combine import _MAX_COLUMNS, check_combine, combine_partials
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH
@@ -17,7 +17,7 @@ NAN, NEG_INF = float("nan"), float("-inf")
 pytestmark = pytest.mark.sim
 
 
-def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def combined(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """In float64; parts that saw nothing may hold anything."""
     lse = torch.logsumexp(lses.double(), dim=0)
     weights = torch.exp(lses.double() - lse.masked_fill(lse == NEG_INF, 0.0))[..., None]
@@ -49,11 +49,11 @@ def test_parts_of_any_width(
         torch.full((*rows, 3, head_dim + 1), NAN),
     ):
         out = memory.to(dtype)[..., -head_dim:]
-        check_merge(outs, out.dtype)
+        check_combine(outs, out.dtype)
         simulator.RESULTS.clear()
-        merge_partials(outs, lses, out, lse, Target(ARCH, num_sms=2))
+        combine_partials(outs, lses, out, lse, Target(ARCH, num_sms=2))
         assert len(simulator.RESULTS) == 1 and not simulator.RESULTS[0]["warnings"]
-        wanted, wanted_lse = merged(outs, lses)
+        wanted, wanted_lse = combined(outs, lses)
         ulp = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
         torch.testing.assert_close(out.double(), wanted, rtol=ulp, atol=ulp)
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
@@ -65,6 +65,6 @@ def test_the_widest_parts(simulator: ModuleType) -> None:
     assert combine.MAX_COLUMNS == _MAX_COLUMNS
     for head_dim in (520, 12):
         with pytest.raises(NotImplementedError, match=f"multiple of 8 up to 512 .* {head_dim}"):
-            check_merge(torch.ones(2, 5, 3, head_dim), torch.float32)
+            check_combine(torch.ones(2, 5, 3, head_dim), torch.float32)
         with pytest.raises(ValueError, match=f"multiple of 8 up to 512, got {head_dim}"):
             combine.Combine(head_dim)

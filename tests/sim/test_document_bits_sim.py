@@ -1,4 +1,4 @@
-"""A mask_mod whose answers are stored by documents, on the software GPU, in both directions."""
+"""Mask bits by documents, on the software GPU, in both directions."""
 
 from __future__ import annotations
 

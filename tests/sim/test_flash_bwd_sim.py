@@ -195,19 +195,19 @@ def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
-def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
+def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), launches=4)
 
 
 @pytest.mark.parametrize("position", range(len(MASK_BITS_VARLEN_CASES)))
-def test_answers_stored_for_packed_sequences(simulator: ModuleType, position: int) -> None:
+def test_mask_bits_for_packed_sequences(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(MASK_BITS_VARLEN_CASES[position])
     run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position == 1)
 
 
 @pytest.mark.usefixtures("documents_packed")
 @pytest.mark.parametrize("position", range(len(DOCUMENT_CASES)))
-def test_answers_stored_by_documents(simulator: ModuleType, position: int) -> None:
+def test_mask_bits_by_documents(simulator: ModuleType, position: int) -> None:
     inputs = make_inputs(DOCUMENT_CASES[position])
     run_sim(simulator, inputs, seeds=(1,), launches=4, deterministic=position % 2 == 1)
 
@@ -458,7 +458,7 @@ def test_two_pairs_of_ctas_at_a_time(
     ],
     ids=lambda case: case.id,
 )
-def test_answers_stored_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
+def test_mask_bits_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
     """Of logical blocks that have both tiles of a pair, and of some that have one; and of a pair of
     which one CTA has no keys."""
     inputs = make_inputs(replace(case, batch=1, head_dim=256, head_dim_v=0))

@@ -107,7 +107,7 @@ def test_operands_that_share_elements(simulator: ModuleType) -> None:
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
-def test_answers_stored_for_all_heads(simulator: ModuleType, case: Case) -> None:
+def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs)
     assert len(simulator.RESULTS) == 2, "one kernel stores, one reads"
@@ -132,7 +132,7 @@ def test_documents_of_a_mask(
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", MASK_BITS_VARLEN_CASES, ids=lambda case: case.id)
-def test_answers_stored_for_packed_sequences(simulator: ModuleType, case: Case) -> None:
+def test_mask_bits_for_packed_sequences(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs, seeds=(1,))
     assert len(simulator.RESULTS) == 2, "one call stores, one reads"
@@ -143,10 +143,10 @@ def test_answers_stored_for_packed_sequences(simulator: ModuleType, case: Case) 
 @pytest.mark.parametrize(
     "position", range(len(MASK_BITS_CASES)), ids=lambda i: MASK_BITS_CASES[i].id
 )
-def test_answers_stored_by_parts_of_the_queries(
+def test_mask_bits_by_parts_of_the_queries(
     simulator: ModuleType, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for the answers of one block of queries: a launch each, of a part of the call."""
+    """Room for the mask bits of one block of queries: a launch each, of a part of the call."""
     inputs = make_inputs(MASK_BITS_CASES[position])
     case = inputs.case
     entries = case.batch if case.mask_mod == "documents" else 1
@@ -158,7 +158,7 @@ def test_answers_stored_by_parts_of_the_queries(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-def test_answers_by_head_are_not_stored(simulator: ModuleType) -> None:
+def test_results_by_head_are_no_mask_bits(simulator: ModuleType) -> None:
     run_sim(simulator, make_inputs(Case("by-head", 1, 129, 200, 4, 4, mask_mod="eviction")))
     assert len(simulator.RESULTS) == 1
 
@@ -280,7 +280,7 @@ def test_lists_without_full_blocks(simulator: ModuleType) -> None:
 def test_heads_share_tiles_beside_lists_for_all_heads(
     simulator: ModuleType, blocks: tuple[int, int], heads_q: int, seqlen_q: int
 ) -> None:
-    """In pieces and in one pass. 100 queries of 4 heads are several tiles of a row of blocks."""
+    """In splits and in one pass. 100 queries of 4 heads are several tiles of a row of blocks."""
     case = Case("lists", 1, seqlen_q, 700, heads_q, 2, 64, mask_mod="documents", blocks=blocks)
     inputs = make_inputs(case)
     lists = inputs.keywords["block_sparse_tensors_torch"]

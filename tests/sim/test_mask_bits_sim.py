@@ -1,4 +1,4 @@
-"""Stored answers of a mask_mod on the software GPU: what is stored, and that walks go by it."""
+"""Mask bits on the software GPU: what they are, and that walks go by it."""
 
 from __future__ import annotations
 

@@ -65,11 +65,11 @@ def test_smaller_tiles_of_keys(simulator: ModuleType) -> None:
 
 @pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
 def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
-    """Rows that a low number hides everywhere, too: their pieces weigh as many keys as they saw."""
+    """Rows that a low number hides everywhere, too: their splits weigh as many keys as they saw."""
     for name in TABLES:
         inputs = make_tabled(split.case, name).inputs
         run_sim(simulator, inputs, ARCH, (1,), sms=split.sms, num_splits=split.num_splits)
-        assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
+        assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"
 
 
 def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | None = None) -> None:

@@ -47,7 +47,7 @@ def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
     for name in ("causal-1e30", "ascending", "extremes", "steps", "hidden"):
         inputs = make_tabled(split.case, name).inputs
         run_sim(simulator, inputs, ARCH, (1,), sms=split.sms, num_splits=split.num_splits)
-        assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
+        assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"
 
 
 @pytest.mark.parametrize("name", ["causal-bf16", "offsets", "hidden"])

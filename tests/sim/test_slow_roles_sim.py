@@ -130,7 +130,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ),
         ("kernels.bwd_add_parts.kernel",),
     ),
-    "merge": (
+    "combine": (
         lambda sim: run_sim(
             sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), "sm_90a", (SEED,), num_splits=3
         ),

@@ -1,4 +1,4 @@
-"""Forwards whose work tiles are computed in pieces, and merged, on the software GPU."""
+"""Forwards whose work tiles are computed in splits, and combined, on the software GPU."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def test_against_oracle(simulator: ModuleType, split: SplitCase) -> None:
         sms=split.sms,
         num_splits=split.num_splits,
     )
-    assert len(simulator.RESULTS) == 2, "one kernel computes pieces, one merges them"
+    assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"

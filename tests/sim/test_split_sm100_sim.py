@@ -1,4 +1,4 @@
-"""Forwards in pieces, and keys in pages, on the software GPU of Blackwell."""
+"""Forwards in splits, and keys in pages, on the software GPU of Blackwell."""
 
 from __future__ import annotations
 

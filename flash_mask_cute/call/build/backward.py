@@ -44,7 +44,7 @@ class BwdKernels(NamedTuple):
 
 
 class PaddingFacts(NamedTuple):
-    """Facts that determine the code of the kernel that zeroes tails."""
+    """Facts that determine the code of the kernel that zeroes padding (`Padding`)."""
 
     dtype: str
     head_dim: int
@@ -57,7 +57,7 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdPlan`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
+    row (`BwdTraits`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
     both matter only after.
     """
 
@@ -187,7 +187,7 @@ def build_bwd(
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)
-    smem_bytes = kernel.plan.smem_bytes
+    smem_bytes = kernel.traits.smem_bytes
     return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
 
 
@@ -249,7 +249,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
 
 
 def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
-    """Compile the kernel that zeroes tails now."""
+    """Compile the kernel that zeroes padding now."""
     from flash_mask_cute.kernels.zero_padding import ZeroPadding
 
     of_q, of_k, of_v = facts.padding

@@ -80,6 +80,6 @@ def build_fwd(
         page_box=problem.page_box,
         **asdict(tiles),
     )
-    smem_bytes = kernel.plan.smem_bytes
+    smem_bytes = kernel.traits.smem_bytes
     arguments = fakes(FORWARD, problem, tiles)
     return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)

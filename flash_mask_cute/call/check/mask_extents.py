@@ -94,7 +94,7 @@ class CallExtents(NamedTuple):
         # of packed queries some sequences can have fewer than that, and others more
         all_rows = int(rows) if self.packs_k and self.packs_q else self.batch * int(rows)
         if self.total_q > all_rows or self._known_end(packed_end=None) > rows:
-            raise ValueError(f"{made_for}, and does not cover this call ({self}{self._told_start})")
+            raise ValueError(f"{made_for}, and does not cover this call ({self}{self._start_text})")
         if self.total_q < all_rows and not self.q_start.is_given:
             self._refuse_part(made_for)
 
@@ -122,7 +122,7 @@ class CallExtents(NamedTuple):
             longest = ""
             if self.packs_q or self.packs_k:
                 longest = f": sequences of up to {self.seqlen_q} queries and {self.seqlen_k} keys"
-            given = f"{self}{self._told_start}"
+            given = f"{self}{self._start_text}"
             raise ValueError(f"{made_for}, and does not cover this call ({given}){longest}")
         varies = self.packs_q or self.packs_k
         if rows > self.seqlen_q < self.seqlen_k and not self.q_start.is_given and not varies:
@@ -140,7 +140,7 @@ class CallExtents(NamedTuple):
         return 0 if number is None or seqlen_q is None else int(number) + seqlen_q
 
     @property
-    def _told_start(self) -> str:
+    def _start_text(self) -> str:
         return f" from position {self.q_start.number} on" if self.q_start.number else ""
 
     def __str__(self) -> str:

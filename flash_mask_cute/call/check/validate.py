@@ -207,7 +207,7 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
 
 
 def check_num_splits(num_splits: int) -> None:
-    """Check the number of pieces in which work is computed.
+    """Check the number of splits in which work is computed.
 
     Raises:
         TypeError: num_splits is no int.

@@ -24,15 +24,15 @@ DqOrder: TypeAlias = Literal["accumulators", "lanes"]
 class AttentionKernel:
     """The attention kernel of one direction.
 
-    class_name, cache_name: its names for readers and in the compile cache. load_class, load_plan:
-    load its class, and that of its plan (`FwdPlan`, `BwdPlan`). They import device code, so they
-    are called only when a kernel or a configuration is needed.
+    class_name, cache_name: its names for readers and in the compile cache. load_class, load_traits:
+    load its class, and that of its traits (`FwdTraits`, `BwdTraits`). They import device code, so
+    they are called only when a kernel or a configuration is needed.
     """
 
     class_name: str
     cache_name: str
     load_class: Callable[[], Any]
-    load_plan: Callable[[], Any]
+    load_traits: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def _forward_sm90() -> Any:
     return FlashAttentionForwardSm90
 
 
-def _forward_plan_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_fwd_plan import FwdPlan
+def _forward_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 
-    return FwdPlan
+    return FwdTraits
 
 
 def _backward_sm90() -> Any:
@@ -86,10 +86,10 @@ def _backward_sm90() -> Any:
     return FlashAttentionBackwardSm90
 
 
-def _backward_plan_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+def _backward_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
-    return BwdPlan
+    return BwdTraits
 
 
 def _forward_sm100(fast_exp: bool) -> Any:
@@ -98,10 +98,10 @@ def _forward_sm100(fast_exp: bool) -> Any:
     return functools.partial(FlashAttentionForwardSm100, fast_exp=fast_exp)
 
 
-def _forward_plan_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_fwd_plan import FwdPlan
+def _forward_traits_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits
 
-    return FwdPlan
+    return FwdTraits
 
 
 def _backward_sm100() -> Any:
@@ -110,17 +110,17 @@ def _backward_sm100() -> Any:
     return FlashAttentionBackwardSm100
 
 
-def _backward_plan_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_bwd_plan import BwdPlan
+def _backward_traits_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
-    return BwdPlan
+    return BwdTraits
 
 
 SM90_BACKWARD = BackwardKernel(
     "FlashAttentionBackwardSm90",
     "flash_bwd_sm90",
     _backward_sm90,
-    _backward_plan_sm90,
+    _backward_traits_sm90,
     SM90_BWD,
     "accumulators",
     splits_groups=True,
@@ -131,7 +131,7 @@ SM90 = ArchSpec(
         "FlashAttentionForwardSm90",
         "flash_fwd_sm90",
         _forward_sm90,
-        _forward_plan_sm90,
+        _forward_traits_sm90,
         SM90_FWD,
         packed_rows=64,
     ),
@@ -148,7 +148,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             "FlashAttentionForwardSm100",
             "flash_fwd_sm100",
             functools.partial(_forward_sm100, fast_exp),
-            _forward_plan_sm100,
+            _forward_traits_sm100,
             SM100_FWD,
             packed_rows=32,
         ),
@@ -156,7 +156,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             "FlashAttentionBackwardSm100",
             "flash_bwd_sm100",
             _backward_sm100,
-            _backward_plan_sm100,
+            _backward_traits_sm100,
             SM100_BWD,
             "lanes",
             splits_groups=False,

@@ -185,10 +185,10 @@ def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
 
 def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
     changed = _changed(asdict(_of_row(row)), asdict(tiles), given)
-    return _join_reasons(_told(row), given, changed, refusal)
+    return _join_reasons(_reason_of(row), given, changed, refusal)
 
 
-def _told(row: FwdRow | BwdRow) -> str:
+def _reason_of(row: FwdRow | BwdRow) -> str:
     return f"row {describe_conditions(row)}: {row.reason}"
 
 
@@ -212,11 +212,11 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
 def check_feasible(
     head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
 ) -> tuple[int, str | None]:
-    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's plan
+    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's traits
     decides."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    plan = kernel.load_plan()(
+    traits = kernel.load_traits()(
         BFloat16,
         head_dim,
         head_dim_v,
@@ -228,7 +228,7 @@ def check_feasible(
         share_qo=tiles.share_qo,
         cta_pair=tiles.cta_pair,
     )
-    return plan.smem_bytes, plan.infeasible()
+    return traits.smem_bytes, traits.infeasible()
 
 
 # -- the backward -------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class BwdTiles:
 
 @dataclass(frozen=True)
 class BwdChoice:
-    """The tiles of a problem, the kernel's plan for them, and the reason for the choice.
+    """The tiles of a problem, the kernel's traits for them, and the reason for the choice.
 
     tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
     columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
@@ -322,13 +322,13 @@ def select_bwd_config(
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            plan = _bwd_plan(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
-            why_not = plan.infeasible()
+            traits = _bwd_traits(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
+            why_not = traits.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
-                reason = _join_reasons(_told(row), given, changed, refusal)
-                sizes = plan.tile_n, plan.cluster_tile_n, plan.tile_d, plan.tile_dv, plan.smem_bytes
-                return BwdChoice(tiles, *sizes, reason)
+                reason = _join_reasons(_reason_of(row), given, changed, refusal)
+                sizes = traits.tile_n, traits.cluster_tile_n, traits.tile_d, traits.tile_dv
+                return BwdChoice(tiles, *sizes, traits.smem_bytes, reason)
             refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
@@ -372,12 +372,12 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
 
 
 @tells_what_to_install()
-def _bwd_plan(
+def _bwd_traits(
     kernel: BackwardKernel, head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool
 ) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    return kernel.load_plan()(
+    return kernel.load_traits()(
         BFloat16,
         head_dim,
         head_dim_v,

@@ -103,7 +103,7 @@ class ExecutionPlan:
     mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
-    computed instead, for a mask that may hold documents. splits: the pieces in which a forward
+    computed instead, for a mask that may hold documents. splits: the splits in which a forward
     computes its work tiles; None: one pass.
     """
 
@@ -229,8 +229,8 @@ def plan(call: AttentionCall, target: Target | None = None) -> ExecutionPlan:
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
-    """Whether the library chose pieces of a call in which asking a mask_mod once for all heads may
-    be worth more: decoding waits for keys, more queries wait for the mask_mod."""
+    """Whether the library chose splits of a call in which mask bits for all heads may be worth
+    more: decoding waits for keys, more queries wait for the mask_mod."""
     by_library = chosen.splits is not None and call.options.num_splits == 0
     rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
     return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
@@ -387,7 +387,7 @@ def _with_split(
     window: _FoldedWindow,
     target: Target,
 ) -> AttentionProblem:
-    """The problem with its way of computing work tiles in pieces, if any.
+    """The problem with its way of computing work tiles in splits, if any.
 
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
@@ -494,7 +494,7 @@ def _with_mask_bits(chosen: ExecutionPlan, choose: Choose, call: AttentionCall) 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
     if chosen.splits is not None or chosen.problem.page_box is not None:
-        # each block of few queries is painted while keys come from memory
+        # the mask_mod of few queries is evaluated while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen

@@ -1,9 +1,9 @@
-"""The choice whether a forward computes its work tiles in pieces, and the destination of pieces.
+"""The choice whether a forward computes its work tiles in splits, and the destination of splits.
 
-*By rows*: each work tile in the number of pieces that the caller requests (`num_splits` of 2 and
+*By rows*: each work tile in the number of splits that the caller requests (`num_splits` of 2 and
 more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
 (`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0, the default).
-One split is one pass, without a merge.
+One split is one pass, without a combination.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flash_mask_cute.limits import padded_group
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet
 _KEYS, _ROWS = 128, 128
-# walks of fewer blocks are not worth a merge: of decoding, and of more queries than that
+# walks of fewer blocks are not worth a combination: of decoding, and of more queries than that
 _LEAST_BLOCKS, _LEAST_BLOCKS_OF_MANY = 4, 32
 # work tiles of decoding, in units of SMs, from which on the last wave weighs little
 _MANY_WAVES = 8
@@ -28,10 +28,10 @@ _FULL_WAVES = 0.95
 
 
 class Splits(NamedTuple):
-    """Scratch of a forward that computes work tiles in pieces.
+    """Scratch of a forward that computes work tiles in splits.
 
-    kind: BY_ROWS or BY_SLOTS. number: pieces of each work tile, or CTAs that have a share.
-    out_shape, lse_shape: shapes of the fp32 tensors that all pieces are written to. has_low: there
+    kind: BY_ROWS or BY_SLOTS. number: splits of each work tile, or CTAs that have a share.
+    out_shape, lse_shape: shapes of the fp32 tensors that all splits are written to. has_low: there
     is another one like LSE, for its rounding error, because scores may have any size.
     """
 
@@ -43,7 +43,7 @@ class Splits(NamedTuple):
 
     @staticmethod
     def by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
-        """number: pieces of each work tile."""
+        """number: splits of each work tile."""
         rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
         lse_shape = (number, *rows, shapes.heads_q)
         has_low = problem.score_mod is not None
@@ -68,7 +68,7 @@ class Splits(NamedTuple):
 
     def describe(self) -> str:
         """The splits in words."""
-        scratch = f"{self.num_bytes} bytes of scratch, and a launch that merges"
+        scratch = f"{self.num_bytes} bytes of scratch, and a launch that combines"
         if self.kind == BY_SLOTS:
             return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
         return f"{self.number} of each work tile; {scratch}"
@@ -92,7 +92,7 @@ def choose_split(
 
     num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
     keys that a query sees, None: all. has_config: the caller chose tiles, which are for one pass
-    unless the caller also asks for pieces.
+    unless the caller also asks for splits.
 
     Raises:
         NotImplementedError: num_splits is requested together with lse_low or max_scores.
@@ -101,8 +101,8 @@ def choose_split(
         for name in ("lse_low", "max_scores"):
             if getattr(problem, f"needs_{name}"):
                 raise NotImplementedError(
-                    f"num_splits={num_splits} is not supported together with {name}: of pieces, "
-                    "out and lse are merged"
+                    f"num_splits={num_splits} is not supported together with {name}: of splits, "
+                    "out and lse are combined"
                 )
         return BY_ROWS
     if num_splits == 1:

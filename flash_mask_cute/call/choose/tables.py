@@ -19,7 +19,7 @@ class CallFacts(NamedTuple):
     """The facts about a call that conditions of rows use.
 
     tuning_class: of the `AttentionProblem`. window: the most keys that a query sees, if the window
-    is closed on both sides. decode_rows: query rows that share keys, for a forward in pieces or
+    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits or
     over pages, else None. functions_under_causal: see the problem. block_size: of block lists that
     the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
     order (deterministic). sequences: the number of sequences of `seqlen_q` queries and one head
@@ -80,7 +80,7 @@ class FwdRow(NamedTuple):
     whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
     only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
-    which keeps the special function units busy. for_decode: only for forwards in pieces or over
+    which keeps the special function units busy. for_decode: only for forwards in splits or over
     pages, if the rows that share keys fit a tile.
     """
 
@@ -134,7 +134,7 @@ class FwdRow(NamedTuple):
         if self.for_decode:
             most_rows = self.tile_m
             yield Condition(
-                f"in pieces, at most {most_rows} rows that share keys",
+                f"in splits, at most {most_rows} rows that share keys",
                 lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
         if self.needs_sfu:
@@ -239,7 +239,7 @@ SM90_FWD = (
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "two warpgroups leave room for a warpgroup that asks mask_mod",
+        "two warpgroups leave room for a warpgroup that evaluates mask_mod",
         masks=(TuningClass.MASK_MOD,),
     ),
     FwdRow(

@@ -1,4 +1,4 @@
-"""The merge of partial results: compiled, and launched."""
+"""The combination of partial results: compiled, and launched."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flash_mask_cute.runtime.target import Target
 
 COMBINE_NAME = "combine"
 # `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
-_MERGE_WORDS = 8
+_PENDING_WORDS = 8
 _MAX_COLUMNS = 512
-# Of a work tile of so few rows, four warps merge a row: its pieces are many, and CTAs are not.
+# Of a work tile of so few rows, four warps combine a row: its splits are many, and CTAs are not.
 _FEW_ROWS = 16
 
 
 class CombineFacts(NamedTuple):
-    """Facts that determine the code of the merge kernel.
+    """Facts that determine the code of the combination kernel.
 
-    partial_dtype, dtype: names of torch dtypes, of the pieces' outputs and of the output. tile_m:
-    rows of a work tile by slots; None: pieces lie by rows. packed_heads, group, warps_per_row: see
-    `Combine`. has_low: pieces have the rounding error of their LSE.
+    partial_dtype, dtype: names of torch dtypes, of the splits' outputs and of the output. tile_m:
+    rows of a work tile by slots; None: splits lie by rows. packed_heads, group, warps_per_row: see
+    `Combine`. has_low: splits have the rounding error of their LSE.
     """
 
     partial_dtype: str
@@ -46,7 +46,7 @@ class CombineFacts(NamedTuple):
 
 def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
     """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, its
-    rounding error or None, merges or None, out, lse or None (shapes: `kernels/combine.py`)."""
+    rounding error or None, pending or None, out, lse or None (shapes: `kernels/combine.py`)."""
     return cache.get(
         COMBINE_NAME,
         facts._asdict,
@@ -77,8 +77,8 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
     return compile_object(kernel, arguments, options_of(target))
 
 
-class MergedForward:
-    """Additions of a forward in pieces to the attention kernel: scratch memory, and the merge."""
+class CombinedForward:
+    """What a forward in splits needs beside its kernel: scratch memory, and the combination."""
 
     __slots__ = ("_by_slots", "_function", "_is_packed", "_splits")
 
@@ -117,21 +117,21 @@ class MergedForward:
         low = torch.empty_like(lse) if splits.has_low else None
         if not self._by_slots:
             return out, lse, low, None, splits.number
-        merges = like.new_empty((splits.number, _MERGE_WORDS), dtype=torch.int32)
-        return out, lse, low, merges, None
+        pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
+        return out, lse, low, pending, None
 
     def __call__(self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
-        """Merge the pieces in the scratch memory."""
-        of_out, of_lse, of_low, merges, _ = partials
+        """Combine the splits in the scratch memory."""
+        of_out, of_lse, of_low, pending, _ = partials
         if self._is_packed:
             out = out.unsqueeze(0)
             lse = None if lse is None else lse.unsqueeze(0)
         lse = None if lse is None else lse.transpose(-1, -2)
-        self._function(of_out, of_lse, of_low, merges, out, lse)
+        self._function(of_out, of_lse, of_low, pending, out, lse)
 
 
-def check_merge(out_partial: Tensor, out_dtype: torch.dtype) -> None:
-    """Refuse partial results that the kernel cannot merge, which torch merges on the CPU.
+def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
+    """Refuse partial results that the kernel cannot combine, which torch combines on the CPU.
 
     Raises:
         TypeError, NotImplementedError: naming argument and value.
@@ -147,26 +147,26 @@ def check_merge(out_partial: Tensor, out_dtype: torch.dtype) -> None:
         )
 
 
-def merge_partials(
+def combine_partials(
     out_partial: Tensor,
     lse_partial: Tensor,
     out: Tensor,
     lse: Tensor | None,
     target: Target | None = None,
 ) -> None:
-    """Merge pieces that lie by rows, on the current stream.
+    """Combine splits that lie by rows, on the current stream.
 
-    Shapes: out_partial (pieces, batch, row, head, d) or (pieces, row, head, d), lse_partial the
-    same without d, out and lse the same without the pieces; lse and lse_partial fp32, the others
-    fp32, bf16 or fp16, any strides. A row whose pieces are all empty, LSE -inf, gets 0 and
+    Shapes: out_partial (splits, batch, row, head, d) or (splits, row, head, d), lse_partial the
+    same without d, out and lse the same without the splits; lse and lse_partial fp32, the others
+    fp32, bf16 or fp16, any strides. A row whose splits are all empty, LSE -inf, gets 0 and
     -inf. target: the kernel's target, if not that of the device of out.
     """
     if out.numel() == 0:
         return
     if not _can_copy(out):
-        merged = torch.empty_like(out, memory_format=torch.contiguous_format)
-        merge_partials(out_partial, lse_partial, merged, lse, target)
-        out.copy_(merged)
+        combined = torch.empty_like(out, memory_format=torch.contiguous_format)
+        combine_partials(out_partial, lse_partial, combined, lse, target)
+        out.copy_(combined)
         return
     if out.dim() == 3:
         out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)

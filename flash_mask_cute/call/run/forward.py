@@ -18,7 +18,7 @@ from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.q_start import EACH
-from flash_mask_cute.call.run.combine import MergedForward
+from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
@@ -39,7 +39,7 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_merge", "_out_shape", "_q_start", "_reads_q_starts", "_scale",
+        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_q_starts", "_scale",
         "_softcap", "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -48,10 +48,10 @@ class KernelForward:
         plan: ExecutionPlan,
         function: Callable[..., None],
         make_mask_bits: MakeMaskBits | None = None,
-        merge: MergedForward | None = None,
+        combine: CombinedForward | None = None,
     ) -> None:
         self._function = function
-        self._merge = merge
+        self._combine = combine
         self._make_mask_bits = make_mask_bits
         self._has_aux = bool(plan.problem.aux)
         self._index = -1 if plan.device.index is None else plan.device.index
@@ -106,9 +106,9 @@ class KernelForward:
         if make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        merge = self._merge
-        partials = None if merge is None else merge.new_partials(q)
-        counter = tile_counter(q, index) if merge is None or merge.counts else None
+        combine = self._combine
+        partials = None if combine is None else combine.new_partials(q)
+        counter = tile_counter(q, index) if combine is None or combine.counts else None
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
         ):
@@ -123,8 +123,8 @@ class KernelForward:
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
-        if merge is not None and partials is not None:
-            merge(partials, out, lse)
+        if combine is not None and partials is not None:
+            combine(partials, out, lse)
         return result
 
 

@@ -31,11 +31,11 @@ def test_a_row_runs_as_written(row: Any) -> None:
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
     from cutlass import BFloat16
 
-    from flash_mask_cute.sm90.flash_bwd_plan import BwdPlan
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
     of_plan = ("tile_m", *STAGES, "value_cols", "cta_pair")
     fields = {name: x for name, x in asdict(tiles).items() if name in of_plan}
-    return BwdPlan(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
+    return BwdTraits(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
 
 
 def test_every_pair_of_head_dims_has_tiles_that_run() -> None:

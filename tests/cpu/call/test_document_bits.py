@@ -1,4 +1,4 @@
-"""Calls whose mask_mod answers by documents: which are packed, and how their tensors are seen."""
+"""Calls with mask bits by documents: which are packed, and how their tensors are seen."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_launches_of_a_call_and_of_its_backward() -> None:
     assert isinstance(bwd, PackedBackward) and isinstance(bwd.inner, KernelBackward)
 
     told = explain(q, k, v, **keywords)
-    assert "documents that its answers tell of are packed sequences" in told.masks
+    assert "documents that its bits show are packed sequences" in told.masks
     assert "the CPU path packs no documents" in told.note and told.work_tiles == 2 * 4 * 6
     assert "packed" not in explain(scattered, k, v, **keywords).masks
 

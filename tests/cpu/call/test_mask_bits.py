@@ -1,4 +1,4 @@
-"""When the answers of a mask_mod are stored for all heads, and what the launch passes on then."""
+"""When there are mask bits for all heads, and what the launch passes on then."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_explain_says_what_the_cpu_path_walks_instead() -> None:
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
     told = explain(q, q, q, mask_mod=causal)
     assert told.tiles.tile_m == 192
-    assert told.note == "the CPU path asks mask_mod itself, over tiles of 128 x 128"
+    assert told.note == "the CPU path evaluates mask_mod itself, over tiles of 128 x 128"
     assert explain(q, q, q, mask_mod=by_parity_of_head).note == ""
 
 
@@ -224,7 +224,7 @@ def one_list(block: int) -> BlockSparseTensorsTorch:
 
 
 def test_what_the_backward_passes_on() -> None:
-    """Stored answers, and nothing else of the callable and the lists."""
+    """Mask bits, and nothing else of the callable and the lists."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     planned, bits_plan, call = choose_bwd(case)
     assert bits_plan is not None
@@ -385,7 +385,7 @@ def test_the_attention_kernel_knows_no_callable() -> None:
 
 
 def test_what_the_launch_passes_on() -> None:
-    """The storing kernel gets what the callable reads and the lists, the other one answers."""
+    """The storing kernel gets what the callable reads and the lists, the other one mask bits."""
     case = Case("documents", 1, 200, 200, 4, 4, mask_mod="documents", blocks=(48, 80))
     call, bits_plan = choose(case)
     assert bits_plan is not None
@@ -408,11 +408,11 @@ def test_what_the_launch_passes_on() -> None:
 def test_explain_tells_of_it() -> None:
     q, k, v = (torch.randn(1, 300, 4, 64, dtype=torch.bfloat16) for _ in range(3))
     found = explain(q, k, v, mask_mod=causal)
-    assert "mask_mod is asked once for all heads, into 18456 bytes (" in str(found)
+    assert "mask_mod is evaluated once for all heads, into 18456 bytes (" in str(found)
     found = explain(q, k, v, mask_mod=causal, block_sparse_tensors_torch=one_list(128))
     assert "block lists of 128 x 128, taken as bits;" in str(found)
     found = explain(q, k, v, mask_mod=by_parity_of_head)
-    assert "asked once" not in str(found)
+    assert "evaluated once" not in str(found)
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 300)], ids=["no-keys", "no-batch"])
@@ -425,7 +425,7 @@ def test_explain_of_nothing(shape: tuple[int, int]) -> None:
 
 @pytest.fixture
 def stores_compiled(monkeypatch: pytest.MonkeyPatch) -> list[MaskBitsProblem]:
-    """The problems of the kernels that store answers and are compiled, not found on disk."""
+    """The problems of the kernels that make mask bits and are compiled, not found on disk."""
     compiled: list[MaskBitsProblem] = []
     build = mask_bits._build
 

@@ -23,7 +23,7 @@ def test_every_size_has_a_kernel(arch: str, seqlen_q: int, has_leftpad: bool) ->
     from cutlass import BFloat16
 
     target = Target.named(arch)
-    load_plan = arch_spec(target).forward.load_plan
+    load_traits = arch_spec(target).forward.load_traits
     for head_dim, head_dim_v in DIMS:
         q = torch.empty(BATCH, seqlen_q, 2, head_dim, dtype=torch.bfloat16)
         for page_size in (1, 2, 7, 8, 20, 24, 96, 100, 128, MAX_PAGE_SIZE):
@@ -41,7 +41,7 @@ def test_every_size_has_a_kernel(arch: str, seqlen_q: int, has_leftpad: bool) ->
             call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **where)
             chosen = plan(call, target)
             tiles = chosen.fwd_choice.tiles
-            why = load_plan()(
+            why = load_traits()(
                 BFloat16, head_dim, head_dim_v, tiles.tile_m, tiles.tile_n,
                 packed_heads=chosen.problem.packed_heads, stages_kv=tiles.num_stages,
                 stages_q=tiles.stages_q, share_qo=tiles.share_qo, cta_pair=tiles.cta_pair,

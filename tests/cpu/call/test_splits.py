@@ -1,4 +1,4 @@
-"""Which calls are computed in pieces: by default, beside other arguments, and with a graph."""
+"""Which calls are computed in splits: by default, beside other arguments, and with a graph."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None
     assert planned(shape, config={"tile_m": None}).problem.split == BY_SLOTS
 
 
-def test_answers_for_all_heads_rather_than_pieces() -> None:
-    """Of decoding, keys are waited for; of more queries, the answers of a mask_mod."""
+def test_mask_bits_rather_than_splits() -> None:
+    """Of decoding, keys are waited for; of more queries, the results of a mask_mod."""
     prefill, decode = FEW["prefill"], (1, 8192, 8, 8)
     assert planned(prefill, mask_mod=below).mask_bits is not None
     assert planned(prefill, mask_mod=below) == planned(prefill, mask_mod=below, num_splits=1)
     assert planned(decode, mask_mod=below).problem.split == BY_SLOTS
-    # too few heads to share answers
+    # too few heads to share mask bits
     assert planned((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
 
 
@@ -106,7 +106,7 @@ def test_answers_for_all_heads_rather_than_pieces() -> None:
 def test_the_rounding_error_of_lse_beside_a_score_mod(
     shape: tuple[int, ...], target: Target
 ) -> None:
-    """Pieces of plain scores have no scratch memory for it."""
+    """Splits of plain scores have no scratch memory for it."""
     for num_splits in (0, 3):
         plain = planned(shape, target, num_splits=num_splits).splits
         modified = planned(shape, target, num_splits=num_splits, score_mod=far_below).splits
@@ -117,7 +117,7 @@ def test_the_rounding_error_of_lse_beside_a_score_mod(
 
 @pytest.mark.parametrize("num_splits", [0, 5])
 def test_rows_of_nothing_but_a_low_number(num_splits: int) -> None:
-    """The mean of v, though the LSE of a piece in fp32 does not hold how many keys it saw."""
+    """The mean of v, though the LSE of a split in fp32 does not hold how many keys it saw."""
     q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 1500, 1500))
     keywords: dict[str, Any] = {"score_mod": far_below, "num_splits": num_splits}
     assert (
@@ -164,9 +164,9 @@ def test_a_recorded_call_is_one_pass(asked: list[int], attend: Callable[..., Ten
     attend(q.clone().requires_grad_(), k, v, num_splits=3)
     assert asked == [3]
     asked.clear()
-    pieces = attend(q, k, v)
-    assert asked == [0] and torch.equal(attend(q, k, v), pieces)
-    torch.testing.assert_close(pieces, whole)
+    splits = attend(q, k, v)
+    assert asked == [0] and torch.equal(attend(q, k, v), splits)
+    torch.testing.assert_close(splits, whole)
 
 
 def test_an_aux_tensor_alone_may_ask_for_a_graph(

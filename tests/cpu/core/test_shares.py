@@ -38,19 +38,19 @@ def test_every_block_is_in_one_share(seed: int) -> None:
     assert num_shares * size >= tiles[-1].end
     slots: dict[int, tuple[int, int]] = {}
     for number, tile in enumerate(tiles):
-        pieces = [(c, *tile.piece(c, size)) for c in range(num_shares)]
-        pieces = [(c, first, end) for c, first, end in pieces if first < end]
+        splits = [(c, *tile.split(c, size)) for c in range(num_shares)]
+        splits = [(c, first, end) for c, first, end in splits if first < end]
         # they follow each other, and make the whole tile
-        shares = [c for c, _, _ in pieces]
-        first_share, count = tile.first_share(size), tile.num_pieces(size)
+        shares = [c for c, _, _ in splits]
+        first_share, count = tile.first_share(size), tile.num_splits(size)
         assert shares == list(range(first_share, first_share + count))
-        assert [first for _, first, _ in pieces] == [0] + [end for _, _, end in pieces[:-1]]
-        assert pieces[-1][2] == tile.num_blocks
-        assert all(end - first <= size for _, first, end in pieces)
+        assert [first for _, first, _ in splits] == [0] + [end for _, _, end in splits[:-1]]
+        assert splits[-1][2] == tile.num_blocks
+        assert all(end - first <= size for _, first, end in splits)
         if count == 1:
             continue
         # no slot is used twice
-        for c, first, _ in pieces:
+        for c, first, _ in splits:
             slot = slot_of_first(c) if first == 0 else slot_of_later(c)
             assert slot not in slots
             assert 0 <= slot < 2 * num_shares
@@ -90,5 +90,5 @@ def test_a_tile_costs_more_than_its_blocks() -> None:
     tile = TileOnLine(7, 3)
     assert (tile.first_block, tile.end) == (7 + TILE_COST, 10 + TILE_COST)
     # the place before its blocks may be the last one of a share, which then has none of them
-    assert tile.piece(0, tile.first_block) == (0, 0)
-    assert tile.piece(1, tile.first_block) == (0, 3)
+    assert tile.split(0, tile.first_block) == (0, 0)
+    assert tile.split(1, tile.first_block) == (0, 3)

@@ -91,7 +91,7 @@ def test_a_cute_mod_beside_one_of_torch() -> None:
 def test_explain_takes_them() -> None:
     q = torch.zeros(1, 300, 4, 64, dtype=torch.bfloat16)
     told = explain(q, q, q, mask_mod=lambda b, h, q, k: q >= k)
-    assert "mask_mod is asked once for all heads" in told.masks
+    assert "mask_mod is evaluated once for all heads" in told.masks
 
 
 def test_the_wrong_number_of_arguments_is_named() -> None:

@@ -369,7 +369,7 @@ def test_every_evaluation_checks() -> None:
     with pytest.raises(IndexError, match=rf"^mask_mod place \(.*{KEY_4}"):
         compute_block_sparsity(2, 3, 1, 1, 6, 6, place, narrow, device="cpu")
     with pytest.raises(IndexError, match=rf"^mask_mod place \(.*{KEY_4}"):
-        plotting._ask(place, 6, 6, narrow)
+        plotting._evaluate(place, 6, 6, narrow)
 
 
 def test_gradients_of_checked_reads() -> None:

@@ -282,7 +282,7 @@ def test_what_is_right() -> None:
     ],
     ids=["int", "float", "vector", "scalar", "value", "float vector", "product", "element"],
 )
-def test_a_number_is_no_answer(mod: Callable[..., Any], found: str) -> None:
+def test_a_number_is_no_condition(mod: Callable[..., Any], found: str) -> None:
     text = re.escape(
         f"mask_mod <lambda> ({line_of(mod)}) returned {found}: it must return whether the score "
         "counts, a condition; of a number write (number != 0), and True or False for a constant"
@@ -301,7 +301,7 @@ def test_a_number_is_no_answer_in_a_kernel(target: str) -> None:
         explain(q, q, q, mask_mod=nearby, target=target)
 
 
-def test_constant_answers() -> None:
+def test_constant_results() -> None:
     for answer in (True, False):
         seen = eval_mask_mod(lambda b, h, q, k, aux, x=answer: x, None, 0, 0, *INDICES)
         assert (seen == answer).all()

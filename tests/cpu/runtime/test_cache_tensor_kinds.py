@@ -1,4 +1,4 @@
-"""Tensor subclasses, fake tensors and dispatch modes in calls over a cache, and in merges."""
+"""Tensor subclasses, fake tensors and dispatch modes in calls over a cache, and in combinations."""
 
 from __future__ import annotations
 
@@ -181,13 +181,13 @@ def test_a_mode_sees_operators_and_the_checks_see_tensors() -> None:
     assert torch.equal(before, given["k_cache"]) and not any("append" in x for x in mode.seen)
 
 
-# -- merges ------------------------------------------------------------------------------------
+# -- combinations ------------------------------------------------------------------------------
 
 OUTS, LSES = normal(3, 2, 5, 2, 16), normal(3, 2, 5, 2).float()
 
 
 @pytest.mark.parametrize("name", ["out_partial", "lse_partial"])
-def test_merges_of_subclasses(name: str) -> None:
+def test_combinations_of_subclasses(name: str) -> None:
     given = {"out_partial": OUTS, "lse_partial": LSES}
     expected = flash_attn_combine(**given)
     second = given[name].flip(0)
@@ -206,7 +206,7 @@ def test_merges_of_subclasses(name: str) -> None:
         flash_attn_combine(**given | {name: Tensor._make_subclass(Opaque, first)})
 
 
-def test_gradients_of_merged_wrappers() -> None:
+def test_gradients_of_combined_wrappers() -> None:
     parts = [OUTS, OUTS.flip(0)]
     wrapper = TwoTensor(parts[0].clone(), parts[1].clone()).requires_grad_()
     out, lse = flash_attn_combine(wrapper, LSES)
@@ -217,7 +217,7 @@ def test_gradients_of_merged_wrappers() -> None:
         assert torch.equal(part, expected)
 
 
-def test_merges_of_fake_tensors() -> None:
+def test_combinations_of_fake_tensors() -> None:
     expected = flash_attn_combine(OUTS, LSES)
     with FakeTensorMode() as mode:
         found = flash_attn_combine(mode.from_tensor(OUTS), mode.from_tensor(LSES))

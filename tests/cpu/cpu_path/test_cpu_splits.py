@@ -1,4 +1,4 @@
-"""Forwards in pieces on CPU tensors: the cases of the simulator, and that pieces are merged."""
+"""Forwards in splits on CPU tensors: the cases of the simulator, and that splits are combined."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_scores_of_any_size(split: SplitCase, name: str, monkeypatch: pytest.Mon
 def check(split: SplitCase, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs are of split.case."""
     ended = []
-    end = forward._Pieces.end
+    end = forward._Splits.end
     monkeypatch.setattr(
-        forward._Pieces, "end", lambda self, heads: (ended.append(heads), end(self, heads))
+        forward._Splits, "end", lambda self, heads: (ended.append(heads), end(self, heads))
     )
     keywords = inputs.keywords | {"num_splits": split.num_splits}
     call = AttentionCall.from_arguments(Direction.FORWARD, inputs.q, inputs.k, inputs.v, **keywords)

@@ -1,6 +1,6 @@
 """Static facts of the Hopper backward: tiles, WGMMA shapes, shared memory, warps and registers.
 
-Like `flash_fwd_plan`: Python ints decide; layouts and MMA atoms are made where they are needed.
+Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
 import math
@@ -23,8 +23,8 @@ from flash_mask_cute.core.cta import (
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
-    planning_rings,
     registers_left,
+    scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.cursor import Cursor
@@ -43,7 +43,7 @@ NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where they have little to plan and few bits to make
+# the most leaves them where there is little to schedule and few bits to make
 MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
@@ -83,7 +83,7 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The contents of shared memory: see `BwdPlan` for the layouts.
+    """The contents of shared memory: see `BwdTraits` for the layouts.
 
     p: P of a block, if the warpgroups share keys. peer_k, peer_ds: from the other CTA. dq: fp32
     sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
@@ -109,7 +109,7 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BwdPlan:
+class BwdTraits:
     """Shape of one CTA's work: tile_n keys, and a walk over blocks of tile_m queries.
 
     Each of two MMA warpgroups owns 64 keys. Its S^T and dP^T have keys as rows, so P^T and dS^T are
@@ -372,7 +372,7 @@ class BwdPlan:
         )
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         if self.tile_m not in (64, 128):
             return f"tile_m must be 64 or 128, got {self.tile_m}"
         if max(self.head_dim, self.head_dim_v) > MAX_DIM:
@@ -601,7 +601,7 @@ class BwdPlan:
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_mask_warps
-        ring, walk = planning_rings(
+        ring, walk = scheduler_rings(
             storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
             predecessors=predecessors, fields=fields,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Cuts of a work tile's key blocks into pieces on the CPU: as on a GPU, head by head.
+"""Cuts of a work tile's key blocks into splits on the CPU: as on a GPU, head by head.
 
 Attention proceeds from block to block for all heads of a sequence together. At a head's cut, the
-head ends a piece and begins the next one.
+head ends a split and begins the next one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flash_mask_cute.cpu.tiles import SequenceWalk
 
 class Cuts(Protocol):
     def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
-        """The key blocks at which pieces of a query block begin, except the first piece, and the
+        """The key blocks at which splits of a query block begin, except the first split, and the
         heads that have a cut there: Boolean (heads,)."""
 
 
 class RowCuts(NamedTuple):
-    """Each work tile in `num_pieces` pieces (`BlockInfo`), the same for all heads."""
+    """Each work tile in `num_splits` splits (`BlockInfo`), the same for all heads."""
 
     walks: Sequence[SequenceWalk]
     num_heads: int
@@ -34,12 +34,12 @@ class RowCuts(NamedTuple):
         walk = self.walks[sequence]
         info = replace(walk.block_info, is_split_kv=True)
         first = walk.n_blocks(m_block).start
-        pieces = (
+        splits = (
             info.get_n_block_min_max(walk.seqlen_info, m_block, i, self.num_splits)
             for i in range(self.num_splits)
         )
         every = torch.ones(self.num_heads, dtype=torch.bool, device="cpu")
-        return {begin: every for begin, end in pieces if begin < end and begin != first}
+        return {begin: every for begin, end in splits if begin < end and begin != first}
 
 
 class ShareCuts:
@@ -70,8 +70,8 @@ class ShareCuts:
         for head_idx in range(self._num_heads):
             tile = self._tiles[sequence, head_idx, m_block]
             first = tile.first_share(self._size)
-            for share in range(first + 1, first + tile.num_pieces(self._size)):
-                begin, _ = tile.piece(share, self._size)
+            for share in range(first + 1, first + tile.num_splits(self._size)):
+                begin, _ = tile.split(share, self._size)
                 none = torch.zeros(self._num_heads, dtype=torch.bool, device="cpu")
                 cuts.setdefault(first_block + begin, none)[head_idx] = True
         return cuts

@@ -1,6 +1,6 @@
 """Static facts of the Blackwell backward: tiles, TMEM, shared memory, warps and registers.
 
-Like `flash_fwd_plan`: Python ints decide; layouts and MMA atoms are made where they are needed.
+Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
-    planning_rings,
     registers_left,
+    scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.ring import WORDS
@@ -59,7 +59,7 @@ class Role(IntEnum):
     REDUCE = 8
     LOAD = 12
     MMA = 13
-    PLAN = 14
+    SCHEDULE = 14
     SEND = 15
     MASK = 16
 
@@ -70,7 +70,7 @@ NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
-    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdPlan.holds_keys`."""
+    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`."""
 
     q: Channel
     do: Channel
@@ -86,7 +86,7 @@ class Channels(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The contents of shared memory: see `BwdPlan` for the layouts.
+    """The contents of shared memory: see `BwdTraits` for the layouts.
 
     ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
     a
@@ -109,7 +109,7 @@ class Products(NamedTuple):
     """Fragments of the five products; names are result, then operand.
 
     p, ds: in TMEM, one for each half of the queries. s_k, dp_v: with one stage, in TMEM if
-    `BwdPlan.holds_keys`.
+    `BwdTraits.holds_keys`.
     """
 
     s: cute.Tensor  # (128 keys, 128 queries)
@@ -130,7 +130,7 @@ class Products(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BwdPlan:
+class BwdTraits:
     """Shape of one CTA's work: 128 keys, and a walk over blocks of 128 queries.
 
     S^T and dP^T have keys in lanes, so P^T and dS^T overwrite them in TMEM and are operands of dV
@@ -173,7 +173,7 @@ class BwdPlan:
 
     @property
     def helper_registers(self) -> int:
-        """Registers of a thread that loads, multiplies, plans or sends."""
+        """Registers of a thread that loads, multiplies, schedules or sends."""
         taken = HALVES * COMPUTE_REGISTERS + REDUCE_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
@@ -277,7 +277,7 @@ class BwdPlan:
         )
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             dims = f"{self.head_dim}, {self.head_dim_v}"
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
@@ -407,7 +407,7 @@ class BwdPlan:
         fields: see `WorkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
-        ring, walk = planning_rings(
+        ring, walk = scheduler_rings(
             storage,
             num_walkers,
             0,

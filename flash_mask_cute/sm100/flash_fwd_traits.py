@@ -22,8 +22,8 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
-    planning_rings,
     registers_left,
+    scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.pages import why_no_boxes
@@ -62,7 +62,7 @@ class Role(IntEnum):
     OUTPUT = 8
     LOAD = 12
     MMA = 13
-    PLAN = 14
+    SCHEDULE = 14
     MASK = 16
 
 
@@ -117,7 +117,7 @@ class SoftmaxState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FwdPlan(PackedHeads):
+class FwdTraits(PackedHeads):
     """Shape of one CTA's work.
 
     stages_kv, stages_q: key blocks and query tiles in flight. share_qo: an option of other kernels;
@@ -211,7 +211,7 @@ class FwdPlan(PackedHeads):
 
     @property
     def helper_registers(self) -> int:
-        """Registers of a thread that loads, multiplies or plans."""
+        """Registers of a thread that loads, multiplies or schedules."""
         taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
@@ -276,7 +276,7 @@ class FwdPlan(PackedHeads):
         return self._smem_without_spare_value + spare * self.bytes_v
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         dims = f"head_dim/head_dim_v {self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > max(TILE_DIMS[-1]):
             return f"head_dim and head_dim_v go up to {max(TILE_DIMS[-1])}, got {dims}"
@@ -405,7 +405,7 @@ class FwdPlan(PackedHeads):
         # load, mma (the leader's) and softmax and mask warps go through walks, those of the
         # output do not
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
-        ring, walk = planning_rings(
+        ring, walk = scheduler_rings(
             storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
         )
 
