@@ -387,6 +387,15 @@ def _argument(name: str, arguments: Iterable[Any]) -> Any:
     return dict(zip(_ARGUMENTS, arguments, strict=True))[name]
 
 
+def _computes(q: Tensor) -> bool:
+    """Whether an operator with this q computes, and does not only say shapes.
+
+    With a meta tensor beside others torch calls what says shapes. It would return memory that
+    nobody wrote, where the call itself refuses the tensor by name.
+    """
+    return type(q) is Tensor and not q.is_meta
+
+
 def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
     """x, or a tensor without elements: operators return no None."""
     return q.new_empty(0, dtype=torch.float32) if x is None else x
@@ -396,6 +405,8 @@ def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
 def _(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _computes(q):
+        return _attention_fwd(q, k, v, sink, *arguments)
     *rows, heads_q, _ = q.shape
     out = q.new_empty((*rows, heads_q, v.shape[-1]))
     lse_shape = (*rows[:-1], heads_q, rows[-1])
@@ -427,6 +438,8 @@ def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequ
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    if _computes(q):
+        return _attention_bwd(q, k, v, sink, *arguments)
     _, wants_aux, arguments = _split_backward(arguments)
     aux_tensors = _argument("aux_tensors", arguments)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
