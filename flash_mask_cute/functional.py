@@ -20,15 +20,16 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
     Options,
-    QStart,
     Tensors,
     configs_of,
     masks_of,
-    split_q_start,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.check.validate import check_num_splits
+from flash_mask_cute.call.check.validate import (
+    check_num_splits,
+)
+from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import check_bool
 
@@ -49,7 +50,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -62,7 +63,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -75,7 +76,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -88,7 +89,7 @@ def flash_attn_func(
     deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -113,7 +114,7 @@ def flash_attn_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -202,7 +203,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[False] = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
@@ -219,7 +220,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: Literal[True], config: Any = None,
+    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -236,7 +237,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -253,7 +254,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None, return_lse: bool = False, config: Any = None,
+    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
     return_max_logit: Literal[True],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -285,7 +286,7 @@ def flash_attn_varlen_func(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -350,7 +351,7 @@ if TYPE_CHECKING:
         training: bool
         softmax_scale: float | None
         deterministic: bool
-        q_start: QStart
+        q_start: QStartArgument
 
 
 @overload
@@ -399,7 +400,7 @@ def flashmask_attention(
     training: bool = True,
     softmax_scale: float | None = None,
     deterministic: bool = False,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:

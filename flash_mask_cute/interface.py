@@ -21,22 +21,21 @@ from flash_mask_cute.call.arguments import (
     Options,
     PreparedBwd,
     PreparedFwd,
-    QStart,
     Tensors,
     keywords_of,
     masks_of,
-    split_q_start,
     window_sides,
 )
-from flash_mask_cute.call.check.keywords import brief, know_keywords, public_call, refuse_keywords
+from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
+from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.runtime.checks import number_of
+from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.recent import Recent
 from flash_mask_cute.runtime.target import Target
@@ -71,7 +70,7 @@ def _flash_attn_fwd(
     kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
-    startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStart = None,
+    startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStartArgument = None,
     num_splits: int = 0, pack_gqa: bool | None = None, out: Tensor | None = None,
     lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
     return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
@@ -152,7 +151,7 @@ def _flash_attn_fwd(
         refuse_keywords("_flash_attn_fwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
-    q_starts, q_start = split_q_start(q_start)
+    q_starts, start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out=out, lse=lse, lse_low=lse_low, learnable_sink=learnable_sink,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
@@ -161,7 +160,7 @@ def _flash_attn_fwd(
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start=q_start, num_splits=num_splits, pack_gqa=pack_gqa,
+        max_seqlen_k, q_start=start, num_splits=num_splits, pack_gqa=pack_gqa,
         return_lse=return_lse, config=None if config is None else FwdConfig.from_value(config),
     )  # fmt: skip
     lists, columns = block_sparse_tensors_torch, startend_row_indices
@@ -213,7 +212,7 @@ def _flash_attn_bwd(
     aux_tensors: Any = None,
     block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = None,
+    q_start: QStartArgument = None,
     dlse: Tensor | None = None,
     deterministic: bool = False,
     dq: Tensor | None = None,
@@ -272,7 +271,7 @@ def _flash_attn_bwd(
         refuse_keywords("_flash_attn_bwd", unknown)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
-    q_starts, q_start = split_q_start(q_start)
+    q_starts, start = split_q_start(q_start)
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
         seqused_k, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv, dsink=dsink, daux=daux,
@@ -280,7 +279,7 @@ def _flash_attn_bwd(
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start=q_start,
+        max_seqlen_k, q_start=start,
     )  # fmt: skip
     lists, columns = block_sparse_tensors_torch, startend_row_indices
     masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)

@@ -20,5 +20,7 @@ MAX_POSITION = 1 << 29
 MAX_COLUMNS = 128
 # rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)
 MAX_PACKED_SEQLEN = 1 << 26
+# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
+SINK_RTOL = 2.0**-16
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31

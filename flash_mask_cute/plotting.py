@@ -127,7 +127,7 @@ def plot(
         >>> axes = plot(builders.causal_document([100, 156]), tile_m=64, tile_n=64)
         >>> axes.figure.savefig("mask.png")  # doctest: +SKIP
     """
-    # before a mask_mod is asked, which takes longer
+    # before a mask_mod is evaluated, which takes longer
     _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))
     scores = _scores_of(mask, seqlen_q, seqlen_k, aux_tensors)
     tile_m = scores.tile[0] if tile_m is None else tile_m

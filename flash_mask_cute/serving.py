@@ -30,11 +30,9 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
     Options,
-    QStart,
     Tensors,
     configs_of,
     masks_of,
-    split_q_start,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
@@ -49,7 +47,7 @@ from flash_mask_cute.call.check.kvcache import (
     view_of,
 )
 from flash_mask_cute.call.check.validate import check_num_splits, refuse_transforms
-from flash_mask_cute.call.problem import END
+from flash_mask_cute.call.q_start import END, QStartArgument, split_q_start
 from flash_mask_cute.call.run.append import Append
 from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.lowering.pair import resolve_mods
@@ -128,7 +126,7 @@ def flash_attn_with_kvcache(
     aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStart = END,
+    q_start: QStartArgument = END,
     return_lse: bool = False,
     config: Any = None,
     **unknown: NoReturn,
@@ -393,7 +391,7 @@ def flash_attn_combine(
 def _check_combined(
     out: Tensor, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype
 ) -> None:
-    """Check the memory that receives the combined output; that it is its own, the operator checks."""
+    """Check the memory for the combined output; that it is its own, the operator checks."""
     if out.dtype != dtype:
         raise TypeError(f"out must have dtype out_dtype ({dtype}), got {out.dtype}")
     if out.shape != out_partial.shape[1:]:

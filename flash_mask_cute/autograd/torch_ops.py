@@ -24,7 +24,6 @@ from flash_mask_cute.autograd.passes import (
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
 from flash_mask_cute.call.arguments import (
-    EACH,
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
@@ -32,9 +31,9 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     masks_of,
 )
-from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one, check_position
+from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one
 from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
-from flash_mask_cute.call.problem import END
+from flash_mask_cute.call.q_start import QStart
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
@@ -75,8 +74,8 @@ _ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
     "scale": "Tensor?",
 }
 CALL_SCHEMA = ", ".join(f"{schema} {name}" for name, schema in _ARGUMENTS.items())
-# what stands for `ANY` and for `END` there
-_ANY_SEQLEN = _END_POSITION = -1
+# what stands for `ANY` there
+_ANY_SEQLEN = -1
 
 # What a backward takes before these: results of the forward and their gradients.
 _RESULTS = {
@@ -165,7 +164,7 @@ def to_operator(
     masks, own = call.masks or NO_MASKS, call.backward
     given = plain_arguments(call)
     given.update(_operator_scale(call.options.softmax_scale))
-    given["q_start"] = _operator_start(call.options.q_start)
+    given["q_start"] = call.options.q_start.encoded()
     given["score_mod"] = optional_name(masks.score_mod)
     given["mask_mod"] = optional_name(masks.mask_mod)
     given["score_mod_bwd"] = optional_name(own.score_mod_bwd)
@@ -187,26 +186,6 @@ def _operator_scale(scale: Any) -> dict[str, Any]:
         one = torch.ones((), dtype=torch.float64, device="cpu")
         return {"softmax_scale": None, "scale": one * scale}
     return {"softmax_scale": scale}
-
-
-def _operator_start(q_start: Any) -> int | None:
-    """`Options.q_start` as a number, or None beside q_starts.
-
-    Raises:
-        TypeError, ValueError: as `check_position`.
-    """
-    if q_start is None or (isinstance(q_start, str) and q_start == EACH):
-        return None
-    check_position(q_start)
-    number: int = _END_POSITION if isinstance(q_start, str) else q_start
-    return number
-
-
-def _start_of(given: dict[str, Any]) -> int | str | None:
-    if given["q_starts"] is not None:
-        return EACH
-    start: int | None = given["q_start"]
-    return END if start == _END_POSITION else start
 
 
 def _operator_lists(given: Any) -> dict[str, Any]:
@@ -291,12 +270,13 @@ def _from_operator(
         mask = _BoundedMask(x["startend_row_indices"], causal, bounds, documents, seqlen_q)
     config, config_bwd = (None, None) if x["config"] is None else _configs_of(x["config"])
     mods = optional_mod(x["score_mod"]), optional_mod(x["mask_mod"])
+    start = QStart.from_operator(x["q_start"], x["q_starts"])
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
         Tensors(q, k, v, learnable_sink=sink, **of_bundle("tensors", x)),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
-        Options(q_start=_start_of(x), config=config, **of_bundle("options", x)),
+        Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(
             optional_mod(x["score_mod_bwd"]), config=config_bwd, **of_bundle("backward", x)
         ),
@@ -407,6 +387,15 @@ def _argument(name: str, arguments: Iterable[Any]) -> Any:
     return dict(zip(_ARGUMENTS, arguments, strict=True))[name]
 
 
+def _computes(q: Tensor) -> bool:
+    """Whether an operator with this q computes, and does not only say shapes.
+
+    With a meta tensor beside others torch calls what says shapes. It would return memory that
+    nobody wrote, where the call itself refuses the tensor by name.
+    """
+    return type(q) is Tensor and not q.is_meta
+
+
 def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
     """x, or a tensor without elements: operators return no None."""
     return q.new_empty(0, dtype=torch.float32) if x is None else x
@@ -416,6 +405,8 @@ def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
 def _(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _computes(q):
+        return _attention_fwd(q, k, v, sink, *arguments)
     *rows, heads_q, _ = q.shape
     out = q.new_empty((*rows, heads_q, v.shape[-1]))
     lse_shape = (*rows[:-1], heads_q, rows[-1])
@@ -447,6 +438,8 @@ def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequ
 
 @torch.library.register_fake("flash_mask_cute::attention_bwd", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    if _computes(q):
+        return _attention_bwd(q, k, v, sink, *arguments)
     _, wants_aux, arguments = _split_backward(arguments)
     aux_tensors = _argument("aux_tensors", arguments)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.problem import Mods
+from flash_mask_cute.call.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
@@ -26,7 +27,7 @@ class Tensors(NamedTuple):
     out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
     dq, dk, dv, dsink, daux: outputs of a backward; dq, dk and dv are new tensors if None.
     max_scores: an output of a forward, written only if given.
-    q_starts: the argument q_start, if that is a tensor (`split_q_start`). kv_batch_idx, leftpad_k:
+    q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k:
     beside page_table, the row of it that a sequence has, and the rows before its first key.
     """
 
@@ -96,8 +97,7 @@ def masks_of(
 class Options(NamedTuple):
     """Arguments of a call that are neither tensors nor masks.
 
-    q_start: a number, `END`, or `EACH` beside `Tensors.q_starts`; None: not given. num_splits,
-    pack_gqa, return_lse and config are of the forward. config: a `FwdConfig`, what
+    num_splits, pack_gqa, return_lse and config are of the forward. config: a `FwdConfig`, what
     `FwdConfig.from_value` takes, or None.
     """
 
@@ -108,7 +108,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    q_start: int | str | None = None
+    q_start: QStart = NO_START
     num_splits: int = 0
     pack_gqa: bool | None = None
     return_lse: bool = True
@@ -124,16 +124,6 @@ class BackwardOptions(NamedTuple):
 
 
 NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
-
-# the value of `Options.q_start` that stands for positions in a tensor
-EACH = "each"
-QStart: TypeAlias = int | str | Tensor | None
-
-
-def split_q_start(q_start: Any) -> tuple[Tensor | None, Any]:
-    """Split the argument q_start into `Tensors.q_starts` and `Options.q_start`."""
-    return (q_start, EACH) if isinstance(q_start, Tensor) else (None, q_start)
-
 
 # what only one direction has
 _OF_FORWARD = (
@@ -206,8 +196,7 @@ class AttentionCall(NamedTuple):
         masks = self.masks or NO_MASKS
         given = self.tensors._asdict() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
-        if self.tensors.q_starts is not None:
-            given["q_start"] = self.tensors.q_starts
+        given["q_start"] = self.options.q_start.argument(self.tensors.q_starts)
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property

@@ -28,7 +28,6 @@ from flash_mask_cute.call.choose.tile_classes import (
 from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.cpu.tiles import start_of
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.runtime.target import Target
@@ -87,13 +86,13 @@ class Explanation:
             "packed heads": "none" if self.packed_heads == 1 else str(self.packed_heads),
             "splits": self.splits or "none: one pass",
             "masks": self.masks or "causal and window at most",
-            "grid": _known(self.grid, "CTAs"),
-            "work tiles": _known(self.work_tiles),
-            "key tiles": f"{_known(self.full_key_tiles)} full, "
-            f"{_known(self.partial_key_tiles)} partial, "
-            f"{_known(self.empty_key_tiles)} empty",
-            "registers": f"{_known(self.registers)} per thread at launch, "
-            f"{_known(self.spill_bytes, 'bytes')} spilled",
+            "grid": _number(self.grid, "CTAs"),
+            "work tiles": _number(self.work_tiles),
+            "key tiles": f"{_number(self.full_key_tiles)} full, "
+            f"{_number(self.partial_key_tiles)} partial, "
+            f"{_number(self.empty_key_tiles)} empty",
+            "registers": f"{_number(self.registers)} per thread at launch, "
+            f"{_number(self.spill_bytes, 'bytes')} spilled",
             "shared memory": f"{self.smem_bytes} bytes",
             "copies": self.copies or "none",
         }
@@ -104,7 +103,7 @@ class Explanation:
         return "\n".join(f"{name:<19}{value}" for name, value in lines.items())
 
 
-def _known(value: int | None, unit: str = "") -> str:
+def _number(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
@@ -203,10 +202,10 @@ def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[s
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
         return {}
-    asking = (run.without_bits or run).fwd_choice.tiles
-    if device == "cpu" and run.fwd_choice.tiles != asking:
+    tiles = (run.without_bits or run).fwd_choice.tiles
+    if device == "cpu" and run.fwd_choice.tiles != tiles:
         notes.append(
-            f"the CPU path evaluates mask_mod itself, over tiles of {asking.tile_m} x {asking.tile_n}"
+            f"the CPU path evaluates mask_mod itself, over tiles of {tiles.tile_m} x {tiles.tile_n}"
         )
     return dict(compiled_fwd(run).meta)
 
@@ -235,7 +234,7 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 
 def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
-    are_bits = mask_bits is not None or run.q_start is not None
+    are_bits = mask_bits is not None or run.q_start.is_given
     text = run.masks.describe(run.fwd_choice.tiles, are_bits)
     if mask_bits is None:
         return text
@@ -282,7 +281,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     if masks.block_lists is not None:
         tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
         has_mod = masks.mask_mod is not None
-        if run.q_start is None:
+        if not run.q_start.is_given:
             verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
         elif masks.block_size is not None:
             states = dense_states(masks.block_lists)
@@ -291,14 +290,14 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
-    start = run.q_start_of(tensors)
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        used = replace(used, q_start=start_of(start, batch_idx, used))
+        start = run.q_start.of_sequence(tensors.q_starts, batch_idx, used)
+        used = replace(used, q_start=start)
         m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)

@@ -11,9 +11,6 @@ import torch
 
 from flash_mask_cute.limits import OPEN_WINDOW
 
-# the value of an argument q_start by which the last query is at the last key
-END = "end"
-
 
 class FwdShapes(NamedTuple):
     """The extents of one problem.
@@ -216,22 +213,6 @@ def fold_window(
     if left is not None and (left <= -OPEN_WINDOW or (edge is not None and left + edge < 0)):
         return False, None, -OPEN_WINDOW
     return causal, left, None if right is None else max(right, -OPEN_WINDOW)
-
-
-def fold_q_start(
-    q_start: int | str | None, is_banded: bool, counts_rows: bool, is_square: bool
-) -> int | str | None:
-    """The position of the first query if it differs in effect from None.
-
-    is_banded: there is causal masking or a window, which None aligns with the last key.
-    counts_rows: masks or callables count rows, which start at 0 with None. is_square: all sequences
-    are known to have equal numbers of queries and keys.
-    """
-    if is_square and q_start in (0, END):
-        return None
-    if not counts_rows and (q_start == END or not is_banded):
-        return None
-    return None if q_start == 0 and not is_banded else q_start
 
 
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:

@@ -14,6 +14,9 @@ from cutlass import Float32
 
 Numbers = tuple[Float32, ...]
 
+# between base e and base 2, of whose powers there is an instruction
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
+
 # c1, c2, ... of 1 + c1 f + c2 f^2 + ... with the least relative error (Remez exchange in fp64;
 # rounded to fp32). Of degree 3, 8.6e-5: 1/20 of half an ulp of bf16, a third of that of fp16. Of
 # degree 5, 1.5e-7 as it is evaluated, where the instruction for 2^x has 2.4e-7 (PTX ISA, ex2).

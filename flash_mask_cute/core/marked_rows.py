@@ -5,8 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
-
-WARP = 32
+from flash_mask_cute.core.warp_scan import WARP
 
 
 def any_mark(marks: cute.Tensor, tile_m: int) -> Boolean:

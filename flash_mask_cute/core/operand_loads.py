@@ -27,7 +27,7 @@ BOXES_UNROLLED = 2
 
 
 class LoadShape(Protocol):
-    """A plan's facts about loads.
+    """The traits of a kernel that concern loads.
 
     row_tile: the (packed heads, positions) of a box of query rows. group_size: number of rows of a
     position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of

@@ -105,7 +105,7 @@ class Partials(NamedTuple):
         return self.pending is not None
 
     def is_split(self, work: Work) -> Boolean:
-        """Whether a work tile is only a split."""
+        """Whether a work tile is only one split of it."""
         return work.place != WHOLE if self.by_slots else Boolean(True)
 
     def is_first(self, work: Work) -> Boolean:

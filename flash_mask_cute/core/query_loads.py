@@ -46,7 +46,7 @@ class BwdOperands(NamedTuple):
         tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         lengths: Lengths,
     ) -> "BwdOperands":
-        """Made from Q, dO, K and V, with the layouts of a plan."""
+        """Made from Q, dO, K and V, with the layouts of a kernel's traits."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
         keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
@@ -64,7 +64,7 @@ class BwdOperands(NamedTuple):
 
 
 class QueryShape(Protocol):
-    """A plan's facts about loads.
+    """The traits of a kernel that concern loads.
 
     boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
     memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes that come

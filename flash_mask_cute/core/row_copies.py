@@ -18,8 +18,8 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core.pages import Pages
+from flash_mask_cute.core.warp_scan import WARP
 
-WARP = 32
 # elements of 16 bits of a copy
 VECTOR, VECTOR_BYTES = 8, 16
 # Lanes that copy a row, at most: 128 bytes side by side. With fewer lanes a copy of the warp takes

@@ -9,7 +9,7 @@ memory; reading each head's keys at another time costs bandwidth.
 
 So a work tile may lie in several shares; its parts are its *splits*, and their results are combined
 afterwards. (Stream-K, Osama et al. 2023, for attention as in Lean Attention, Sanovar et al. 2024;
-FlashMLA plans alike.)
+FlashMLA schedules alike.)
 
 A share has at most two splits of incomplete work tiles: one of a tile that began before it, and one
 of a tile that ends behind it. So results of splits need two slots for each share, for sequences of

@@ -32,12 +32,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.exp2 import SINGLE, exp2_polynomial
+from flash_mask_cute.core.exp2 import LN_2, LOG2_E, SINGLE, exp2_polynomial
 
 # with it, an operation is not fused with another one
 NEAREST = cute.math.RoundingMode.NEAREST_EVEN
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0
 # Probabilities of a tile, rounded to these types, may sum up to this before their maximum counts as
 # too old. For bf16, which has room, so large that a row whose first tile had few keys need not be

@@ -45,8 +45,8 @@ class Operands(NamedTuple):
 
     @staticmethod
     def of_forward(traits, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
-        """The operands of a forward with the layouts of its plan, (rows, columns, stages), with V's
-        transposed. The plan also has the boxes of query rows (`row_tile`), of keys and values
+        """The operands of a forward by the layouts of its traits, (rows, columns, stages), with V's
+        transposed. They also have the boxes of query rows (`row_tile`), of keys and values
         (`box_k`, `box_v`) and of the output (`box_o`). load: the operation, if not that of a single
         CTA."""
         packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None

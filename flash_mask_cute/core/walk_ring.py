@@ -185,7 +185,7 @@ class WalkRing:
                     predecessor = self.predecessors[bit, self.ring.channel.index(number)]
                 if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
                     if remaining == 0:
-                        # before the last block is taken, so that what comes next is planned
+                        # before the last block is taken, so that what comes next is scheduled
                         # meanwhile
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)

@@ -23,6 +23,7 @@ from flash_mask_cute.cpu.tiles import (
     heads_in_tile,
     sequence_walks,
 )
+from flash_mask_cute.limits import SINK_RTOL
 from flash_mask_cute.mods.on_cpu import (
     add_aux_gradients,
     eval_score_mod,
@@ -33,9 +34,6 @@ from flash_mask_cute.mods.on_cpu import (
 _PullBack: TypeAlias = Callable[[Tensor], Tensor]
 """From gradients of modified scores to those of the scores, (queries, keys) each, or of all heads
 of a tile (heads_kv, lanes, rows, keys)."""
-
-# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
-SINK_RTOL = 2.0**-16
 
 
 def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import Tensors
+from flash_mask_cute.call.q_start import NO_START, QStart
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 
@@ -61,9 +62,8 @@ class CpuCall(NamedTuple):
 
     tensors: q, k, v (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that
     side; any floating dtype. The others as in a call. window_*: tokens, None for an open side,
-    causal already in window_right (that of column_mask is added by the walk). q_start: as in
-    `core.lengths.Lengths`. seqlen_*: the length of a dense side. score_mod_bwd, aux_sums: of a
-    backward (`flash_attn_bwd_cpu`).
+    causal already in window_right (that of column_mask is added by the walk). seqlen_*: the length
+    of a dense side. score_mod_bwd, aux_sums: of a backward (`flash_attn_bwd_cpu`).
     """
 
     tensors: Tensors
@@ -75,6 +75,6 @@ class CpuCall(NamedTuple):
     softcap: float = 0.0
     window_left: int | None = None
     window_right: int | None = None
-    q_start: Tensor | int | None = None
+    q_start: QStart = NO_START
     score_mod_bwd: Callable[..., Any] | None = None
     aux_sums: Mapping[int, Tensor] | None = None

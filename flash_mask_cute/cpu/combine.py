@@ -1,4 +1,4 @@
-"""Combination of partial attention results by torch: on the CPU, and the gradients on any device."""
+"""Combination of partial results by torch: on the CPU, and the gradients on any device."""
 
 from __future__ import annotations
 

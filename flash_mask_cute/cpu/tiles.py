@@ -165,9 +165,9 @@ class SequenceWalk:
                 heads = heads & ~hidden
         visible = heads[:, None, None]
         for mask, cut in zip(self.masks, cuts, strict=True):
-            asked = heads & cut
-            if asked.any():
-                visible = visible & (mask.visible(tile, asked) | ~asked[:, None, None])
+            cut_heads = heads & cut
+            if cut_heads.any():
+                visible = visible & (mask.visible(tile, cut_heads) | ~cut_heads[:, None, None])
         by_query = visible.expand(-1, len(tile.queries), len(tile.keys)).movedim(1, 0)
         first = tile.rows.start - tile.queries.start * tile.pack
         by_row = to_rows(by_query, self.heads_kv, tile.pack)
@@ -199,7 +199,7 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
     for batch_idx in range(batch):
         seqlen_info = SeqlenInfoQK.create(batch_idx, call.seqlen_q, call.seqlen_k, *lengths)
-        start = start_of(call.q_start, batch_idx, seqlen_info)
+        start = call.q_start.of_sequence(x.q_starts, batch_idx, seqlen_info)
         seqlen_info = replace(seqlen_info, q_start=start)
         of_entry: list[_Mask] = [_BandMask(block_info, seqlen_info)]
         if column_mask is not None and bounds is not None:
@@ -231,13 +231,6 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
             slot_k=_slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, x.cu_seqlens_k),
             skip_blocks=tiles.skip_blocks,
         )
-
-
-def start_of(q_start: Tensor | int | None, batch_idx: int, used: SeqlenInfoQK) -> int | None:
-    """The position of a sequence's first query, as `core.lengths.Lengths` has it."""
-    if isinstance(q_start, Tensor):
-        return int(q_start[batch_idx])
-    return used.seqlen_k - used.seqlen_q if q_start is not None and q_start < 0 else q_start
 
 
 class HeadInTile(NamedTuple):

@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_postprocess import COLS_PER_GROUP
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_32_BITS,
-    WARP,
     rows_of,
     rows_of_head,
     vector_of,

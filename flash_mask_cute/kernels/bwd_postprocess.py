@@ -10,11 +10,11 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import dq_parts
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
     VECTOR_32_BITS,
-    WARP,
     rows_of,
     rows_of_head,
     vector_of,

@@ -15,19 +15,19 @@ squares is finite; otherwise a product with V might not be finite. With a sink t
 is the sink's, and not -inf: then O, which is 0 there, identifies them.
 """
 
-import math
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
+from flash_mask_cute.core.exp2 import LOG2_E
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks, marks_of
+from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.limits import SINK_RTOL
 
 NUM_THREADS = 256
-WARP = 32
-LOG2_E = math.log2(math.e)
 # LSE from which on it is a reference: before, its product with LOG2_E is rounded by 2**-14 at most
 FAR = 2.0**10
 # elements of one access of 16 bytes
@@ -38,8 +38,6 @@ LANES_PER_ROW = 8
 ROWS_PER_ROUND = NUM_THREADS // LANES_PER_ROW
 # accesses a thread starts before it waits for one, 4 registers each
 IN_FLIGHT = 16
-# how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be
-SINK_RTOL = 2.0**-16
 # of a row that may see nothing: Q or dO are not finite, or their squares not; O is not 0
 HOSTILE, SEES = 1, 2
 

@@ -13,9 +13,9 @@ that processed key blocks by shares (`core/shares.py`) left a tile's splits in s
 each CTA it recorded the work tile that begins in its share and that other shares continue
 (`PendingCombine`).
 
-A row is combined by one warp or by the four of a CTA, always in the same order, so bits do not depend
-on timing. The kernel is launched programmatically: its CTAs may start before the kernel whose
-results it combines has ended, and wait for its end.
+A row is combined by one warp or by the four of a CTA, always in the same order, so bits do not
+depend on timing. The kernel is launched programmatically: its CTAs may start before the kernel
+whose results it combines has ended, and wait for its end.
 """
 
 from typing import NamedTuple
@@ -24,17 +24,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.partials import PendingCombine
 from flash_mask_cute.core.shares import slot_of_first, slot_of_later
+from flash_mask_cute.core.warp_scan import WARP
 
-WARP = 32
 WARPS_PER_CTA = 4
 # columns of a lane
 VECTOR = 4
 # of a row; a lane holds BATCH splits of its columns in registers
 MAX_COLUMNS = 512
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 # splits of a warp whose loads are in flight together
 BATCH = 8
 
@@ -274,8 +273,8 @@ class Combine:
         splits: SplitTensors,
         values: cute.Tensor,
     ) -> tuple:
-        """`_combined` of all splits of a row, by the warps of a CTA. Every warp gets the sums, added
-        in the order of the warps.
+        """`_combined` of all splits of a row, by the warps of a CTA. Every warp gets the sums,
+        added in the order of the warps.
 
         storage: fp32 (head_dim_v + 2, warps_per_row) in shared memory; the last two rows are for
         `largest` and the sum.

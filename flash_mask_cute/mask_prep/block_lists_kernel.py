@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-WARP = 32
+from flash_mask_cute.core.warp_scan import WARP
+
 # of a block while its list is made
 ABSENT, PARTIAL, FULL = 0, 1, 2
 

@@ -21,11 +21,11 @@ from flash_mask_cute.core.tile_state import (
     has_visible,
     state_of_warp,
 )
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
 NUM_WARPS = 8
-WARP = 32
 # rows and columns of a thread between two tests whether the state of a block is known
 ROWS_AT_ONCE, COLS_AT_ONCE = 2, 8
 # Lanes of a warp that look at the same rows. With more columns of a thread, what is computed from a

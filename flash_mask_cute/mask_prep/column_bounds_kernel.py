@@ -8,8 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
+from flash_mask_cute.core.warp_scan import WARP
+
 NUM_WARPS = 4
-WARP = 32
 # keys of a block of 128 that a lane loads before it compares
 UNROLL = 4
 

@@ -1,1 +1,1 @@
-"""Mask rules as plain arithmetic, independent of architecture and direction."""
+"""Masks as a caller holds them: `ColumnMask`, its builders, and what is made of one."""

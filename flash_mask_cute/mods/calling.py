@@ -120,7 +120,7 @@ def _checked_result(mod: Callable[..., Any], answer: Any) -> Boolean:
         raise TypeError(
             f"{describe('mask_mod', mod)} returned {found}: it must return "
             f"{_RESULTS['mask_mod']}, a condition; of a number write (number != 0), and True or "
-            "False for a constant answer"
+            "False for a constant result"
         )
     return Boolean(answer)
 

@@ -103,7 +103,7 @@ class ScoreChain:
                 else:
                     apply(near, probs)
         else:
-            # no position to ask a callable about
+            # no position to call a callable with
             probs.fill(0)
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = Float32(0.0)

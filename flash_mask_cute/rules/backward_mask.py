@@ -43,7 +43,7 @@ class BackwardMask(MaskRules):
     staggers: each tile starts a chunk at a different block, and visits the blocks before that one
     last. So tiles that visit the same chunk at the same time do not add to the same rows of dQ.
 
-    is_part: the tiles are one CTA's part of the tiles that walks were planned for. A part may lie
+    is_part: the tiles are one CTA's part of the tiles that walks were made for. A part may lie
     behind the end of the keys, or be full although the whole tile is partial.
     """
 
@@ -188,7 +188,8 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's keys, for `MaskWarpRows.store`.
+        """The words of a block's bits in this warp's share of a tile's keys, for
+        `MaskWarpRows.store`.
 
         A lane holds a key of each group of 32.
         """

@@ -198,7 +198,8 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's rows, for `MaskWarpRows.store`.
+        """The words of a block's bits in this warp's share of a tile's rows, for
+        `MaskWarpRows.store`.
 
         A lane holds a row of each group of 32. If a rule is about columns, it holds one of 32
         columns until its bits are transposed. All words are made together: a mask warp has no other
@@ -279,7 +280,7 @@ class ForwardMask(MaskRules):
         if const_expr(self.args.mask_bits is not None):
             words = warp_rows.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
-            # A lane asks about one column at a time, row after row: what the callable loads for a
+            # A lane evaluates one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = warp_rows.fill(0)
             for step in cutlass.range(WORD // ROWS_PER_EVAL, unroll=1):

@@ -4,7 +4,7 @@ A score counts if every given mask allows it: the lengths, causal and window (`B
 intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles. Kernels
 apply the rule in two directions: in the forward a block of queries walks over keys
 (`forward_mask`), in the backward a block of keys walks over queries (`backward_mask`). Each
-direction plans walks and makes the bits of partial blocks. On every architecture this runs in warps
+direction sends walks and makes the bits of partial blocks. On every architecture this runs in warps
 that compute no scores.
 """
 
@@ -115,7 +115,7 @@ class MaskBitsArgs(NamedTuple):
 
 
 class MaskedKernel(Protocol):
-    """A kernel's facts about its masks; plan: tile_m, tile_n and packed_heads."""
+    """A kernel's facts about its masks; traits: tile_m, tile_n and packed_heads."""
 
     traits: Any
     is_causal: bool

@@ -5,20 +5,20 @@ over the queries of the group's heads in blocks of 128. With P = exp(S - LSE) an
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
-| warps                 | role    | work                                                       |
-|-----------------------|---------|------------------------------------------------------------|
-| warpgroups 0, 1       | compute | 128 keys and 64 queries each: P, dS; dV and dK to memory   |
-| warpgroup 2           | reduce  | dQ out of TMEM to where it leaves                          |
-| 0 of warpgroup 3      | load    | TMA of K, V, and of Q, dO, LSE and delta                   |
-| 1 of warpgroup 3      | mma     | issue all products                                         |
-| 2 of warpgroup 3      | plan    | choose work tiles and the query blocks they visit          |
-| 3 of warpgroup 3      | send    | add dQ to the others' sums in memory                       |
-| warpgroup 4           | mask    | bits of the scores that count, for blocks that a mask cuts |
+| warps                 | role     | work                                                       |
+|-----------------------|----------|------------------------------------------------------------|
+| warpgroups 0, 1       | compute  | 128 keys and 64 queries each: P, dS; dV and dK to memory   |
+| warpgroup 2           | reduce   | dQ out of TMEM to where it leaves                          |
+| 0 of warpgroup 3      | load     | TMA of K, V, and of Q, dO, LSE and delta                   |
+| 1 of warpgroup 3      | mma      | issue all products                                         |
+| 2 of warpgroup 3      | schedule | choose work tiles and the query blocks they visit          |
+| 3 of warpgroup 3      | send     | add dQ to the others' sums in memory                       |
+| warpgroup 4           | mask     | bits of the scores that count, for blocks that a mask cuts |
 
 Channels (full/empty mbarrier pairs):
 
-    plan ----ring--> all              coordinates and lengths of the next work tile
-    plan ----walk--> all              the query blocks it visits, up to 32 an entry
+    schedule -ring-> all              coordinates and lengths of the next work tile
+    schedule -walk-> all              the query blocks it visits, up to 32 an entry
     load ----q-----> mma, compute     a query block, its LSE and delta, and with a work tile's first
                                       block its keys
     load ----do----> mma              dO of a query block, and with the first one the values

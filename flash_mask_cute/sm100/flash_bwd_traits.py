@@ -173,7 +173,7 @@ class BwdTraits:
 
     @property
     def helper_registers(self) -> int:
-        """Registers of a thread that loads, multiplies, plans or sends."""
+        """Registers of a thread that loads, multiplies, schedules or sends."""
         taken = HALVES * COMPUTE_REGISTERS + REDUCE_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
@@ -277,7 +277,7 @@ class BwdTraits:
         )
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             dims = f"{self.head_dim}, {self.head_dim_v}"
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"

@@ -3,20 +3,20 @@
 A persistent CTA computes work tiles of 256 query rows, one after another, as two halves of 128 rows
 that take turns on the tensor cores. Its roles:
 
-| warps             | role    | work                                                         |
-|-------------------|---------|--------------------------------------------------------------|
-| warpgroups 0, 1   | softmax | a half each: scores out of TMEM, probabilities into it       |
-| warpgroup 2       | output  | both halves: O out of TMEM, final scale, LSE, store          |
-| 0 of warpgroup 3  | load    | TMA of Q, K, V                                               |
-| 1 of warpgroup 3  | mma     | issue S = Q K^T and O += P V                                 |
-| 2 of warpgroup 3  | plan    | choose work tiles and the key blocks they visit              |
-| warpgroup 4       | mask    | bits of the scores that count, for blocks that a mask cuts   |
+| warps             | role     | work                                                         |
+|-------------------|----------|--------------------------------------------------------------|
+| warpgroups 0, 1   | softmax  | a half each: scores out of TMEM, probabilities into it       |
+| warpgroup 2       | output   | both halves: O out of TMEM, final scale, LSE, store          |
+| 0 of warpgroup 3  | load     | TMA of Q, K, V                                               |
+| 1 of warpgroup 3  | mma      | issue S = Q K^T and O += P V                                 |
+| 2 of warpgroup 3  | schedule | choose work tiles and the key blocks they visit              |
+| warpgroup 4       | mask     | bits of the scores that count, for blocks that a mask cuts   |
 
 Channels (full/empty mbarrier pairs). Halves are separate fills: half h of tile t is number 2 t + h,
 half h of key block j is number 2 j + h.
 
-    plan ----ring--> all                            coordinates and lengths of the next work tile
-    plan ----walk--> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
+    schedule -ring-> all                            coordinates and lengths of the next work tile
+    schedule -walk-> load, mma, softmax, mask       the key blocks it visits, up to 32 an entry
     load ----q-----> mma                            128 query rows
     load ----k-----> mma                            one key block
     load ----v-----> mma                            one value block

@@ -211,7 +211,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def helper_registers(self) -> int:
-        """Registers of a thread that loads, multiplies or plans."""
+        """Registers of a thread that loads, multiplies or schedules."""
         taken = 2 * SOFTMAX_REGISTERS + OUTPUT_REGISTERS + MASK_REGISTERS
         return registers_left(NUM_WARPGROUPS, taken)
 
@@ -276,7 +276,7 @@ class FwdTraits(PackedHeads):
         return self._smem_without_spare_value + spare * self.bytes_v
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         dims = f"head_dim/head_dim_v {self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > max(TILE_DIMS[-1]):
             return f"head_dim and head_dim_v go up to {max(TILE_DIMS[-1])}, got {dims}"

@@ -6,17 +6,17 @@ V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
-| warps                  | role  | work                                                      |
-|------------------------|-------|-----------------------------------------------------------|
-| 0 of warpgroup 0       | load  | TMA of K, V, and of Q, dO, LSE and delta                  |
-| 1 of warpgroup 0       | plan  | choose work tiles and the query blocks they visit         |
-| 2, 3 of warpgroup 0    | mask  | bits of the scores that count, for blocks that a mask cuts|
-| warpgroups 1, 2        | mma   | 64 keys each, or the same 64 keys and half of the columns |
+| warps               | role     | work                                                       |
+|---------------------|----------|------------------------------------------------------------|
+| 0 of warpgroup 0    | load     | TMA of K, V, and of Q, dO, LSE and delta                   |
+| 1 of warpgroup 0    | schedule | choose work tiles and the query blocks they visit          |
+| 2, 3 of warpgroup 0 | mask     | bits of the scores that count, for blocks that a mask cuts |
+| warpgroups 1, 2     | mma      | 64 keys each, or the same 64 keys and half of the columns  |
 
 Channels (full/empty mbarrier pairs):
 
-    plan ---------ring--> all          coordinates and lengths of the next work tile
-    plan ---------walk--> load, mask   the query blocks it visits, up to 32 an entry
+    schedule -----ring--> all          coordinates and lengths of the next work tile
+    schedule -----walk--> load, mask   the query blocks it visits, up to 32 an entry
     load ---------q-----> mma          a query block, its LSE and delta, and words that say which,
                                        and with a work tile's first block its keys
     load ---------do----> mma          dO of a query block, and with the first one the values
@@ -26,7 +26,7 @@ Channels (full/empty mbarrier pairs):
 and between two CTAs that sum dQ together (`cta_pairs`):
 
     mma ---------grads--> mma          dS of a query block, both ways
-    plan --------claims-> plan         the number of the next work tile, from the leader
+    schedule ----claims-> schedule     the number of the next work tile, from the leader
 
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so P^T and dS^T are in
 registers in the layout that dV and dK need (FlashAttention-3's choice). dS also goes to shared
@@ -128,8 +128,8 @@ class FlashAttentionBackwardSm90:
         first CTA at a row block stores
     :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
         their Q or dO is not finite
-    :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no soft
-        cap, and at least two SMs
+    :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no
+        soft cap, and at least two SMs
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param num_sms: the most CTAs to launch
@@ -279,8 +279,8 @@ class FlashAttentionBackwardSm90:
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
-            lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n), self.num_sms // traits.num_ctas,
-            is_short if self.deterministic else None,
+            lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n),
+            self.num_sms // traits.num_ctas, is_short if self.deterministic else None,
             1 if const_expr(group_splits is None) else group_splits,
         )  # fmt: skip
 
@@ -446,7 +446,7 @@ class FlashAttentionBackwardSm90:
                     block += 1
                     cut += 1
             # -- query blocks
-            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # One loop for partial blocks and one for full ones, of the same text: a loop that tests
             # every block would branch while products are in flight, and ptxas would serialise all.
             while current != Kind.END:
                 for kind in (Kind.PARTIAL, Kind.FULL):

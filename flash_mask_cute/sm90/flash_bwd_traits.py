@@ -43,7 +43,7 @@ NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where they have little to plan and few bits to make
+# the most leaves them where there is little to schedule and few bits to make
 MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
@@ -372,7 +372,7 @@ class BwdTraits:
         )
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         if self.tile_m not in (64, 128):
             return f"tile_m must be 64 or 128, got {self.tile_m}"
         if max(self.head_dim, self.head_dim_v) > MAX_DIM:

@@ -2,20 +2,20 @@
 
 A persistent CTA computes one work tile of tile_m query rows after another. Its roles:
 
-| warps                   | role  | work                                                       |
-|-------------------------|-------|------------------------------------------------------------|
-| 0 of warpgroup 0        | load  | TMA of Q, K, V                                             |
-| 1 of warpgroup 0        | plan  | choose work tiles and the key blocks they visit            |
-| 2, 3 of warpgroup 0 (*) | mask  | bits of the scores that count, for blocks that a mask cuts |
-| warpgroups 1..tile_m/64 | mma   | 64 rows each: S = Q K^T, softmax, P V, output              |
+| warps                   | role     | work                                                       |
+|-------------------------|----------|------------------------------------------------------------|
+| 0 of warpgroup 0        | load     | TMA of Q, K, V                                             |
+| 1 of warpgroup 0        | schedule | choose work tiles and the key blocks they visit            |
+| 2, 3 of warpgroup 0 (*) | mask     | bits of the scores that count, for blocks that a mask cuts |
+| warpgroups 1..tile_m/64 | mma      | 64 rows each: S = Q K^T, softmax, P V, output              |
 
 (*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
 registers.
 
 Channels (full/empty mbarrier pairs):
 
-    plan ---------ring--> all          coordinates and lengths of the next work tile
-    plan ---------walk--> load, mask   the key blocks it visits, up to 32 an entry
+    schedule -----ring--> all          coordinates and lengths of the next work tile
+    schedule -----walk--> load, mask   the key blocks it visits, up to 32 an entry
     load ---------q-----> mma          all query rows of a tile
     load ---------k-----> mma          one key block, and a word that says what it is
     load ---------v-----> mma          one value block
@@ -263,8 +263,8 @@ class FlashAttentionForwardSm90:
         partials = Partials.create(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (traits.head_dim, traits.head_dim_v), traits.tile_m, traits.packed_heads,
-            traits.group_size, group_bytes, self.num_sms, blocks, num_splits,
+            lengths, mQ, mK, (traits.head_dim, traits.head_dim_v), traits.tile_m,
+            traits.packed_heads, traits.group_size, group_bytes, self.num_sms, blocks, num_splits,
         )  # fmt: skip
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
@@ -452,7 +452,7 @@ class FlashAttentionForwardSm90:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             # -- key blocks: P V of the block before, and S of this one
-            # One loop for partial blocks and one for full ones, of the same text: a loop that asked
+            # One loop for partial blocks and one for full ones, of the same text: a loop that tests
             # every block would have one branch more while P V is in flight, and ptxas would
             # serialise all products.
             # docs/facts/compiler.md#three-branches-under-a-product-in-flight-serialise-all-products

@@ -255,7 +255,7 @@ class KeyBlocks:
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
         elif channels.ring.read(tile).has_scores:
-            # a sequence without queries or keys has no position to ask about
+            # a sequence without queries or keys has no position to evaluate
             loaded = self._load_table_rows(tile, flags)
             self._modify(self._places(tile, flags, True), loaded, scores)
         sees, cut = Boolean(True), state.cut
@@ -347,7 +347,6 @@ class KeyBlocks:
             cut += 1
         # tensors of their own: if they lived on from step to step, they would cost as many
         # registers again
-        # (docs/facts/compiler.md#an-accumulator-that-lives-across-loops-serialises-all-products)
         acc_S, fresh = wgmma.make_accumulator(traits.tile_n), target
         if const_expr(half is not None):
             acc_S = wgmma.make_accumulator(HALF_KEYS)

@@ -284,7 +284,7 @@ class FwdTraits(PackedHeads):
         return self.stages_q > 1 or not self.share_qo
 
     def infeasible(self) -> str | None:
-        """The reason why this plan cannot run, or None."""
+        """The reason why a kernel with these traits cannot run, or None."""
         if self.stages_q not in (1, 2):
             return f"stages_q must be 1 or 2, got {self.stages_q}"
         if self.cta_pair:

@@ -13,11 +13,11 @@ from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     thread_in_warpgroup,
 )
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.sm90 import wgmma
 
 # bytes of shared memory kept for barriers and rings
 SMEM_BOOKKEEPING = 1024
-WARP = 32
 # of a warpgroup's 64
 ROWS_PER_WARP = 16
 # values of 16 bits that a thread moves at once

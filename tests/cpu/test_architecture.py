@@ -57,26 +57,39 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
+    "call.q_start": ("runtime.checks", *INDEX_RULES),
     "call.arguments": (
-        *("call.settings", "call.problem", "masks.column_mask", "block_sparsity", "runtime"),
+        *("call.settings", "call.problem", "call.q_start", "masks.column_mask"),
+        *("block_sparsity", "runtime"),
     ),
     "cpu": (
-        *("call.arguments", "masks.column_mask", "block_sparsity", "mods.on_cpu", *INDEX_RULES),
+        *("call.arguments", "call.q_start", "masks.column_mask", "block_sparsity"),
+        *("mods.on_cpu", *INDEX_RULES),
     ),
     "call.check": (
-        *("call.arguments", "call.problem", "call.settings", "masks.column_mask"),
+        *("call.arguments", "call.problem", "call.q_start", "call.settings", "masks.column_mask"),
         *("block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
     "call.choose": (
-        *("call.check", "call.arguments", "call.problem", "call.settings", "masks.column_mask"),
-        *("block_sparsity", "mask_prep", "sm90", "sm100", "mods", "runtime", *INDEX_RULES),
+        *("call.check", "call.arguments", "call.problem", "call.q_start", "call.settings"),
+        *(
+            "masks.column_mask",
+            "block_sparsity",
+            "mask_prep",
+            "sm90",
+            "sm100",
+            "mods",
+            "runtime",
+            *INDEX_RULES,
+        ),
     ),
     "call.build": (
         *("call.choose", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
         *("core.row_blocks", "mods", "runtime", *INDEX_RULES),
     ),
     "call.run": (
-        *("call.build", "call.choose", "call.check", "call.arguments", "call.problem", "cpu"),
+        *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
+        *("call.q_start", "cpu"),
         *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
         *("runtime", *INDEX_RULES),
     ),

@@ -44,7 +44,7 @@ class BwdKernels(NamedTuple):
 
 
 class PaddingFacts(NamedTuple):
-    """Facts that determine the code of the kernel that zeroes tails."""
+    """Facts that determine the code of the kernel that zeroes padding (`Padding`)."""
 
     dtype: str
     head_dim: int
@@ -249,7 +249,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
 
 
 def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
-    """Compile the kernel that zeroes tails now."""
+    """Compile the kernel that zeroes padding now."""
     from flash_mask_cute.kernels.zero_padding import ZeroPadding
 
     of_q, of_k, of_v = facts.padding

@@ -28,11 +28,11 @@ def warn_if_transposed(q: tuple[int, ...], k: tuple[int, ...], is_paged: bool) -
 
     k: also the shape of v, but for head_dim. is_paged: its rows are those of a page.
     """
-    told = hint("q", q) or hint("k", k)
-    if not told and not is_paged and _is_unusual(q) and _is_unusual(k):
-        told = _advice("q", q)
-    if told:
-        warn_once("axis order", told)
+    advice = hint("q", q) or hint("k", k)
+    if not advice and not is_paged and _is_unusual(q) and _is_unusual(k):
+        advice = _advice("q", q)
+    if advice:
+        warn_once("axis order", advice)
 
 
 def _is_unusual(shape: tuple[int, ...]) -> bool:

@@ -14,6 +14,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from flash_mask_cute.runtime.checks import brief
+
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 _parameters: dict[str, tuple[str, ...]] = {}
@@ -186,10 +188,3 @@ def _instead(call: str, name: str) -> str:
             return f"{same} is an argument of {', '.join(public_first)}"
     near = difflib.get_close_matches(name, taken, n=1)
     return f"did you mean {near[0]}?" if near else f"it takes {', '.join(taken)}"
-
-
-def brief(value: object) -> str:
-    """A short form of a value; no element of a tensor is read."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    return f"a {type(value).__name__}"

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.check.lengths import check_batch_vector
-from flash_mask_cute.call.problem import END
-from flash_mask_cute.limits import MAX_POSITION
+from flash_mask_cute.call.q_start import QStart, check_position
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
-from flash_mask_cute.runtime.checks import INTS
 
 _COLUMNS, _LISTS = "startend_row_indices", "block_sparse_tensors"
 _SAYS = (
@@ -31,48 +29,20 @@ JOIN_MASKS = (
     "whose rows are counted from where each begins: join the intervals of a mask for each of them, "
     "ColumnMask(torch.cat([...], dim=2), causal, seqlen_q=...), with the queries of all together"
 )
-_STARTS = 'an int >= 0, "end", an int32 tensor (batch,) or None'
 
 
-def check_q_start(q_start: object, batch: int, device: torch.device) -> None:
-    """Check the position of a call's first query. A CUDA tensor is not read.
-
-    Raises:
-        TypeError: no int, None, "end" or int32 tensor.
-        ValueError: a string other than "end", a position that is negative or too large, or a tensor
-            that is not (batch,) or is on another device than q.
-    """
-    if q_start is None:
-        return
-    if not isinstance(q_start, Tensor):
-        check_position(q_start)
-        return
-    check_batch_vector("q_start", q_start, batch, device)
-    if q_start.device.type == "cpu":
-        for position in q_start.tolist():
-            _check_range(position, "in each element")
-
-
-def check_position(q_start: object) -> None:
-    """Check a q_start that is no tensor, and not None.
+def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
+    """Check the argument q_start if it is a tensor. A CUDA tensor is not read.
 
     Raises:
-        TypeError, ValueError: as `check_q_start`.
+        TypeError: it is not int32.
+        ValueError: it is not (batch,), it is on another device than q, or a position is negative or
+            too large.
     """
-    if isinstance(q_start, str):
-        if q_start != END:
-            raise ValueError(f"q_start must be {_STARTS}, got {q_start!r}")
-    elif isinstance(q_start, bool) or not isinstance(q_start, INTS):
-        raise TypeError(f"q_start must be {_STARTS}, got {q_start!r} ({type(q_start).__name__})")
-    else:
-        _check_range(q_start, "as an int")
-
-
-def _check_range(position: Any, where: str) -> None:
-    if not 0 <= position < MAX_POSITION:
-        raise ValueError(
-            f"q_start must be at least 0 and below {MAX_POSITION} {where}, got {position}"
-        )
+    check_batch_vector("q_start", q_starts, batch, device)
+    if q_starts.device.type == "cpu":
+        for position in q_starts.tolist():
+            check_position(position, "in each element")
 
 
 class CallExtents(NamedTuple):
@@ -88,7 +58,7 @@ class CallExtents(NamedTuple):
     total_k: int
     packs_q: bool
     packs_k: bool
-    q_start: Any
+    q_start: QStart
 
     def check_columns(self, value: Tensor | ColumnMask) -> None:
         """Refuse column intervals whose rows are not, or may not be, the call's queries.
@@ -102,7 +72,7 @@ class CallExtents(NamedTuple):
         if rows == ANY or not self.total_q:
             return
         if rows is None:
-            if self.total_q < self.total_k and self.q_start is None:
+            if self.total_q < self.total_k and not self.q_start.is_given:
                 made = ""
                 if self.packs_k or not self.packs_q:
                     made = (
@@ -124,8 +94,8 @@ class CallExtents(NamedTuple):
         # of packed queries some sequences can have fewer than that, and others more
         all_rows = int(rows) if self.packs_k and self.packs_q else self.batch * int(rows)
         if self.total_q > all_rows or self._known_end(packed_end=None) > rows:
-            raise ValueError(f"{made_for}, and does not cover this call ({self}{self._told_start})")
-        if self.total_q < all_rows and self.q_start is None:
+            raise ValueError(f"{made_for}, and does not cover this call ({self}{self._start_text})")
+        if self.total_q < all_rows and not self.q_start.is_given:
             self._refuse_part(made_for)
 
     @property
@@ -152,10 +122,10 @@ class CallExtents(NamedTuple):
             longest = ""
             if self.packs_q or self.packs_k:
                 longest = f": sequences of up to {self.seqlen_q} queries and {self.seqlen_k} keys"
-            given = f"{self}{self._told_start}"
+            given = f"{self}{self._start_text}"
             raise ValueError(f"{made_for}, and does not cover this call ({given}){longest}")
         varies = self.packs_q or self.packs_k
-        if rows > self.seqlen_q < self.seqlen_k and self.q_start is None and not varies:
+        if rows > self.seqlen_q < self.seqlen_k and not self.q_start.is_given and not varies:
             self._refuse_part(made_for)
 
     def _refuse_part(self, made_for: str) -> None:
@@ -166,15 +136,12 @@ class CallExtents(NamedTuple):
     def _known_end(self, packed_end: int | None) -> int:
         """One past the last mask row that a sequence certainly reaches, by shapes; 0 if shapes do
         not show it. packed_end: the queries of a packed sequence, if known."""
-        if not isinstance(self.q_start, Integral):
-            return 0
-        seqlen_q = packed_end if self.packs_q else self.seqlen_q
-        return 0 if seqlen_q is None else int(self.q_start) + seqlen_q
+        number, seqlen_q = self.q_start.number, packed_end if self.packs_q else self.seqlen_q
+        return 0 if number is None or seqlen_q is None else int(number) + seqlen_q
 
     @property
-    def _told_start(self) -> str:
-        at = isinstance(self.q_start, Integral) and int(self.q_start) > 0
-        return f" from position {self.q_start} on" if at else ""
+    def _start_text(self) -> str:
+        return f" from position {self.q_start.number} on" if self.q_start.number else ""
 
     def __str__(self) -> str:
         queries, keys = f"{self.seqlen_q} queries", f"{self.seqlen_k} keys"

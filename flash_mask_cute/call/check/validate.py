@@ -25,12 +25,11 @@ from flash_mask_cute.call.arguments import (
     Direction,
     Masks,
     Options,
-    QStart,
     Tensors,
 )
 from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.call.check.lengths import Side, check_lengths
-from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_start
+from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.limits import MOST_SPLITS
@@ -103,8 +102,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         refuse_without_pages(kv_batch_idx=x.kv_batch_idx, leftpad_k=x.leftpad_k)
     keys = Side("k", shape_k, x.k.device, x.cu_seqlens_k, x.seqused_k, options.max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
-    q_start: QStart = options.q_start if x.q_starts is None else x.q_starts
-    check_q_start(q_start, shapes.batch, device)
+    if x.q_starts is not None:
+        check_q_starts(x.q_starts, shapes.batch, device)
     _check_options(options)
     if x.learnable_sink is not None:
         _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
@@ -116,7 +115,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         total_k=shapes.total_k,
         packs_q=queries.is_packed,
         packs_k=keys.is_packed,
-        q_start=q_start,
+        q_start=options.q_start,
     )
     _check_masks(masks, options.causal, keys, shapes, extents, device)
     if call.direction is Direction.FORWARD:

@@ -25,8 +25,8 @@ class AttentionKernel:
     """The attention kernel of one direction.
 
     class_name, cache_name: its names for readers and in the compile cache. load_class, load_traits:
-    load its class, and that of its plan (`FwdTraits`, `BwdTraits`). They import device code, so they
-    are called only when a kernel or a configuration is needed.
+    load its class, and that of its traits (`FwdTraits`, `BwdTraits`). They import device code, so
+    they are called only when a kernel or a configuration is needed.
     """
 
     class_name: str

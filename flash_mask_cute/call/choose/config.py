@@ -185,10 +185,10 @@ def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
 
 def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
     changed = _changed(asdict(_of_row(row)), asdict(tiles), given)
-    return _join_reasons(_told(row), given, changed, refusal)
+    return _join_reasons(_reason_of(row), given, changed, refusal)
 
 
-def _told(row: FwdRow | BwdRow) -> str:
+def _reason_of(row: FwdRow | BwdRow) -> str:
     return f"row {describe_conditions(row)}: {row.reason}"
 
 
@@ -212,7 +212,7 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
 def check_feasible(
     head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
 ) -> tuple[int, str | None]:
-    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's plan
+    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's traits
     decides."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
@@ -254,7 +254,7 @@ class BwdTiles:
 
 @dataclass(frozen=True)
 class BwdChoice:
-    """The tiles of a problem, the kernel's plan for them, and the reason for the choice.
+    """The tiles of a problem, the kernel's traits for them, and the reason for the choice.
 
     tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
     columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
@@ -326,15 +326,9 @@ def select_bwd_config(
             why_not = traits.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
-                reason = _join_reasons(_told(row), given, changed, refusal)
-                sizes = (
-                    traits.tile_n,
-                    traits.cluster_tile_n,
-                    traits.tile_d,
-                    traits.tile_dv,
-                    traits.smem_bytes,
-                )
-                return BwdChoice(tiles, *sizes, reason)
+                reason = _join_reasons(_reason_of(row), given, changed, refusal)
+                sizes = traits.tile_n, traits.cluster_tile_n, traits.tile_d, traits.tile_dv
+                return BwdChoice(tiles, *sizes, traits.smem_bytes, reason)
             refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"

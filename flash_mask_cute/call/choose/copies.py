@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.problem import sink_dtype
-from flash_mask_cute.limits import STRIDE_STEP
+from flash_mask_cute.limits import ADDRESS_MASK, STRIDE_STEP
 
-_ALIGNMENT = 16  # bytes
-ADDRESS_MASK = _ALIGNMENT - 1
 # Below this a scale counts as 0 in kernels: their fp32 reciprocal of it would overflow. Scores are
 # then equal anyway, unless products of q and k come near the largest floats.
 LEAST_SCALE = 2.0**-100
@@ -84,7 +82,7 @@ def _unreadable(tensor: Tensor) -> str | None:
         if size != 1 and (stride <= 0 or stride % STRIDE_STEP):
             return f"it has a stride of {stride} elements"
     past = tensor.data_ptr() & ADDRESS_MASK
-    return f"it starts {past} bytes past a multiple of {_ALIGNMENT}" if past else None
+    return f"it starts {past} bytes past a multiple of {ADDRESS_MASK + 1}" if past else None
 
 
 def output_conversion(tensor: Tensor | None) -> Conversion | None:

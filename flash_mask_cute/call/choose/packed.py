@@ -10,7 +10,6 @@ call is so large that looking for them, and packed kernels where there are none,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Integral
 from typing import Any, overload
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
 from flash_mask_cute.call.choose.copies import new_gradient
 from flash_mask_cute.call.choose.masks import column_mask_of
-from flash_mask_cute.call.problem import END
+from flash_mask_cute.call.q_start import NO_START
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -41,8 +40,8 @@ def holds_documents(
     """Whether a mask may hold documents, and this call can be packed by them.
 
     Calls with other operands, even wrong ones, use the dense mask. causal: of the call; it must not
-    hide more than the mask does. others: lengths, mods, block lists and q_start
-    (`start_that_counts`) of the call, which packed sequences cannot take unchanged.
+    hide more than the mask does. others: lengths, mods and block lists of the call, which packed
+    sequences cannot take unchanged.
     """
     indices, mask_is_causal, documents = mask, causal, None
     if isinstance(mask, ColumnMask):
@@ -78,13 +77,6 @@ def _is_large(q: Tensor, v: Tensor, is_causal: bool) -> bool:
     return seqlen >= MIN_UNDECLARED_SEQLEN and operations >= MIN_UNDECLARED_OPERATIONS
 
 
-def start_that_counts(q_start: Any) -> Any:
-    """An argument q_start; None if it means nothing for equal numbers of queries and keys."""
-    # a tuple: Dynamo of torch 2.9 does not know unions
-    is_first = isinstance(q_start, (Integral, str)) and q_start in (0, END)
-    return None if is_first else q_start
-
-
 def rows_follow(*tensors: Tensor | None) -> bool:
     """Whether the rows of all batch entries of a tensor (batch, row, ...) are contiguous."""
     return all(
@@ -112,11 +104,11 @@ def packs_declared_documents(call: AttentionCall) -> bool:
 
 def _may_hold_documents(call: AttentionCall) -> bool:
     x, options, masks = call.tensors, call.options, call.masks
-    if masks is None:
+    if masks is None or options.q_start.shifts_square():
         return False
     others = (
-        *(x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table, x.q_starts),
-        *(options.max_seqlen_q, options.max_seqlen_k, start_that_counts(options.q_start)),
+        *(x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table),
+        *(options.max_seqlen_q, options.max_seqlen_k),
         *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
     )
     return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)
@@ -138,7 +130,7 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
         tensors = as_rows(tensors)._replace(lse=None)
     tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
     options = call.options._replace(
-        max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse, q_start=None
+        max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse, q_start=NO_START
     )
     return call._replace(tensors=tensors, masks=masks, options=options)
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from flash_mask_cute.call.arguments import EACH, NO_MASKS, AttentionCall, Direction, Tensors
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
@@ -48,15 +47,14 @@ from flash_mask_cute.call.choose.packed import (
 )
 from flash_mask_cute.call.choose.splits import DECODE_ROWS, Splits, choose_split, decode_rows
 from flash_mask_cute.call.problem import (
-    END,
     AttentionProblem,
     FwdShapes,
     Padding,
-    fold_q_start,
     fold_window,
     may_empty_rows,
     sink_dtype,
 )
+from flash_mask_cute.call.q_start import END, NO_START, QStart
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
@@ -99,7 +97,7 @@ class ExecutionPlan:
     """The plan of a call of either direction.
 
     target: the target of the kernels or, on the CPU, of the tiles. problem: as the kernel sees it.
-    softmax_scale may have any sign. Window sides are None if open. q_start is None if it has no
+    softmax_scale may have any sign. Window sides are None if open. q_start is NONE if it has no
     effect.
     conversions: by name, of the caller's tensors that a kernel cannot read as they are.
     is_out_like_q: a forward's new out may be made like q.
@@ -123,7 +121,7 @@ class ExecutionPlan:
     window_left: int | None
     window_right: int | None
     softcap: float
-    q_start: int | str | None = None
+    q_start: QStart = NO_START
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
@@ -175,16 +173,6 @@ class ExecutionPlan:
         is_read = not problem.reads_mask_bits and problem.q_start is None
         return self.direction is Direction.FORWARD and is_read
 
-    @property
-    def kernel_q_start(self) -> int | str | None:
-        """The q_start argument of a kernel, `EACH` for a tensor of the call."""
-        return -1 if self.q_start == END else self.q_start
-
-    def q_start_of(self, tensors: Tensors) -> torch.Tensor | int | None:
-        """The same for a call."""
-        start: Any = self.kernel_q_start
-        return tensors.q_starts if start == EACH else start
-
     def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
         """The plan with these tiles; they determine packing, and the form in which it takes block
         lists."""
@@ -218,7 +206,7 @@ def plan(
     shapes = check_inputs(call)
     device, start = call.tensors.q.device, call.options.q_start
     masks = ResolvedMasks.create(
-        call.masks or NO_MASKS, call.options.causal, shapes, device, start is not None
+        call.masks or NO_MASKS, call.options.causal, shapes, device, start.is_given
     )
     window = fold_window(
         call.options.causal or masks.is_causal,
@@ -227,7 +215,7 @@ def plan(
     )
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    plain = _with_start(problem(call, masks, window), start)
+    plain = replace(problem(call, masks, window), **start.problem_fields())
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -247,8 +235,8 @@ def plan(
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
-    """Whether the library chose splits of a call in which asking a mask_mod once for all heads may
-    be worth more: decoding waits for keys, more queries wait for the mask_mod."""
+    """Whether the library chose splits of a call in which mask bits for all heads may be worth
+    more: decoding waits for keys, more queries wait for the mask_mod."""
     by_library = chosen.splits is not None and call.options.num_splits == 0
     rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
     return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
@@ -321,30 +309,18 @@ def _bwd_problem(
 
 def _first_position(
     call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, window: _FoldedWindow
-) -> int | str | None:
-    """The argument q_start if it has an effect."""
+) -> QStart:
+    """The argument q_start, NONE if it has no effect."""
     start = call.options.q_start
-    if isinstance(start, Integral):
-        start = int(start)
     if not masks.rows_fit(shapes.seqlen_q):
         return start
     is_causal, left, right = window
     plain = (masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists)
-    return fold_q_start(
-        start,
+    return start.fold(
         is_banded=is_causal or not (left is right is None),
         counts_rows=any(y is not None for y in plain),
         is_square=shapes.seqlen_q == shapes.seqlen_k and not call.has_lengths,
     )
-
-
-def _with_start(problem: AttentionProblem, start: int | str | None) -> AttentionProblem:
-    """The problem of calls that begin at some position. Their block lists are read as bits, because
-    query tiles need not begin where blocks do."""
-    if start is None:
-        return problem
-    kind = "each" if start == EACH else "number"
-    return replace(problem, q_start=kind, has_lists=False, has_full_lists=False)
 
 
 def _choose_tiles(
@@ -428,7 +404,7 @@ def _with_split(
     )
     if split is None:
         return problem
-    is_at_end = problem.q_start is None or options.q_start == END
+    is_at_end = problem.q_start is None or options.q_start.kind == END
     sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
     is_causal = problem.is_causal and not sees_all
     return replace(problem, split=split, is_causal=is_causal)
@@ -526,7 +502,7 @@ def _with_mask_bits(
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
     if chosen.splits is not None or chosen.problem.page_box is not None:
-        # each block of few queries is painted while keys come from memory
+        # the mask_mod of few queries is evaluated while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
         return chosen

@@ -239,7 +239,7 @@ SM90_FWD = (
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "two warpgroups leave room for a warpgroup that asks mask_mod",
+        "two warpgroups leave room for a warpgroup that evaluates mask_mod",
         masks=(TuningClass.MASK_MOD,),
     ),
     FwdRow(

@@ -142,7 +142,7 @@ def judge_row(
     seqlen: SeqlenInfoQK,
     m_block: int,
 ) -> RowOfTiles:
-    """asks: whether a mask_mod is evaluated for every tile."""
+    """needs_mask_mod: whether a mask_mod is evaluated for every tile."""
     first, end = block_info.get_n_block_min_max(seqlen, m_block)
     n_blocks = torch.arange(first, end, device="cpu")
     is_cut = n_blocks >= block_info.get_n_block_min_causal_local_mask(seqlen, m_block, 0)

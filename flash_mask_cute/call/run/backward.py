@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import EACH, Masks, Tensors
+from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.build.backward import BwdKernels, num_row_blocks
 from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.q_start import EACH
 from flash_mask_cute.call.run.forward import (
     count_writing,
     cpu_call,
@@ -38,9 +39,9 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
-        "_parts_shape", "_partial_shapes", "_q_start", "_reads_query_early", "_scale", "_scale_dq",
-        "_softcap", "_stats_shape", "_make_mask_bits", "_padding", "_wants_aux", "_window_left",
-        "_window_right",
+        "_parts_shape", "_partial_shapes", "_q_start", "_reads_q_starts", "_reads_query_early",
+        "_scale", "_scale_dq", "_softcap", "_stats_shape", "_make_mask_bits", "_padding",
+        "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +76,8 @@ class KernelBackward:
         self._scale_dq = plan.softmax_scale
         self._window_left = plan.window_left
         self._window_right = plan.window_right
-        self._q_start = plan.kernel_q_start
+        self._q_start = plan.q_start.operand()
+        self._reads_q_starts = plan.q_start.kind == EACH
         self._softcap = plan.softcap if problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -153,7 +155,7 @@ class KernelBackward:
             q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
-            q_starts if self._q_start == EACH else self._q_start,
+            q_starts if self._reads_q_starts else self._q_start,
         )  # fmt: skip
         postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if add_parts is not None:

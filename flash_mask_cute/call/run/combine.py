@@ -79,7 +79,7 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
 
 
 class CombinedForward:
-    """Additions of a forward in splits to the attention kernel: scratch memory, and the combination."""
+    """What a forward in splits needs beside its kernel: scratch memory, and the combination."""
 
     __slots__ = ("_by_slots", "_function", "_is_packed", "_splits")
 

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import EACH, Masks, Tensors
+from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.q_start import EACH
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
@@ -38,8 +39,8 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_scale", "_softcap",
-        "_make_mask_bits", "_window_left", "_window_right",
+        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_q_starts", "_scale",
+        "_softcap", "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +63,8 @@ class KernelForward:
         _, self._scale = split_scale(plan.softmax_scale)
         self._window_left = plan.window_left
         self._window_right = plan.window_right
-        self._q_start = plan.kernel_q_start
+        self._q_start = plan.q_start.operand()
+        self._reads_q_starts = plan.q_start.kind == EACH
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -116,7 +118,7 @@ class KernelForward:
                 q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
-                max_scores, q_starts if self._q_start == EACH else self._q_start, partials,
+                max_scores, q_starts if self._reads_q_starts else self._q_start, partials,
                 kv_batch_idx, leftpad_k,
             )  # fmt: skip
             # so that the next chunk has its memory
@@ -204,7 +206,7 @@ def cpu_call(plan: ExecutionPlan, tensors: Tensors, tiles: CpuTiles) -> CpuCall:
         plan.softcap,
         plan.window_left,
         window_right=0 if plan.problem.is_causal else plan.window_right,
-        q_start=plan.q_start_of(tensors),
+        q_start=plan.q_start,
     )
 
 

@@ -433,7 +433,7 @@ def test_exponentials_by_polynomial_beside_functions_of_scores(
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
-    plan = BlackwellTraits(
+    traits = BlackwellTraits(
         cutlass.BFloat16, row.max_dim, row.max_dim_v, row.tile_m, row.tile_n, 1, row.num_stages,
         row.stages_q, row.share_qo, row.cta_pair,
     )  # fmt: skip
@@ -441,30 +441,30 @@ def test_what_the_blackwell_plan_says_about_memory(row: FwdRow) -> None:
 
     @cute.jit
     def measure() -> None:
-        sizes.append(plan.storage().size_in_bytes())
+        sizes.append(traits.storage().size_in_bytes())
         for shown, multiplied in (
-            (plan.layout_q(), plan.operand_q()),
-            (plan.layout_k(), plan.operand_k()),
-            (plan.layout_v(), plan.operand_v()),
+            (traits.layout_q(), traits.operand_q()),
+            (traits.layout_k(), traits.operand_k()),
+            (traits.layout_v(), traits.operand_v()),
         ):
             sizes.append((cute.cosize(shown), cute.cosize(multiplied)))
 
     with compile_lock():
         measure()
     storage, *operands = sizes
-    assert 0 <= plan.smem_bytes - storage < SMEM_BOOKKEEPING
+    assert 0 <= traits.smem_bytes - storage < SMEM_BOOKKEEPING
     assert all(shown == multiplied for shown, multiplied in operands)
-    halves = range(plan.halves)
-    ends = [plan.column_s(0), plan.column_s(1), *map(plan.column_o, halves)]
-    widths = [plan.tile_n, plan.tile_n, *(plan.tile_dv for _ in halves)]
+    halves = range(traits.halves)
+    ends = [traits.column_s(0), traits.column_s(1), *map(traits.column_o, halves)]
+    widths = [traits.tile_n, traits.tile_n, *(traits.tile_dv for _ in halves)]
     assert [end + width for end, width in zip(ends, widths, strict=True)] == [
         *ends[1:],
-        plan.num_columns,
+        traits.num_columns,
     ]
-    assert plan.num_columns <= 512
-    assert plan.helper_registers >= 24
+    assert traits.num_columns <= 512
+    assert traits.helper_registers >= 24
     tiles = FwdTiles(*row[2:7], cta_pair=row.cta_pair)
-    assert (plan.cluster_tile_m, plan.group.size) == (tiles.cluster_tile_m, tiles.ctas_per_tile)
+    assert (traits.cluster_tile_m, traits.group.size) == (tiles.cluster_tile_m, tiles.ctas_per_tile)
 
 
 def test_one_kernel_per_problem(tmp_path: Path) -> None:

@@ -99,12 +99,12 @@ def test_all_head_dims_on_blackwell() -> None:
             for seqlen_q in (100, 300):
                 shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
                 choice = select_fwd_config(problem, shapes, spec=SM100)
-                plan = SM100.forward.load_traits()(BFloat16, *dims, choice.tiles.tile_m, 128, 1)
-                assert plan.tile_d >= head_dim and plan.tile_dv >= head_dim_v
+                traits = SM100.forward.load_traits()(BFloat16, *dims, choice.tiles.tile_m, 128, 1)
+                assert traits.tile_d >= head_dim and traits.tile_dv >= head_dim_v
                 rows = ((row.max_dim, row.max_dim_v) for row in SM100_FWD)
                 first = next(x for x in rows if x[0] >= head_dim and x[1] >= head_dim_v)
-                assert (plan.tile_d, plan.tile_dv) == first
-                is_wide = plan.tile_dv > 128
+                assert (traits.tile_d, traits.tile_dv) == first
+                is_wide = traits.tile_dv > 128
                 assert choice.tiles.tile_m == (128 if is_wide else 256)
                 assert choice.tiles.cta_pair == (is_wide and seqlen_q > 128)
 

@@ -197,6 +197,7 @@ def test_wrong_lengths_of_lists(seqlens: Any, error: type[Exception], text: str)
         (0.0, TypeError, r"q_start must be an int >= 0, .* got 0\.0 \(float\)"),
     ],
 )
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_refusals_of_q_start(q_start: Any, error: type[Exception], text: str) -> None:
     q, k, v = qkv(5, 9)
     out, lse = _flash_attn_fwd(q, k, v)

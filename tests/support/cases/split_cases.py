@@ -1,4 +1,4 @@
-"""Forwards in pieces: few queries and many keys, and what masks and lengths make of that."""
+"""Forwards in splits: few queries and many keys, and what masks and lengths make of that."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SPLIT_CASES = (
     SplitCase(Case("d192", 1, 2, 700, 2, 2, head_dim=192, head_dim_v=128)),
     SplitCase(Case("mqa64", 1, 1, 600, 64, 1), sms=3),
 )
-# for scores of any size (`score_tables.py`); of few rows, four warps merge one
+# for scores of any size (`score_tables.py`); of few rows, four warps combine one
 TABLED_CASES = (
     SplitCase(Case("tables", 1, 30, 600, 2, 1, head_dim=64)),
     SplitCase(Case("tables-few", 1, 8, 600, 2, 1, head_dim=64)),
