@@ -250,9 +250,9 @@ def _scores_of(
 
 def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     lists = from_block_mask(mask)
-    first = (x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4])
+    first = [x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4]]
     block, most = lists.block_size, lists.seqlens
-    lists = BlockSparseTensorsTorch(*first, block, most)
+    lists = lists._replace(**dict(zip(lists._fields, first)))
     if most is None:
         sizes = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")
         shape = tuple(getattr(lists.mask_block_idx, "shape", ()))[2:] or (0, 0)

@@ -24,6 +24,12 @@ class FwdConfig:
 
     Raises:
         TypeError, ValueError: a value has the wrong type, or a number is not positive.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import FwdConfig, flash_attn_func
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8)
+        >>> out = flash_attn_func(q, k, v, config=(FwdConfig(tile_m=64, tile_n=32), None))
     """
 
     tile_m: int | None = None
@@ -65,6 +71,12 @@ class BwdConfig:
 
     Raises:
         TypeError, ValueError: as by `FwdConfig`; value_cols may be 0.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import BwdConfig, flash_attn_func
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 8, requires_grad=True)
+        >>> flash_attn_func(q, k, v, config=(None, BwdConfig(tile_m=64))).sum().backward()
     """
 
     tile_m: int | None = None

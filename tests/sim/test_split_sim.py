@@ -1,4 +1,4 @@
-"""Forwards whose work tiles are computed in splits and combined; on Blackwell keys in pages, too."""
+"""Forwards whose work tiles are computed in splits and combined; on Blackwell pages of keys, too."""
 
 from __future__ import annotations
 
