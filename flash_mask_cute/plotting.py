@@ -248,11 +248,21 @@ def _scores_of(
     return _Scores(visible, visible, columns=columns)
 
 
+def _of_first_head(lists: Any) -> Any:
+    """Those of the first sequence and head, on the CPU; what is no tensor is refused later."""
+    is_lists = isinstance(lists, Tensor) and lists.dim() > 1
+    return lists[:1, :1].cpu() if is_lists else lists
+
+
 def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     lists = from_block_mask(mask)
-    first = [x[:1, :1].cpu() if isinstance(x, Tensor) and x.dim() > 1 else x for x in lists[:4]]
+    lists = lists._replace(
+        mask_block_cnt=_of_first_head(lists.mask_block_cnt),
+        mask_block_idx=_of_first_head(lists.mask_block_idx),
+        full_block_cnt=_of_first_head(lists.full_block_cnt),
+        full_block_idx=_of_first_head(lists.full_block_idx),
+    )
     block, most = lists.block_size, lists.seqlens
-    lists = lists._replace(**dict(zip(lists._fields, first)))
     if most is None:
         sizes = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")
         shape = tuple(getattr(lists.mask_block_idx, "shape", ()))[2:] or (0, 0)

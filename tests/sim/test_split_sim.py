@@ -1,4 +1,4 @@
-"""Forwards whose work tiles are computed in splits and combined; on Blackwell pages of keys, too."""
+"""Forwards whose work tiles are computed in splits and combined; on Blackwell paged keys, too."""
 
 from __future__ import annotations
 
