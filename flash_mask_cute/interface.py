@@ -37,6 +37,7 @@ from flash_mask_cute.lowering.pair import form_of, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.recent import Recent
 from flash_mask_cute.runtime.target import Target
 
@@ -327,7 +328,7 @@ def explain(
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
-    call = call._replace(masks=masks_of(*masks._replace(**mods._asdict())))
+    call = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
     explained = explain_fwd(call, None if target is None else Target.named(target))
     if mods.mask_mod is masks.mask_mod:
         return explained

@@ -53,6 +53,7 @@ from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import kind_refused
 
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
@@ -212,21 +213,21 @@ def _attend_over(
     check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
-    options = options._replace(return_lse=any(returns))
+    options = replaced(options, return_lse=any(returns))
     scale = options.softmax_scale
     if scale is not None and type(scale) is not float:
-        options = options._replace(softmax_scale=scale_number(scale))
-    call = call._replace(options=options)
+        options = replaced(options, softmax_scale=scale_number(scale))
+    call = replaced(call, options=options)
     # Dynamo cannot trace checks; the operators of its graph run them
     is_compiling, wrapped = torch.compiler.is_compiling(), None
     if not is_compiling:
         wrapped = kind_refused(check_cache, cache, masks.startend_row_indices)
-    cache = cache._replace(seqlens=seqlens_of(cache_seqlens, cache))
+    cache = replaced(cache, seqlens=seqlens_of(cache_seqlens, cache))
     if not is_compiling and wrapped is None:
         wrapped = kind_refused(check_contents, cache)
     if not is_compiling and not (masks.score_mod is masks.mask_mod is None):
         mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, x.q.device)
-        call = call._replace(masks=masks._replace(**mods._asdict()))
+        call = replaced(call, masks=replaced(masks, **mods._asdict()))
     write = None
     if new.has_rows():
         reason = "new rows are written into the cache, of which there are no gradients"

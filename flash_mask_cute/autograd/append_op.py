@@ -23,6 +23,7 @@ from flash_mask_cute.call.check.kvcache import (
     view_of,
 )
 from flash_mask_cute.call.run.append import Append, append, check_append, restored_on_error
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
@@ -42,7 +43,8 @@ Result = TypeVar("Result")
 
 def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
     """Run one call over a cache."""
-    tensors = call.tensors._replace(
+    tensors = replaced(
+        call.tensors,
         k=view.k,
         v=view.v,
         cu_seqlens_k=view.cu_seqlens_k,
@@ -51,8 +53,8 @@ def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
         kv_batch_idx=view.kv_batch_idx,
         leftpad_k=view.leftpad_k,
     )
-    options = call.options._replace(max_seqlen_k=view.max_seqlen_k)
-    return call._replace(tensors=tensors, options=options)
+    options = replaced(call.options, max_seqlen_k=view.max_seqlen_k)
+    return replaced(call, tensors=tensors, options=options)
 
 
 def prepare_append(write: Append, call: AttentionCall) -> None:
@@ -81,12 +83,12 @@ def append_and_attend(
     if write.k_cache.is_cuda:
         view = _view_before(write)
         q, total = append(write)
-        call = call._replace(tensors=call.tensors._replace(q=q))
-        return attend(over_view(call, view._replace(seqused_k=total)))
+        call = replaced(call, tensors=replaced(call.tensors, q=q))
+        return attend(over_view(call, replaced(view, seqused_k=total)))
     # here masks and mods are only evaluated by attention, and may fail there
     with restored_on_error(write):
         q, total = append(write)
-        call = call._replace(tensors=call.tensors._replace(q=q))
+        call = replaced(call, tensors=replaced(call.tensors, q=q))
         return attend(over_view(call, view_of(write.cache(write.batch), total)))
 
 
@@ -128,8 +130,8 @@ IMPLEMENTATIONS = frozenset((_append_and_attend.__code__,))
 def append_and_attend_by_operator(write: Append, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse) of `append_and_attend`, as an operator that declares what it changes."""
     operands = [getattr(write, name) for name in _OF_APPEND]
-    tensors = call.tensors._replace(page_table=write.page_table)
-    arguments = to_operator(call._replace(tensors=tensors))
+    tensors = replaced(call.tensors, page_table=write.page_table)
+    arguments = to_operator(replaced(call, tensors=tensors))
     out, lse = torch.ops.flash_mask_cute.append_and_attend(
         *operands, call.tensors.learnable_sink, *arguments
     )

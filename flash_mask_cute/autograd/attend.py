@@ -35,6 +35,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
 
@@ -66,7 +67,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     if call.masks is not None:
         masks = call.masks.with_own_mod()
         if masks is not call.masks:
-            call = call._replace(masks=masks)
+            call = replaced(call, masks=masks)
         # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
         if masks.score_mod is not None or masks.mask_mod is not None:
             call = with_cute_mods(call, masks)
@@ -74,14 +75,14 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     score_mod_bwd, deterministic, _ = call.backward
     check_gradient_settings(deterministic, score_mod_bwd, score_mod)
     if torch._C._is_any_autocast_enabled():
-        call = call._replace(tensors=_as_autocast_casts(call.tensors))
+        call = replaced(call, tensors=_as_autocast_casts(call.tensors))
     wants_aux = _aux_that_require_grad(call.masks)
     reason = None
     if wants_aux and score_mod is not None:
         reason = f"aux_tensors[{wants_aux[0]}] requires grad"
     if reason is not None or torch.are_deterministic_algorithms_enabled():
         in_order = settle_order(reason, score_mod_bwd, deterministic)
-        call = call._replace(backward=call.backward._replace(deterministic=in_order))
+        call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
     refused = None
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
         refuse_transforms()
@@ -132,7 +133,7 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
         mods = resolve_mods(*given, getattr(q, "device", None))
     if mods.score_mod is masks.score_mod and mods.mask_mod is masks.mask_mod:
         return call
-    return call._replace(masks=masks._replace(**mods._asdict()))
+    return replaced(call, masks=replaced(masks, **mods._asdict()))
 
 
 def _as_autocast_casts(tensors: Tensors) -> Tensors:
@@ -148,7 +149,7 @@ def _as_autocast_casts(tensors: Tensors) -> Tensors:
         else x
         for x in (q, tensors.k, tensors.v)
     )
-    return tensors._replace(q=q, k=k, v=v)
+    return replaced(tensors, q=q, k=k, v=v)
 
 
 def _aux_that_require_grad(masks: Masks | None) -> tuple[int, ...]:
@@ -202,7 +203,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
     if masks is not None and isinstance(masks.startend_row_indices, Tensor):
         # forward and backward then share the bounds
         mask = ColumnMask(masks.startend_row_indices, call.options.causal)
-        call = call._replace(masks=masks._replace(startend_row_indices=mask))
+        call = replaced(call, masks=replaced(masks, startend_row_indices=mask))
     if wants_aux or _needs_graph(call.tensors):
         _refuse_pages(call)
         x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
@@ -213,7 +214,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
         return Results(out, lse, more[0] if more else None)
     if return_max:
         call = with_outputs(call, return_max)
-        call = call._replace(tensors=call.tensors._replace(lse_low=None))
+        call = replaced(call, tensors=replaced(call.tensors, lse_low=None))
     out, lse = interface.forward(call)
     return Results(out, lse, call.tensors.max_scores)
 
@@ -226,9 +227,10 @@ def _with_configs(call: AttentionCall) -> AttentionCall:
     """
     config = FwdConfig.from_value(call.options.config)
     config_bwd = BwdConfig.from_value(call.backward.config)
-    return call._replace(
-        options=call.options._replace(config=config),
-        backward=call.backward._replace(config=config_bwd),
+    return replaced(
+        call,
+        options=replaced(call.options, config=config),
+        backward=replaced(call.backward, config=config_bwd),
     )
 
 
@@ -246,12 +248,12 @@ class PlannedMasks:
     ) -> None:
         """masks: with the aux tensors and the block lists of the first call; later ones have the
         same metadata. keeps_lists: all calls have these lists."""
-        self._masks = None if masks is None else masks._replace(aux_tensors=None)
+        self._masks = None if masks is None else replaced(masks, aux_tensors=None)
         if self._masks is not None and not keeps_lists:
-            self._masks = self._masks._replace(block_sparse_tensors_torch=None)
+            self._masks = replaced(self._masks, block_sparse_tensors_torch=None)
         left, right = window
-        self._options = NO_OPTIONS._replace(
-            causal=causal, window_size_left=left, window_size_right=right
+        self._options = replaced(
+            NO_OPTIONS, causal=causal, window_size_left=left, window_size_right=right
         )
         self._key = None
         # what no valid call has is refused, by its name, when it is called
@@ -274,7 +276,7 @@ class PlannedMasks:
                 lists = masks.block_sparse_tensors_torch
             columns = masks.startend_row_indices
             masks = Masks(masks.score_mod, masks.mask_mod, aux_tensors, lists, columns)
-        options = self._options._replace(softmax_scale=scale, return_lse=return_lse)
+        options = replaced(self._options, softmax_scale=scale, return_lse=return_lse)
         call = AttentionCall(tensors, masks, options)
         if return_max or not _is_forward_alone(tensors, aux_tensors):
             return attend(call, return_max)

@@ -44,7 +44,7 @@ def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> tu
     out_partial, lse_partial = own_memory(out_partial), own_memory(lse_partial)
     check_parts_plain(out_partial, lse_partial)
     out, lse = _empty(out_partial, lse_partial, dtype)
-    _combine(out_partial, lse_partial, out, lse)
+    _write_combined(out_partial, lse_partial, out, lse)
     return out, lse
 
 
@@ -56,14 +56,14 @@ def _combine_into(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tens
     check_own_memory("out", out)
     check_apart("out", out, {"out_partial": out_partial, "lse_partial": lse_partial})
     lse = _empty_lse(out_partial, lse_partial, out)
-    _combine(out_partial, lse_partial, out, lse)
+    _write_combined(out_partial, lse_partial, out, lse)
     if out.is_cuda:
         # torch does not see what a kernel writes
         torch._C._increment_version((out,))
     return lse
 
 
-def _combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor) -> None:
+def _write_combined(out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor) -> None:
     if out.is_cuda:
         check_combine(out_partial, out.dtype)
         combine_partials(out_partial, lse_partial, out, lse)

@@ -77,7 +77,12 @@ def mods_in_graph(
         if followed(mods[which], steps) != value:
             raise RuntimeError("what a mod captured has changed while it was traced")
     for which, steps, shape in shapes:
-        if tuple(followed(mods[which], steps).shape) != shape:
+        # numbers are compared, as Dynamo of torch 2.11 does not know `!=` of tuples with a symbol
+        extents = followed(mods[which], steps).shape
+        is_same = len(extents) == len(shape)
+        for extent, before in zip(extents, shape, strict=False):
+            is_same = is_same and extent == before
+        if not is_same:
             raise RuntimeError("the shape of what a mod captured has changed while it was traced")
     aux = [] if aux_tensors is None else list(aux_tensors)
     for which, kind, place, dtype in sources:

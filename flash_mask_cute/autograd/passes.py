@@ -20,6 +20,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     masks_of,
 )
+from flash_mask_cute.runtime.named_tuples import replaced
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
 _NO_TENSORS: Any = Tensors(*(None,) * len(Tensors._fields))  # type: ignore[arg-type]
@@ -45,18 +46,18 @@ def with_outputs(call: AttentionCall, wants_max: bool) -> AttentionCall:
         return call
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     if has_mod:
-        x = x._replace(lse_low=q.new_empty(shape, dtype=torch.float32))
+        x = replaced(x, lse_low=q.new_empty(shape, dtype=torch.float32))
     if wants_max:
-        x = x._replace(max_scores=q.new_full(shape, -torch.inf, dtype=torch.float32))
-    return call._replace(tensors=x)
+        x = replaced(x, max_scores=q.new_full(shape, -torch.inf, dtype=torch.float32))
+    return replaced(call, tensors=x)
 
 
 def recorded(call: AttentionCall) -> AttentionCall:
     """The call as autograd records it, with LSE. If the library chooses the number of splits, it is
     one pass, of whose bits the backward is the derivative."""
     options = call.options
-    return call._replace(
-        options=options._replace(num_splits=options.num_splits or 1, return_lse=True)
+    return replaced(
+        call, options=replaced(options, num_splits=options.num_splits or 1, return_lse=True)
     )
 
 
@@ -71,8 +72,8 @@ def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor 
     daux: list[Tensor | None] | None = None
     if wants_aux and aux_tensors is not None:
         daux = [torch.empty_like(y) if i in wants_aux else None for i, y in enumerate(aux_tensors)]
-    x = x._replace(dsink=dsink, daux=daux)
-    dq, dk, dv = interface.backward(call._replace(tensors=x, direction=Direction.BACKWARD))
+    x = replaced(x, dsink=dsink, daux=daux)
+    dq, dk, dv = interface.backward(replaced(call, tensors=x, direction=Direction.BACKWARD))
     return dq, dk, dv, dsink, *(y for y in daux or () if y is not None)
 
 
@@ -82,7 +83,7 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     Masks are kept as they are, too: data derived from them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
-    tensors = call.tensors._replace(out=out, lse=lse, max_scores=None)
+    tensors = replaced(call.tensors, out=out, lse=lse, max_scores=None)
     masks = call.masks
     if masks is None:
         ctx.num_aux = None
@@ -91,10 +92,10 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         aux_tensors = masks.aux_tensors
         ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
         ctx.save_for_backward(*tensors, *(aux_tensors or ()), *_mask_tensors(masks))
-        masks = masks_of(*masks._replace(aux_tensors=None))
+        masks = masks_of(*replaced(masks, aux_tensors=None))
     # a forward's own options are none of a backward's
-    options = call.options._replace(num_splits=0, pack_gqa=None, return_lse=True, config=None)
-    ctx.call = call._replace(tensors=_NO_TENSORS, masks=masks, options=options)
+    options = replaced(call.options, num_splits=0, pack_gqa=None, return_lse=True, config=None)
+    ctx.call = replaced(call, tensors=_NO_TENSORS, masks=masks, options=options)
     ctx.set_materialize_grads(False)
 
 
@@ -105,8 +106,8 @@ def restore(ctx: Any) -> AttentionCall:
     tensors = Tensors._make(islice(saved, len(Tensors._fields)))
     masks = call.masks
     if ctx.num_aux is not None:
-        masks = (masks or NO_MASKS)._replace(aux_tensors=tuple(islice(saved, ctx.num_aux)))
-    return call._replace(tensors=tensors, masks=masks)
+        masks = replaced(masks or NO_MASKS, aux_tensors=tuple(islice(saved, ctx.num_aux)))
+    return replaced(call, tensors=tensors, masks=masks)
 
 
 def _mask_tensors(masks: Masks) -> list[Tensor]:
@@ -143,7 +144,7 @@ def gradients_of(
         dout = torch.zeros_like(x.out)
     # lse tells the backward of the sink
     sink = x.learnable_sink if ctx.needs_input_grad[3] else None
-    call = call._replace(tensors=x._replace(learnable_sink=sink, dout=dout, dlse=dlse))
+    call = replaced(call, tensors=replaced(x, learnable_sink=sink, dout=dout, dlse=dlse))
     dq, dk, dv, dsink, *daux = run(call, wants_aux)
     return [dq, dk, dv, dsink], dict(zip(wants_aux, daux, strict=True))
 

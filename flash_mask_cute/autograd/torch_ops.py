@@ -39,6 +39,7 @@ from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
@@ -328,8 +329,8 @@ def _without_identity(call: AttentionCall) -> AttentionCall:
         return call
     lists = masks.block_sparse_tensors_torch
     fresh = {name: x.detach() for name, x in lists._asdict().items() if isinstance(x, Tensor)}
-    masks = masks._replace(block_sparse_tensors_torch=lists._replace(**fresh))
-    return call._replace(masks=masks)
+    masks = replaced(masks, block_sparse_tensors_torch=replaced(lists, **fresh))
+    return replaced(call, masks=masks)
 
 
 def _own_memory(arguments: Iterable[Any]) -> list[Any]:
@@ -423,7 +424,7 @@ def _attention_bwd(
 ) -> tuple[Any, ...]:
     results, wants_aux, arguments = _split_backward(_own_memory(arguments))
     call = call_of_operator(q, k, v, sink, arguments)
-    call = call._replace(tensors=call.tensors._replace(**results))
+    call = replaced(call, tensors=replaced(call.tensors, **results))
     dq, dk, dv, dsink, *daux = run_backward(call, wants_aux)
     return dq, dk, dv, dq.new_empty(0) if dsink is None else dsink, daux
 

@@ -14,6 +14,7 @@ from flash_mask_cute.call.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.checks import number_of
+from flash_mask_cute.runtime.named_tuples import replaced
 
 
 class Direction(Enum):
@@ -73,7 +74,7 @@ class Masks(NamedTuple):
         """The same, with the mask_mod of a torch `BlockMask` if there is no other."""
         if self.block_sparse_tensors_torch is None or self.mask_mod is not None:
             return self
-        return self._replace(mask_mod=mod_of_block_mask(self.block_sparse_tensors_torch))
+        return replaced(self, mask_mod=mod_of_block_mask(self.block_sparse_tensors_torch))
 
 
 NO_MASKS = Masks()
@@ -185,9 +186,9 @@ class AttentionCall(NamedTuple):
         config = config_kind.from_value(given.pop("config", None))
         options, backward = Options(**fields(Options)), BackwardOptions(**fields(BackwardOptions))
         if is_forward:
-            options = options._replace(config=config)
+            options = replaced(options, config=config)
         else:
-            backward = backward._replace(config=config)
+            backward = replaced(backward, config=config)
         masks = masks_of(*Masks(**fields(Masks)))
         return AttentionCall(Tensors(**fields(Tensors)), masks, options, backward, direction)
 

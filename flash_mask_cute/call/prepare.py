@@ -17,6 +17,7 @@ from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelFor
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
 
@@ -90,7 +91,7 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
 def _kernel_mods(plan: ExecutionPlan) -> Mods:
     """The callables that the attention kernel itself evaluates."""
     mods = plan.masks.mods
-    return mods if plan.mask_bits is None else mods._replace(mask_mod=None)
+    return mods if plan.mask_bits is None else replaced(mods, mask_mod=None)
 
 
 def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:

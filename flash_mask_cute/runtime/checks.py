@@ -57,7 +57,7 @@ def brief(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r} ({type(value).__name__})"
     kind = type(value)
-    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+    if kind.__name__ in ("bool", "bool_") and kind.__module__ == "numpy":
         # bool to numpy 2, which would look like Python's
         return f"numpy.bool_({bool(value)})"
     return f"a {kind.__name__}"

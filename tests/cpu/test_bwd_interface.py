@@ -282,6 +282,7 @@ def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
     defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
     defaults |= BackwardOptions._field_defaults
+    defaults["q_start"] = defaults["q_start"].argument(None)
     names = set(keywords_of(Direction.BACKWARD)) - {"q", "k", "v", "out", "dout", "lse"}
     found = {name: parameter.default for name, parameter in parameters.items()}
     assert found == {name: defaults[name] for name in names}
@@ -291,6 +292,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     """Positional bundles: a distinct value for each keyword must come out under its name."""
     names = keywords_of(Direction.BACKWARD)
     given = {name: object() for name in names if name != "config"} | arguments()
+    given["q_start"] = torch.zeros(1, dtype=torch.int32)
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:

@@ -182,6 +182,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     }
     lengths = {name: int32(0, i) for i, name in enumerate(LENGTHS)}
     given |= lengths | {
+        "q_start": int32(5),
         "aux_tensors": [torch.ones(1), torch.ones(2)],
         "startend_row_indices": ColumnMask(rows_below(3, 12), True),
         "config": (FwdConfig(tile_m=192), BwdConfig(tile_m=64)),

@@ -54,6 +54,7 @@ def int32(*values: int) -> Tensor:
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_fwd).parameters.items())[3:])
     defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
+    defaults["q_start"] = defaults["q_start"].argument(None)
     names = keywords_of(Direction.FORWARD)[3:]
     found = {name: parameter.default for name, parameter in parameters.items()}
     assert found == {name: defaults[name] for name in names}
@@ -63,6 +64,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     """Positional bundles: a distinct value for each keyword must come out under its name."""
     names = keywords_of(Direction.FORWARD)[3:]
     given = {name: object() for name in names if name != "config"}
+    given["q_start"] = torch.zeros(1, dtype=torch.int32)
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:

@@ -26,6 +26,7 @@ from flash_mask_cute.mask_prep.mask_bits import (
     most_tiles,
 )
 from flash_mask_cute.mods.traits import find_reliance
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
 # heads that share the bits: with fewer, a second kernel is not worth its launch
@@ -70,7 +71,7 @@ def packed_sequences(
 ) -> tuple[FwdShapes, AttentionProblem]:
     """The same, if documents are sequences."""
     sequences, rows = shapes.batch * max_documents(shapes.seqlen_q), shapes.batch * shapes.seqlen_q
-    shapes = shapes._replace(batch=sequences, total_q=rows, total_k=rows)
+    shapes = replaced(shapes, batch=sequences, total_q=rows, total_k=rows)
     return shapes, replace(problem, varlen_q=True, varlen_k=True)
 
 

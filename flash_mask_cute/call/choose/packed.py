@@ -21,6 +21,7 @@ from flash_mask_cute.call.q_start import NO_START
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.runtime.named_tuples import replaced
 
 # -- which --------------------------------------------------------------------------------------
 
@@ -129,10 +130,14 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
     else:
         tensors = as_rows(tensors)._replace(lse=None)
     tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
-    options = call.options._replace(
-        max_seqlen_q=seqlen, max_seqlen_k=seqlen, return_lse=needs_lse, q_start=NO_START
+    options = replaced(
+        call.options,
+        max_seqlen_q=seqlen,
+        max_seqlen_k=seqlen,
+        return_lse=needs_lse,
+        q_start=NO_START,
     )
-    return call._replace(tensors=tensors, masks=masks, options=options)
+    return replaced(call, tensors=tensors, masks=masks, options=options)
 
 
 def by_documents(
@@ -142,8 +147,8 @@ def by_documents(
     assert masks is not None and masks.startend_row_indices is not None
     mask = column_mask_of(masks.startend_row_indices, causal)
     starts, row_indices = mask.split(batch)
-    tensors = tensors._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    return tensors, masks._replace(startend_row_indices=row_indices)
+    tensors = replaced(tensors, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return tensors, replaced(masks, startend_row_indices=row_indices)
 
 
 def with_gradients(tensors: Tensors) -> Tensors:
@@ -153,7 +158,8 @@ def with_gradients(tensors: Tensors) -> Tensors:
     such rows.
     """
     x = tensors
-    return x._replace(
+    return replaced(
+        x,
         dq=new_gradient(x.q) if x.dq is None else x.dq,
         dk=new_gradient(x.k) if x.dk is None else x.dk,
         dv=new_gradient(x.v) if x.dv is None else x.dv,
@@ -163,7 +169,7 @@ def with_gradients(tensors: Tensors) -> Tensors:
 def as_rows(tensors: Tensors) -> Tensors:
     """The tensors of a forward, without lse, in the form of a packed batch."""
     x = tensors
-    return x._replace(q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
+    return replaced(x, q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
 
 
 def as_rows_bwd(tensors: Tensors) -> Tensors:
@@ -172,7 +178,8 @@ def as_rows_bwd(tensors: Tensors) -> Tensors:
     lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
     """
     x = as_rows(tensors)
-    return x._replace(
+    return replaced(
+        x,
         lse=lse_by_heads(x.lse),
         dlse=lse_by_heads(x.dlse),
         dout=rows_of(x.dout),

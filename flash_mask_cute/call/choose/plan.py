@@ -61,6 +61,7 @@ from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, Mask
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
 # what kernels take; the CPU path takes more
@@ -227,8 +228,8 @@ def plan(
     if chosen.backend is Backend.EMPTY:
         return chosen
     if _may_share_bits_instead(chosen, call):
-        options = call.options._replace(num_splits=1)
-        one_pass = plan(call._replace(options=options), target, limits)
+        options = replaced(call.options, num_splits=1)
+        one_pass = plan(replaced(call, options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
     return _with_mask_bits(chosen, choose, call, limits or LIMITS)

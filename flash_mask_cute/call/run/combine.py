@@ -16,6 +16,7 @@ from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.fake_tensors import operand, strided
+from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
 COMBINE_NAME = "combine"
@@ -97,7 +98,8 @@ class CombinedForward:
             has_low=plan.splits.has_low,
         )
         if self._by_slots:
-            facts = facts._replace(
+            facts = replaced(
+                facts,
                 tile_m=plan.fwd_choice.tiles.tile_m,
                 packed_heads=padded_group(problem.packed_heads),
                 group=problem.packed_heads,

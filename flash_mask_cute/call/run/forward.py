@@ -25,6 +25,7 @@ from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
+from flash_mask_cute.runtime.named_tuples import replaced
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _is_capturing: Callable[[], bool] = getattr(
@@ -94,7 +95,7 @@ class KernelForward:
         index = self._index
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
-                return self(tensors._replace(out=out, lse=lse), masks)
+                return self(replaced(tensors, out=out, lse=lse), masks)
         if self._conversions is not None:
             q, k, v, sink, out = convert((q, k, v, sink, out), self._conversions)
         lists = aux_tensors = columns = block_size = bits = None
@@ -181,7 +182,7 @@ class CpuForward:
         if x.page_table is not None:
             where = x.page_table, x.kv_batch_idx, x.leftpad_k
             k, v = (gather_pages(pool, *where) for pool in (x.k, x.v))
-            x = x._replace(k=k, v=v)
+            x = replaced(x, k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number
         tiles = CpuTiles(
             *plan.walk_tile,
@@ -190,7 +191,7 @@ class CpuForward:
             plan.problem.split,
             num_splits,
         )
-        flash_attn_fwd_cpu(cpu_call(plan, x._replace(out=out, lse=lse), tiles))
+        flash_attn_fwd_cpu(cpu_call(plan, replaced(x, out=out, lse=lse), tiles))
         return out, lse
 
 

@@ -1,0 +1,20 @@
+"""Named tuples with other fields, as Dynamo can follow it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+Bundle = TypeVar("Bundle", bound=NamedTuple)
+
+
+def replaced(bundle: Bundle, **changes: Any) -> Bundle:
+    """As `bundle._replace(**changes)`. Where a graph breaks, Dynamo of torch 2.9 to 2.12 makes an
+    empty tuple of what that returned.
+
+    Raises:
+        TypeError: there is no such field.
+    """
+    values = [changes.pop(name, value) for name, value in zip(bundle._fields, bundle, strict=True)]
+    if changes:
+        raise TypeError(f"{type(bundle).__name__} has no fields {sorted(changes)}")
+    return bundle._make(values)
