@@ -14,7 +14,7 @@ def replaced(bundle: Bundle, **changes: Any) -> Bundle:
     Raises:
         TypeError: there is no such field.
     """
-    values = [changes.pop(name, value) for name, value in zip(bundle._fields, bundle, strict=True)]
+    values = list(map(changes.pop, bundle._fields, bundle))
     if changes:
         raise TypeError(f"{type(bundle).__name__} has no fields {sorted(changes)}")
     return bundle._make(values)
