@@ -153,16 +153,16 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
+    # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     tensors = Tensors(
-        q, k, v, out=out, lse=lse, lse_low=lse_low, learnable_sink=learnable_sink,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
-        seqused_k=seqused_k, max_scores=max_scores, page_table=page_table, q_starts=q_starts,
-        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k,
+        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
+        kv_batch_idx, leftpad_k,
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, q_start=start, num_splits=num_splits, pack_gqa=pack_gqa,
-        return_lse=return_lse, config=None if config is None else FwdConfig.from_value(config),
+        max_seqlen_k, start, num_splits, pack_gqa, return_lse,
+        None if config is None else FwdConfig.from_value(config),
     )  # fmt: skip
     lists, columns = block_sparse_tensors_torch, startend_row_indices
     masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)

@@ -49,16 +49,12 @@ def with_outputs(call: AttentionCall, wants_max: bool) -> AttentionCall:
         x = replaced(x, lse_low=q.new_empty(shape, dtype=torch.float32))
     if wants_max:
         x = replaced(x, max_scores=q.new_full(shape, -torch.inf, dtype=torch.float32))
-    return replaced(call, tensors=x)
+    return AttentionCall(x, call.masks, call.options, call.backward)
 
 
 def recorded(call: AttentionCall) -> AttentionCall:
-    """The call as autograd records it, with LSE. If the library chooses the number of splits, it is
-    one pass, of whose bits the backward is the derivative."""
-    options = call.options
-    return replaced(
-        call, options=replaced(options, num_splits=options.num_splits or 1, return_lse=True)
-    )
+    """The call as autograd records it (`Options.recorded`)."""
+    return AttentionCall(call.tensors, call.masks, call.options.recorded(), call.backward)
 
 
 def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor | None, ...]:
@@ -72,8 +68,10 @@ def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor 
     daux: list[Tensor | None] | None = None
     if wants_aux and aux_tensors is not None:
         daux = [torch.empty_like(y) if i in wants_aux else None for i, y in enumerate(aux_tensors)]
-    x = replaced(x, dsink=dsink, daux=daux)
-    dq, dk, dv = interface.backward(replaced(call, tensors=x, direction=Direction.BACKWARD))
+    if not (dsink is daux is None):
+        x = replaced(x, dsink=dsink, daux=daux)
+    backward = AttentionCall(x, call.masks, call.options, call.backward, Direction.BACKWARD)
+    dq, dk, dv = interface.backward(backward)
     return dq, dk, dv, dsink, *(y for y in daux or () if y is not None)
 
 
@@ -83,31 +81,41 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     Masks are kept as they are, too: data derived from them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
-    tensors = replaced(call.tensors, out=out, lse=lse, max_scores=None)
-    masks = call.masks
+    tensors, masks = call.tensors, call.masks
+    if tensors.max_scores is not None:
+        tensors = replaced(tensors, max_scores=None)
     if masks is None:
         ctx.num_aux = None
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(out, lse, *tensors)
     else:
         aux_tensors = masks.aux_tensors
         ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
-        ctx.save_for_backward(*tensors, *(aux_tensors or ()), *_mask_tensors(masks))
+        ctx.save_for_backward(out, lse, *tensors, *(aux_tensors or ()), *_mask_tensors(masks))
         masks = masks_of(*replaced(masks, aux_tensors=None))
-    # a forward's own options are none of a backward's
-    options = replaced(call.options, num_splits=0, pack_gqa=None, return_lse=True, config=None)
-    ctx.call = replaced(call, tensors=_NO_TENSORS, masks=masks, options=options)
+    ctx.call = AttentionCall(_NO_TENSORS, masks, call.options.of_backward(), call.backward)
     ctx.set_materialize_grads(False)
 
 
-def restore(ctx: Any) -> AttentionCall:
-    """The saved call, with its results out and lse among its tensors."""
+def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall:
+    """The saved call, with its results and their gradients among its tensors; without the sink if
+    it needs no gradient. dout: None for 0."""
     call: AttentionCall = ctx.call
-    saved = iter(ctx.saved_tensors)
+    out, lse, *others = ctx.saved_tensors
+    saved = iter(others)
     tensors = Tensors._make(islice(saved, len(Tensors._fields)))
     masks = call.masks
     if ctx.num_aux is not None:
         masks = replaced(masks or NO_MASKS, aux_tensors=tuple(islice(saved, ctx.num_aux)))
-    return replaced(call, tensors=tensors, masks=masks)
+    tensors = replaced(
+        tensors,
+        out=out,
+        lse=lse,
+        dout=torch.zeros_like(out) if dout is None else dout,
+        dlse=dlse,
+        # lse tells the backward of the sink
+        learnable_sink=tensors.learnable_sink if ctx.needs_input_grad[3] else None,
+    )
+    return AttentionCall(tensors, masks, call.options, call.backward)
 
 
 def _mask_tensors(masks: Masks) -> list[Tensor]:
@@ -137,15 +145,7 @@ def gradients_of(
     dout, dlse, *_ = grads
     if dout is None and dlse is None:
         return [None] * 4, {}
-    call = restore(ctx)
-    x = call.tensors
-    if dout is None:
-        assert x.out is not None
-        dout = torch.zeros_like(x.out)
-    # lse tells the backward of the sink
-    sink = x.learnable_sink if ctx.needs_input_grad[3] else None
-    call = replaced(call, tensors=replaced(x, learnable_sink=sink, dout=dout, dlse=dlse))
-    dq, dk, dv, dsink, *daux = run(call, wants_aux)
+    dq, dk, dv, dsink, *daux = run(restore(ctx, dout, dlse), wants_aux)
     return [dq, dk, dv, dsink], dict(zip(wants_aux, daux, strict=True))
 
 

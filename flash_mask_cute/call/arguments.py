@@ -115,6 +115,22 @@ class Options(NamedTuple):
     return_lse: bool = True
     config: Any = None
 
+    def recorded(self) -> Options:
+        """As autograd records them, with LSE. If the library chooses the number of splits, it is
+        one pass, of whose bits the backward is the derivative."""
+        return Options(
+            *self[:_SHARED], self.num_splits or 1, self.pack_gqa, return_lse=True,
+            config=self.config,
+        )  # fmt: skip
+
+    def of_backward(self) -> Options:
+        """Those of the backward of this forward: what only a forward heeds has its default."""
+        return Options(*self[:_SHARED])
+
+
+# the number of options of both directions, which are the first ones
+_SHARED = Options._fields.index("num_splits")
+
 
 class BackwardOptions(NamedTuple):
     """Arguments that only the backward of a call heeds. config: as in `Options`, a `BwdConfig`."""
