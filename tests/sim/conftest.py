@@ -87,13 +87,15 @@ def _run_what_caches_load(software_gpu: ModuleType) -> None:
     def built_with_ptx(build: Callable[[], cache.Compiled]) -> cache.Compiled:
         built = build_now(build)
         compiled: Any = built.function
+        if not isinstance(compiled, software_gpu.Compiled):
+            return built  # without kernels, it runs on the CPU
         packed = base64.b85encode(zlib.compress(compiled.__ptx__.encode(), 1)).decode()
         return built._replace(meta={**built.meta, PTX: packed})
 
     def attempt_runnable(self: cache.CompileCache, *arguments: Any) -> cache.Compiled | None:
         found = attempt(self, *arguments)
-        if found is None:
-            return None
+        if found is None or PTX not in found.meta:
+            return found
         ptx = zlib.decompress(base64.b85decode(found.meta[PTX])).decode()
         return found._replace(function=software_gpu.Compiled(_Loaded(found.function, ptx)))
 
