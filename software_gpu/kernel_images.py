@@ -6,26 +6,11 @@ import ctypes
 import re
 import struct
 
+from .ptx_types import SIZE
+
 
 def param_sizes_from_ptx(ptx: str) -> dict[str, list[int]]:
     """{entry name: [bytes of each parameter]} of a PTX text."""
-    width = {
-        "b8": 1,
-        "u8": 1,
-        "s8": 1,
-        "b16": 2,
-        "u16": 2,
-        "s16": 2,
-        "f16": 2,
-        "b32": 4,
-        "u32": 4,
-        "s32": 4,
-        "f32": 4,
-        "b64": 8,
-        "u64": 8,
-        "s64": 8,
-        "f64": 8,
-    }
     out = {}
     for m in re.finditer(r"\.entry\s+([\w$]+)\s*(\((.*?)\))?\s*(?=[.{])", ptx, re.S):
         sizes = []
@@ -33,7 +18,7 @@ def param_sizes_from_ptx(ptx: str) -> dict[str, list[int]]:
             r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s*(?:\.ptr[^%\w]*(?:\.\w+\s*)*(?:\.align\s+\d+\s*)?)?\s*([\w$]+)\s*(?:\[(\d+)\])?",
             m[3] or "",
         ):
-            sizes.append(width[p[1]] * int(p[3] or 1))
+            sizes.append(SIZE[p[1]] * int(p[3] or 1))
         out[m[1]] = sizes
     return out
 

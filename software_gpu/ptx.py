@@ -24,6 +24,7 @@ from .operands import (
     Var,
     Vec,
 )
+from .ptx_types import SIZE
 
 
 class PtxError(Exception):
@@ -82,28 +83,7 @@ _SPECIAL1 = {
     "%reserved_smem_offset_end",
     "%reserved_smem_offset_cap",
 }
-_SIZES = {
-    "b8": 1,
-    "u8": 1,
-    "s8": 1,
-    "b16": 2,
-    "u16": 2,
-    "s16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "b32": 4,
-    "u32": 4,
-    "s32": 4,
-    "f32": 4,
-    "f16x2": 4,
-    "bf16x2": 4,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-    "f64": 8,
-    "b128": 16,
-    "pred": 1,
-}
+_SIZES = SIZE | {"pred": 1}
 
 
 class _Toks:
