@@ -86,11 +86,11 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         tensors = replaced(tensors, max_scores=None)
     if masks is None:
         ctx.num_aux = None
-        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_backward(*tensors, out, lse)
     else:
         aux_tensors = masks.aux_tensors
         ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
-        ctx.save_for_backward(out, lse, *tensors, *(aux_tensors or ()), *_mask_tensors(masks))
+        ctx.save_for_backward(*tensors, out, lse, *(aux_tensors or ()), *_mask_tensors(masks))
         masks = masks_of(*replaced(masks, aux_tensors=None))
     ctx.call = AttentionCall(_NO_TENSORS, masks, call.options.of_backward(), call.backward)
     ctx.set_materialize_grads(False)
@@ -100,9 +100,9 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
     """The saved call, with its results and their gradients among its tensors; without the sink if
     it needs no gradient. dout: None for 0."""
     call: AttentionCall = ctx.call
-    out, lse, *others = ctx.saved_tensors
-    saved = iter(others)
+    saved = iter(ctx.saved_tensors)
     tensors = Tensors._make(islice(saved, len(Tensors._fields)))
+    out, lse = islice(saved, 2)
     masks = call.masks
     if ctx.num_aux is not None:
         masks = replaced(masks or NO_MASKS, aux_tensors=tuple(islice(saved, ctx.num_aux)))
