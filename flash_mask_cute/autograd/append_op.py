@@ -96,7 +96,7 @@ def append_and_attend(
 def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_dual_level()
     number = len(_OF_APPEND)
-    fields = {
+    fields: dict[str, Any] = {
         name: own_memory(x) if isinstance(x, Tensor) else x
         for name, x in zip(_OF_APPEND, arguments[:number], strict=True)
     }

@@ -260,7 +260,7 @@ def _from_operator(
             x["full_block_cnt"],
             x["full_block_idx"],
             block_size,
-            tuple(x["list_seqlens"]) if x["list_seqlens"] else None,  # type: ignore[arg-type]
+            tuple(x["list_seqlens"]) if x["list_seqlens"] else None,
         )
     causal = bool(x["columns_causal"])
     if x["document_starts"] is not None:
@@ -315,7 +315,8 @@ def call_of_operator(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, arguments: Iterable[Any]
 ) -> AttentionCall:
     """The call that runs for these arguments of an operator by `CALL_SCHEMA`."""
-    return _without_identity(_from_operator(*_own_memory((q, k, v, sink)), _own_memory(arguments)))
+    q, k, v, sink = _own_memory((q, k, v, sink))
+    return _without_identity(_from_operator(q, k, v, sink, _own_memory(arguments)))
 
 
 def _without_identity(call: AttentionCall) -> AttentionCall:
@@ -380,7 +381,7 @@ def _attention_fwd(
     out, lse = interface.forward(call)
     assert lse is not None
     x = call.tensors
-    return out, lse, *(_or_nothing(y, x.q) for y in (x.lse_low, x.max_scores))
+    return out, lse, _or_nothing(x.lse_low, x.q), _or_nothing(x.max_scores, x.q)
 
 
 def _argument(name: str, arguments: Iterable[Any]) -> Any:
@@ -422,11 +423,11 @@ def _(
 def _attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Any, ...]:
-    results, wants_aux, arguments = _split_backward(_own_memory(arguments))
-    call = call_of_operator(q, k, v, sink, arguments)
+    results, wants_aux, rest = _split_backward(_own_memory(arguments))
+    call = call_of_operator(q, k, v, sink, rest)
     call = replaced(call, tensors=replaced(call.tensors, **results))
     dq, dk, dv, dsink, *daux = run_backward(call, wants_aux)
-    return dq, dk, dv, dq.new_empty(0) if dsink is None else dsink, daux
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
 
 
 def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequence[Any]]:
@@ -441,8 +442,8 @@ def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequ
 def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
     if _computes(q):
         return _attention_bwd(q, k, v, sink, *arguments)
-    _, wants_aux, arguments = _split_backward(arguments)
-    aux_tensors = _argument("aux_tensors", arguments)
+    _, wants_aux, rest = _split_backward(arguments)
+    aux_tensors = _argument("aux_tensors", rest)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dq, dk, dv, dsink, [torch.empty_like(aux_tensors[i]) for i in wants_aux]

@@ -118,14 +118,13 @@ class Options(NamedTuple):
     def recorded(self) -> Options:
         """As autograd records them, with LSE. If the library chooses the number of splits, it is
         one pass, of whose bits the backward is the derivative."""
-        return Options(
-            *self[:_SHARED], self.num_splits or 1, self.pack_gqa, return_lse=True,
-            config=self.config,
-        )  # fmt: skip
+        own = self.num_splits or 1, self.pack_gqa, True, self.config
+        return Options._make(self[:_SHARED] + own)
 
     def of_backward(self) -> Options:
         """Those of the backward of this forward: what only a forward heeds has its default."""
-        return Options(*self[:_SHARED])
+        shared: tuple[Any, ...] = self[:_SHARED]
+        return Options(*shared)
 
 
 # the number of options of both directions, which are the first ones

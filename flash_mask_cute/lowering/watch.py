@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -58,7 +58,7 @@ class Watch:
     def __init__(self, reached: Reached, by_contents: bool) -> None:
         self._functions: list[tuple[Any, ...]] = []
         self._partials: list[tuple[Any, Any]] = []
-        self._namespaces: list[tuple[dict[str, Any], tuple[str, ...], list[int]]] = []
+        self._namespaces: list[tuple[Mapping[str, Any], tuple[str, ...], list[int]]] = []
         self._held: list[object] = []
         self._tensors: list[tuple[Any, tuple[Any, ...]]] = []
         seen: set[Any] = set()
@@ -143,7 +143,7 @@ def _parts(made: functools.partial[Any]) -> Any:
     return id(made.func), [id(x) for x in made.args], [(k, id(x)) for k, x in made.keywords.items()]
 
 
-def _identities(scope: dict[str, Any], names: Iterable[str]) -> list[int]:
+def _identities(scope: Mapping[str, Any], names: Iterable[str]) -> list[int]:
     return [id(scope.get(name, _ABSENT)) for name in names]
 
 
