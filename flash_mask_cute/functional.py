@@ -29,8 +29,8 @@ from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import (
     check_num_splits,
 )
-from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import check_bool
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]

@@ -57,21 +57,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
-    "call.q_start": ("runtime.checks", *INDEX_RULES),
     "call.arguments": (
-        *("call.settings", "call.problem", "call.q_start", "masks.column_mask"),
+        *("call.settings", "call.problem", "masks.q_start", "masks.column_mask"),
         *("block_sparsity", "runtime"),
     ),
     "cpu": (
-        *("call.arguments", "call.q_start", "masks.column_mask", "block_sparsity"),
+        *("call.arguments", "masks.q_start", "masks.column_mask", "block_sparsity"),
         *("mods.on_cpu", *INDEX_RULES),
     ),
     "call.check": (
-        *("call.arguments", "call.problem", "call.q_start", "call.settings", "masks.column_mask"),
+        *("call.arguments", "call.problem", "masks.q_start", "call.settings", "masks.column_mask"),
         *("block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
     "call.choose": (
-        *("call.check", "call.arguments", "call.problem", "call.q_start", "call.settings"),
+        *("call.check", "call.arguments", "call.problem", "masks.q_start", "call.settings"),
         *(
             "masks.column_mask",
             "block_sparsity",
@@ -89,7 +88,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "call.run": (
         *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
-        *("call.q_start", "cpu"),
+        *("masks.q_start", "cpu"),
         *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
         *("runtime", *INDEX_RULES),
     ),
@@ -104,15 +103,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "masks.column_mask", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "lowering.pair", "masks.column_mask", "runtime", "mods"),
+    "interface": ("call", "lowering.pair", "masks.column_mask", "masks.q_start", "runtime", "mods"),
     "autograd": (
-        *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
+        *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
+        *("block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "runtime"),
+    "functional": ("autograd", "call", "masks.column_mask", "masks.q_start", "runtime"),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
-        "runtime",
+        *("masks.q_start", "runtime"),
     ),
     # torch's FlexAttention call
     "flex": (

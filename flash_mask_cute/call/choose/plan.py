@@ -54,10 +54,10 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
-from flash_mask_cute.call.q_start import END, NO_START, QStart
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
+from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
