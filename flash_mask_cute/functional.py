@@ -19,10 +19,12 @@ from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Options,
     Tensors,
     configs_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
@@ -51,7 +53,7 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    return_max_logit: Literal[False] = False, out: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -64,7 +66,7 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
-    return_max_logit: Literal[False] = False,
+    return_max_logit: Literal[False] = False, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    return_max_logit: Literal[False] = False, out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def flash_attn_func(
     score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[True],
+    return_max_logit: Literal[True], out: Tensor | None = None,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
@@ -118,6 +120,7 @@ def flash_attn_func(
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute softmax(mask(q k^T * softmax_scale)) v.
@@ -144,6 +147,9 @@ def flash_attn_func(
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
+    out: memory for the result, without gradients: the shape below, the dtype and device of q, any
+    strides whose last one is 1, and no memory of another argument. On a GPU its rows start at
+    multiples of 16 bytes.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     which holds for both directions; or a pair (forward, backward) of configs for the two host
     calls.
@@ -157,8 +163,9 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
-            and value. Second derivatives are not supported. If an aux tensor requires grad and
-            there is a score_mod, neither deterministic=True nor a score_mod_bwd is supported.
+            and value. ValueError also for out where a gradient is recorded. Second derivatives are
+            not supported. If an aux tensor requires grad and there is a score_mod, neither
+            deterministic=True nor a score_mod_bwd is supported.
 
     Example:
         >>> import torch
@@ -179,7 +186,7 @@ def flash_attn_func(
     q_starts, start = split_q_start(q_start)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
-        Tensors(q, k, v, learnable_sink=learnable_sink, q_starts=q_starts),
+        Tensors(q, k, v, out, learnable_sink=learnable_sink, q_starts=q_starts),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
@@ -197,14 +204,14 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
+    softmax_scale: float | None = None, causal: CausalArgument = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
     softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    return_max_logit: Literal[False] = False, out: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -214,14 +221,14 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
+    softmax_scale: float | None = None, causal: CausalArgument = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
     softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
-    return_max_logit: Literal[False] = False,
+    return_max_logit: Literal[False] = False, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -231,14 +238,14 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
+    softmax_scale: float | None = None, causal: CausalArgument = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
     softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    return_max_logit: Literal[False] = False, out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -248,14 +255,14 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
+    softmax_scale: float | None = None, causal: CausalArgument = False,
     window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
     softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
     deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
     mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
     block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[True],
+    return_max_logit: Literal[True], out: Tensor | None = None,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
@@ -272,7 +279,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: CausalArgument = False,
     window_size: WindowSize = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
@@ -290,6 +297,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
@@ -301,9 +309,14 @@ def flash_attn_varlen_func(
     page_table[b, 0], page_table[b, 1] and so on. For packed queries lse is (heads_q, total_q).
     max_logit is always (heads_q,). Gradients of unused rows are 0.
 
+    causal: a bool, or int32 (batch,): the sequences where it is not 0 are causal, and others see
+    all keys that the window leaves. Its contents may change between calls. Column intervals given
+    as a tensor then have the form without causal. Such a call has no gradients, and is not
+    supported on Blackwell.
+
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls have no
-            gradients.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, and those
+            with causal as a tensor, have no gradients.
 
     Example:
         >>> import torch
@@ -320,12 +333,13 @@ def flash_attn_varlen_func(
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     q_starts, start = split_q_start(q_start)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k, v, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
+            q, k, v, out, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table, q_starts=q_starts,
+            page_table=page_table, q_starts=q_starts, causals=causals,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
