@@ -89,7 +89,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _,
+            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _, _,
         ) = tensors  # fmt: skip
         index = q.get_device()
         if index >= 0 and index != current_device():
