@@ -41,7 +41,8 @@ def main() -> None:
     )
     mask = builders.prefix_tree(PARENTS, LENGTHS, device=device)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = flash_attn_func(*leaves, startend_row_indices=mask)
+    leaf_q, leaf_k, leaf_v = leaves
+    out = flash_attn_func(leaf_q, leaf_k, leaf_v, startend_row_indices=mask)
     # a shared token counts once for each answer that it is in
     times = torch.zeros(shape[1], device=device)
     for answer in ANSWERS:
@@ -51,13 +52,14 @@ def main() -> None:
 
     def unshared(dtype: torch.dtype) -> list[Tensor]:
         """The output and the gradients of the batch of answers."""
-        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in leaves]
         total = torch.zeros((), dtype=torch.float64, device=device)
         results = torch.zeros_like(inputs[0])
         for answer in ANSWERS:
             rows = rows_of(answer).to(device)
             visible = torch.ones(len(rows), len(rows), dtype=torch.bool, device=device).tril()
-            of_answer, _ = attend(*(x[:, rows] for x in inputs), visible)
+            of_rows = [x[:, rows] for x in inputs]
+            of_answer, _ = attend(of_rows[0], of_rows[1], of_rows[2], visible)
             results = results.index_copy(1, rows, of_answer)
             total = total + (of_answer.double() * weight[:, rows]).sum() / len(ANSWERS)
         return [results.detach(), *torch.autograd.grad(total, inputs)]

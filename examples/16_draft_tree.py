@@ -52,6 +52,7 @@ def main() -> None:
         out = flash_attn_with_kvcache(
             q, k_pool, v_pool, k, v, cache_seqlens=lengths, page_table=pages, mask_mod=mask_mod
         )
+        assert isinstance(out, Tensor)
         for i, first in enumerate(lengths.tolist()):
             seen = torch.zeros(DRAFTS, first + DRAFTS, dtype=torch.bool, device=device)
             seen[:, :first] = True
