@@ -115,10 +115,10 @@ def _flash_attn_fwd(
     decides; without a mask_mod everything there is visible. Blocks count from the start of a
     sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
-    which puts the last query at the last key. It applies to causal and window, to the rows of
-    intervals and lists, and to the q_idx of mods. With None, causal and window behave as with
-    "end", and rows and mods count from 0; a mask without a row for each query is then refused
-    (docs/masks.md).
+    which puts the last query at the last key. A negative position is before the first key. It
+    applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With
+    None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
+    row for each query is then refused (docs/masks.md).
 
     out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
     total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
