@@ -176,7 +176,7 @@ def _describe_split_backward(run: ExecutionPlan) -> str | None:
     """The number of CTAs over which a backward of this call splits groups of heads, in words."""
     kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
     group = shapes.heads_q // shapes.heads_kv
-    if not kernel.splits_groups or group == 1:
+    if not kernel.splits_groups or group == 1 or run.backend is Backend.CPU:
         return None
     choice = select_bwd_config(
         shapes.head_dim,

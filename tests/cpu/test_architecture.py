@@ -119,6 +119,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
         *("mask_prep.block_lists", "mods", "runtime"),
     ),
+    # doors for other libraries, which import the library; only users import them
+    "integrations": ("functional", "lowering", "masks", "runtime"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -141,11 +143,15 @@ DEVICE = (
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
+    "integrations.transformers.table_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
 # Modules that may import cutlass, or device code, inside a function.
-LAZY = ("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call")
+LAZY = (
+    *("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call"),
+    "integrations",
+)
 # Modules that work on ints of either world.
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
@@ -163,6 +169,8 @@ THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
+# Doors, which are for those who have that library, and need it in order to be imported.
+DOORS = {"integrations.transformers": "transformers"}
 
 
 class Import(NamedTuple):
@@ -233,6 +241,7 @@ def faults(module: str, source: str) -> list[str]:
         else:
             needs_compiler = top in ("cutlass", "cuda")
             is_extra = is_lazy and top in (EXTRAS.get(module), FOR_CHECKERS)
+            is_extra |= any(covers((door,), module) and top == DOORS[door] for door in DOORS)
             if top not in THIRD_PARTY and top not in sys.stdlib_module_names and not is_extra:
                 found.append(f"{module} imports {target}, which is no dependency")
             is_int_only = covers(WITHOUT_TORCH, module) or is_device_code(module)
@@ -301,6 +310,10 @@ def test_no_arrow_points_up() -> None:
         ("functional", "from typing_extensions import Unpack"),
         ("call.run.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
+        ("functional", "from flash_mask_cute.integrations import transformers"),
+        ("functional", "def f():\n    import transformers"),
+        ("integrations.transformers.masks", "import vllm"),
+        ("integrations", "import transformers"),
         ("newcomer", "import math"),
     ],
 )
