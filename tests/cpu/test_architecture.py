@@ -119,6 +119,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
         *("mask_prep.block_lists", "mods", "runtime"),
     ),
+    # doors into other libraries
+    "integrations": ("functional", "interface", "runtime"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
