@@ -119,8 +119,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
         *("mask_prep.block_lists", "mods", "runtime"),
     ),
-    # doors for other libraries, which import the library; only users import them
-    "integrations": ("functional", "lowering", "masks", "runtime"),
+    # doors into other libraries; only users import them
+    "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
