@@ -297,10 +297,11 @@ class FlashAttentionBackwardSm100:
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = traits.channels(storage, predecessors, lengths.work_fields)
+        cute.arch.mbarrier_init_fence()
+        traits.group.meet()
         if warp_idx == Role.MMA:
             traits.group.allocate(storage.tmem.ptr)
-        cute.arch.mbarrier_init_fence()
-        traits.group.sync()
+        cute.arch.sync_threads()
         tiles = traits.tiles(storage)
 
         # -- roles
