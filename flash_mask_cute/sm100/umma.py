@@ -100,7 +100,8 @@ class Group:
         return Boolean(self.rank() == LEADER)
 
     def meet(self) -> None:
-        """Run by all threads before `allocate`: two CTAs may allocate only when both have started."""
+        """Run by all threads before `allocate`: a pair may allocate only when both CTAs have
+        started."""
         if self.is_pair:
             self.sync()
 
@@ -202,6 +203,11 @@ def issue(
             k = first + i
             mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+
+
+# By rule the last wait before work in TMEM and the first arrival behind it have a fence between,
+# whatever the barrier is for: a fence is no instruction of the machine, and the rule can be checked
+# in the text of a kernel.
 
 
 def fence_after_wait() -> None:
