@@ -13,6 +13,7 @@ from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
 from flash_mask_cute.runtime.named_tuples import replaced
 
 
@@ -25,7 +26,8 @@ class BackwardExplanation:
     those beyond the head dimensions are zeros that are multiplied all the same. group_splits: CTAs
     that share the query heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device
     that a call takes until its end, besides the gradients; None where no kernel runs.
-    partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave.
+    partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. aux_gradients:
+    of aux tensors, through score_mod.
     """
 
     kernel: str
@@ -38,6 +40,7 @@ class BackwardExplanation:
     smem_bytes: int
     scratch_bytes: int | None
     partial_sums_bytes: int
+    aux_gradients: tuple[AuxGradient, ...] = ()
 
     def lines(self) -> dict[str, str]:
         """By what they are about."""
@@ -46,7 +49,7 @@ class BackwardExplanation:
         if self.partial_sums_bytes:
             scratch += f", {self.partial_sums_bytes} of them for partial sums of dK and dV"
         splits = f", each for a group's heads over {self.group_splits} CTAs"
-        return {
+        lines = {
             "backward": self.kernel,
             "backward tiles": f"{self.tile_n} keys x blocks of {tiles.tile_m} queries"
             + (", two that sum dQ together" if tiles.cta_pair else "")
@@ -56,6 +59,9 @@ class BackwardExplanation:
             "backward smem": f"{self.smem_bytes} bytes",
             "backward scratch": scratch,
         }
+        if self.aux_gradients:
+            lines["aux gradients"] = "; ".join(map(str, self.aux_gradients))
+        return lines
 
 
 def explain_backward(
@@ -75,6 +81,10 @@ def explain_backward(
         scratch_bytes, parts_bytes = scratch.num_bytes, scratch.partial_sums_bytes
         if backward.mask_bits is not None:
             scratch_bytes += backward.mask_bits.num_bytes
+    aux_tensors = (call.masks or NO_MASKS).aux_tensors
+    if scratch_bytes is not None and aux_tensors is not None:
+        # sums in fp32
+        scratch_bytes += 4 * sum(aux_tensors[i].numel() for i in backward.problem.wants_aux)
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,
@@ -86,6 +96,7 @@ def explain_backward(
         smem_bytes=choice.smem_bytes,
         scratch_bytes=scratch_bytes,
         partial_sums_bytes=parts_bytes,
+        aux_gradients=explain_reads(backward, aux_tensors),
     )
     return explained, ""
 

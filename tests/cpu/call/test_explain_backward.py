@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_mask_cute import explain
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.run.backward import KernelBackward
+from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.runtime.target import Target
 
 GROUP = {"heads_q": 8, "heads_kv": 1, "seqlen": 4096, "head_dim": 64}
@@ -117,3 +118,36 @@ def test_pages_have_no_backward() -> None:
     )
     assert found.backward is None
     assert "there is no backward: keys in pages have no gradients" in found.note
+
+
+# -- gradients of aux tensors -------------------------------------------------------------------
+
+
+def _gained(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * aux[0][h[0]] + aux[1][h[0], q[0] - k[0] + 200]
+
+
+def test_the_class_of_each_tensor_is_told() -> None:
+    gains, distances = torch.ones(4), torch.zeros(4, 400, requires_grad=True)
+    keywords = {"score_mod": _gained, "aux_tensors": [gains, distances], "target": "sm_90a"}
+    found = explain(*qkv(), **keywords)
+    assert found.backward is not None
+    (told,) = found.backward.aux_gradients
+    assert (told.number, told.is_wanted) == (1, True)
+    assert told.reads.read_class is ReadClass.DIFFERENCE
+    assert "aux_tensors[1] is read by difference (" in str(found)
+    plain = explain(*qkv(), **keywords | {"aux_tensors": [gains, distances.detach()]}).backward
+    assert plain is not None and found.backward.scratch_bytes is not None
+    assert found.backward.scratch_bytes == (plain.scratch_bytes or 0) + 4 * distances.numel()
+    kinds = [x.reads.read_class for x in plain.aux_gradients]
+    assert kinds == [ReadClass.HEAD, ReadClass.DIFFERENCE]
+    assert not any(x.is_wanted for x in plain.aux_gradients)
+
+
+def test_a_mod_written_in_torch_is_told() -> None:
+    bias = torch.zeros(4, 200, requires_grad=True)
+    ids = torch.zeros(200, dtype=torch.int32)
+    found = explain(*qkv(), score_mod=lambda s, b, h, q, k: s + bias[h, k], target="sm_90a")
+    assert "is read by key; its gradient costs" in str(found)
+    found = explain(*qkv(), score_mod=lambda s, b, h, q, k: s + bias[ids[q], ids[k]])
+    assert "is read by other (its indices depend on query and key separately)" in str(found)
