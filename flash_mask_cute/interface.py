@@ -306,7 +306,8 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
+    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
+    and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
     attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.

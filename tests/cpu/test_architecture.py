@@ -140,6 +140,7 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
+    "mods.read_analysis",
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
@@ -161,8 +162,9 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
+        "mods.read_analysis",
     ),
-    "mods.score_chain",
+    *("mods.score_chain", "mods.read_classes", "mods.spans"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.
