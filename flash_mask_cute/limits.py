@@ -16,8 +16,11 @@ MOST_SPLITS = 256
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8
-# Positions of queries are smaller, so that they and window sides add up in 32 bits.
+# Positions of queries are nearer to 0, on both sides, so that they and window sides add up in 32
+# bits.
 MAX_POSITION = 1 << 29
+# In the place of a position: where the last query is at the last key. No position is as small.
+AT_END = -MAX_POSITION
 # keys of a bit tile, whatever the tile has
 MAX_COLUMNS = 128
 # rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)

@@ -57,21 +57,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
-    "call.q_start": ("runtime.checks", *INDEX_RULES),
     "call.arguments": (
-        *("call.settings", "call.problem", "call.q_start", "masks.column_mask"),
+        *("call.settings", "call.problem", "masks.q_start", "masks.column_mask"),
         *("block_sparsity", "runtime"),
     ),
     "cpu": (
-        *("call.arguments", "call.q_start", "masks.column_mask", "block_sparsity"),
+        *("call.arguments", "masks.q_start", "masks.column_mask", "block_sparsity"),
         *("mods.on_cpu", *INDEX_RULES),
     ),
     "call.check": (
-        *("call.arguments", "call.problem", "call.q_start", "call.settings", "masks.column_mask"),
+        *("call.arguments", "call.problem", "masks.q_start", "call.settings", "masks.column_mask"),
         *("block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
     "call.choose": (
-        *("call.check", "call.arguments", "call.problem", "call.q_start", "call.settings"),
+        *("call.check", "call.arguments", "call.problem", "masks.q_start", "call.settings"),
         *(
             "masks.column_mask",
             "block_sparsity",
@@ -89,7 +88,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "call.run": (
         *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
-        *("call.q_start", "cpu"),
+        *("masks.q_start", "cpu"),
         *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
         *("runtime", *INDEX_RULES),
     ),
@@ -104,23 +103,24 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "masks.column_mask", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "lowering.pair", "masks.column_mask", "runtime", "mods"),
+    "interface": ("call", "lowering.pair", "masks.column_mask", "masks.q_start", "runtime", "mods"),
     "autograd": (
-        *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
+        *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
+        *("block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "runtime"),
+    "functional": ("autograd", "call", "masks.column_mask", "masks.q_start", "runtime"),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
-        "runtime",
+        *("masks.q_start", "runtime"),
     ),
     # torch's FlexAttention call
     "flex": (
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
         *("mask_prep.block_lists", "mods", "runtime"),
     ),
-    # doors for other libraries, which import the library; only users import them
-    "integrations": ("functional", "lowering", "masks", "runtime"),
+    # doors into other libraries; only users import them
+    "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -140,6 +140,7 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
+    "mods.read_analysis",
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
@@ -161,8 +162,9 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
+        "mods.read_analysis",
     ),
-    "mods.score_chain",
+    *("mods.score_chain", "mods.read_classes", "mods.spans"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.

@@ -54,13 +54,14 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
-from flash_mask_cute.call.q_start import END, NO_START, QStart
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.limits import MAX_HEAD_DIM
+from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
+from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -215,9 +216,11 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
+    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
+    plain = replace(plain, causal_each=causal_each)
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -225,6 +228,7 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
+    _refuse_causal_sequences(chosen, call.tensors.causals)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -245,6 +249,26 @@ def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
 
 
 _FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
+
+
+def _with_causal_sequences(
+    causals: torch.Tensor | None, window: _FoldedWindow
+) -> tuple[bool, _FoldedWindow]:
+    """Whether a kernel asks which sequences are causal, and the window, of which they shorten the
+    right side. The window of all others may be as wide as any sequence."""
+    is_causal, left, right = window
+    if causals is None or is_causal or (right is not None and right <= 0):
+        return False, window
+    return True, (False, left, OPEN_WINDOW if right is None else right)
+
+
+def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None) -> None:
+    spec = arch_spec(chosen.target)
+    if chosen.problem.causal_each and not spec.forward.causal_each:
+        raise NotImplementedError(
+            f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
+            f"each kind of sequences, got {brief(causals)}"
+        )
 
 
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:

@@ -1,17 +1,29 @@
-"""Tests of doors: those of a library run where it is installed."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+from torch.nn import attention
+
+from flash_mask_cute.integrations import aten_flash, ran
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small sums are then added in one order, whatever the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+@pytest.fixture
+def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that are given once in a process are given again."""
+    monkeypatch.setattr("flash_mask_cute.runtime.warn_once._given", set())
+
+
+@pytest.fixture
+def activated_on_cpu() -> Iterator[None]:
+    """This package computes torch's operators of flash attention for CPU tensors, of which torch
+    has none, as it computes those of CUDA tensors for users."""
+    if not hasattr(attention, "register_flash_attention_impl"):
+        pytest.skip("this version of torch has no registry of flash attention")
+    attention.register_flash_attention_impl(
+        "mask_cute_on_cpu", register_fn=lambda: aten_flash.Activated("CPU")
+    )
+    attention.activate_flash_attention_impl("mask_cute_on_cpu")
     yield
-    torch.set_num_threads(before)
+    attention.restore_flash_attention_impl()
+    assert not ran._records
