@@ -117,6 +117,12 @@ class AttentionMask(BlockMask):
 
     def packed(self, cu_seqlens: Tensor) -> AttentionMask:
         """This mask and the documents of cu_seqlens; made once for a tensor."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"cu_seq_lens_q beside a mask made before ({self.form}) in a compiled region: let "
+                "the mask have the documents, masks_for(..., position_ids=...), and pass no "
+                "cu_seq_lens_q and cu_seq_lens_k"
+            )
         if self._packed is None or self._packed[0] is not cu_seqlens:
             _, _, num_rows, num_keys = self._shape
             if num_rows != num_keys:
