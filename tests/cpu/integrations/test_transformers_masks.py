@@ -346,7 +346,7 @@ def test_registering_again_and_by_another_name() -> None:
     assert tiny.error_of(pair, call, LEFT) <= 7e-6
 
 
-@pytest.mark.parametrize("name", tiny.DECODERS)
+@pytest.mark.parametrize("name", tiny.WITH_MASKS_BEFORE)
 def test_masks_made_before_are_those_of_the_model(name: str) -> None:
     model = tiny.decoder(name).ours
     for call in ({}, {"attention_mask": LEFT}):

@@ -13,14 +13,13 @@ import tiny_models as tiny
 import torch
 from tiny_models import CU, IDS, LEFT, LENGTHS, PACKED, PARTS, RIGHT, SEQ, Pair, error_of
 from torch import Tensor
-from transformers import DynamicCache, StaticCache, __version__
+from transformers import DynamicCache, StaticCache
 
 from flash_mask_cute.integrations.transformers import masks_for
 
 LIMIT = 7e-6
 # The modules warn of what newer releases rename.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-IS_OLD = tuple(map(int, __version__.split(".")[:2])) < (5, 24)
 
 SHOWN = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
 SHOWN[:, :3] = True
@@ -154,7 +153,7 @@ def is_wrong_in_transformers(name: str, situation: str) -> bool:
     if name == "gpt_oss":
         # its masks are made without position_ids
         return situation == "documents"
-    if name == "llama4" and IS_OLD:
+    if name == "llama4" and tiny.IS_OLD:
         # chunks are counted from the beginning of the row; static caches raise a TypeError
         return situation.startswith("documents") or situation == "generated_static"
     # the masks of its chunks are made of padding and places in the row, without position_ids
@@ -213,7 +212,7 @@ def test_a_model_compiled_with_its_masks(name: str, situation: str) -> None:
 
 @pytest.mark.shares(9)
 @pytest.mark.parametrize("situation", COMPILED)
-@pytest.mark.parametrize("name", tiny.DECODERS)
+@pytest.mark.parametrize("name", tiny.WITH_MASKS_BEFORE)
 def test_a_compiled_model_with_masks_made_before(name: str, situation: str) -> None:
     pair, call = tiny.decoder(name), COMPILED[situation]
     wanted = None

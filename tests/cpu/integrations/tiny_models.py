@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from flash_mask_cute.integrations.transformers import register
 
 NAME = register()
+IS_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
     "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
@@ -43,6 +44,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4,
     }),
 }  # fmt: skip
+# In older releases `create_masks_for_generate` raises a TypeError for chunks.
+WITH_MASKS_BEFORE = [name for name in DECODERS if not (IS_OLD and name == "llama4")]
 SMALL = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
