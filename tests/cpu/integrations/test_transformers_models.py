@@ -174,6 +174,13 @@ def test_a_decoder(name: str, situation: str) -> None:
     assert SITUATIONS[situation](tiny.decoder(name)) <= LIMIT
 
 
+@pytest.mark.parametrize("situation", ["left", "packed", "bools", "generated_static"])
+def test_wide_heads_of_gemma4(situation: str) -> None:
+    """The global layers of published models have a head dimension of 512."""
+    pair = tiny.pair_of(tiny.config_of("gemma4", global_head_dim=512))
+    assert SITUATIONS[situation](pair) <= LIMIT
+
+
 COMPILED = {
     "plain": {"input_ids": IDS},
     "left": {"input_ids": IDS, "attention_mask": LEFT},

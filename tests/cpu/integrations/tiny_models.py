@@ -33,9 +33,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"],
         "intermediate_size_mlp": 64, "no_rope_layers": [1, 0],
     }),
-    # global layers of the published models have 512, too
     "gemma4": ("Gemma4TextConfig", HYBRID | {
-        "global_head_dim": 512, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
+        "global_head_dim": 32, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
     }),
     "deepseek_v3": ("DeepseekV3Config", {
         "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
