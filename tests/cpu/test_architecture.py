@@ -104,7 +104,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "masks.column_mask", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "lowering.pair", "masks.column_mask", "runtime", "mods"),
+    "interface": (
+        *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "runtime", "mods"),
+    ),
     "autograd": (
         *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
