@@ -31,72 +31,99 @@ from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import (
     check_num_splits,
 )
-from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import check_bool
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
 
+if TYPE_CHECKING:
+    # part of what checkers know of any Python, so nothing has to be installed
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """Arguments of `flash_attn_func` on which its result's type does not depend."""
+
+        window_size: WindowSize
+        learnable_sink: Tensor | None
+        softcap: float
+        num_splits: int
+        pack_gqa: bool | None
+        deterministic: bool
+        mask_mod: Mod | None
+        score_mod: Mod | None
+        score_mod_bwd: Mod | None
+        aux_tensors: Sequence[Tensor] | None
+        block_sparse_tensors: Any
+        startend_row_indices: Tensor | ColumnMask | None
+        q_start: QStartArgument
+        config: Any
+        out: Tensor | None
+
+    class _VarlenOptions(_Options, total=False):
+        """The same of `flash_attn_varlen_func`."""
+
+        softmax_scale: float | None
+        causal: CausalArgument
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+        seqused_q: Tensor | None
+        seqused_k: Tensor | None
+        page_table: Tensor | None
+
+    class _FlashmaskOptions(TypedDict, total=False):
+        """The same of `flashmask_attention`."""
+
+        dropout: float
+        causal: bool
+        window_size: int | WindowSize | None
+        training: bool
+        softmax_scale: float | None
+        deterministic: bool
+        q_start: QStartArgument
+
+
 # Each function is declared several times before its definition, so that a type checker knows what
 # it returns: a tensor, a pair with return_lse, either where return_lse is a variable, and a tuple
-# with return_max_logit.
+# with return_max_logit. Arguments that may also be passed by position, but rarely are, are `others`
+# there, of which a checker knows neither types nor number.
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
-    return_max_logit: Literal[False] = False, out: Tensor | None = None,
+    *others: Any, return_lse: Literal[False] = False, return_max_logit: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
-    return_max_logit: Literal[False] = False, out: Tensor | None = None,
+    *others: Any, return_lse: Literal[True], return_max_logit: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[False] = False, out: Tensor | None = None,
+    *others: Any, return_lse: bool = False, return_max_logit: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[True], out: Tensor | None = None,
+    *others: Any, return_lse: bool = False, return_max_logit: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
-@public_call
+@public_call  # type: ignore[misc]  # because of `others`
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -201,72 +228,36 @@ def flash_attn_func(
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: CausalArgument = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
-    return_max_logit: Literal[False] = False, out: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False, **options: Unpack[_VarlenOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: CausalArgument = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
-    return_max_logit: Literal[False] = False, out: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: Literal[True],
+    return_max_logit: Literal[False] = False, **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: CausalArgument = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[False] = False, out: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: bool = False,
+    return_max_logit: Literal[False] = False, **options: Unpack[_VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: CausalArgument = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[True], out: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: bool = False,
+    return_max_logit: Literal[True], **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
-@public_call
+@public_call  # type: ignore[misc]  # because of `others`
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -350,22 +341,6 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     results = attend(call, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
-
-
-if TYPE_CHECKING:
-    # part of what checkers know of any Python, so nothing has to be installed
-    from typing_extensions import TypedDict, Unpack
-
-    class _FlashmaskOptions(TypedDict, total=False):
-        """Arguments of `flashmask_attention` on which its result's type does not depend."""
-
-        dropout: float
-        causal: bool
-        window_size: int | WindowSize | None
-        training: bool
-        softmax_scale: float | None
-        deterministic: bool
-        q_start: QStartArgument
 
 
 @overload

@@ -33,10 +33,10 @@ from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -115,10 +115,10 @@ def _flash_attn_fwd(
     decides; without a mask_mod everything there is visible. Blocks count from the start of a
     sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
-    which puts the last query at the last key. It applies to causal and window, to the rows of
-    intervals and lists, and to the q_idx of mods. With None, causal and window behave as with
-    "end", and rows and mods count from 0; a mask without a row for each query is then refused
-    (docs/masks.md).
+    which puts the last query at the last key. A negative position is before the first key. It
+    applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With
+    None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
+    row for each query is then refused (docs/masks.md).
 
     out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
     total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
@@ -306,7 +306,8 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
+    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
+    and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
     attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.

@@ -49,11 +49,11 @@ from flash_mask_cute.call.check.kvcache import (
     view_of,
 )
 from flash_mask_cute.call.check.validate import check_num_splits, refuse_transforms
-from flash_mask_cute.call.q_start import END, QStartArgument, split_q_start
 from flash_mask_cute.call.run.append import Append
 from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import END, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import kind_refused

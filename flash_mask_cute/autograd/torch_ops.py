@@ -33,11 +33,11 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one
 from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
-from flash_mask_cute.call.q_start import QStart
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
+from flash_mask_cute.masks.q_start import QStart
 from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory

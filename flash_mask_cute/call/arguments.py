@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.problem import Mods
-from flash_mask_cute.call.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.named_tuples import replaced
 

@@ -33,7 +33,7 @@ from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_l
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import MOST_SPLITS
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
@@ -64,7 +64,6 @@ _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # kernels multiply it by log2(e) in float32
 _LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
-_MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
 
@@ -337,8 +336,7 @@ def _check_operands(
     _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
     _check_k_and_v(shape_q[-1], shape_k, shape_v)
     _check_heads(shape_q[-2], shape_v[-2], shape_k)
-    _check_head_dim("head_dim", "q", shape_q[-1])
-    _check_head_dim("head_dim_v", "v", shape_v[-1])
+    check_head_dims(shape_q[-1], shape_v[-1], runs_kernels=q.is_cuda)
 
 
 def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) -> None:
@@ -446,12 +444,16 @@ def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
         raise ValueError("; ".join(filter(None, (wrong, axis_order.hint("k", shape_k)))))
 
 
-def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
-    if not _MIN_HEAD_DIM <= value <= _MAX_HEAD_DIM or value % _HEAD_DIM_STEP:
-        raise ValueError(
-            f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} from "
-            f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {value}"
-        )
+def check_head_dims(head_dim: int, head_dim_v: int, *, runs_kernels: bool) -> None:
+    """Raises ValueError. Only kernels have a largest head dimension; the CPU path has none."""
+    for name, tensor_name, value in (("head_dim", "q", head_dim), ("head_dim_v", "v", head_dim_v)):
+        is_too_large = runs_kernels and value > MAX_HEAD_DIM
+        if value < _MIN_HEAD_DIM or is_too_large or value % _HEAD_DIM_STEP:
+            most = f"from {_MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            raise ValueError(
+                f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} "
+                f"{most if runs_kernels else f'from {_MIN_HEAD_DIM} on'}, got {value}"
+            )
 
 
 def _check_window(name: str, value: object) -> None:

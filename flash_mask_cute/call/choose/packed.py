@@ -17,10 +17,10 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
 from flash_mask_cute.call.choose.copies import new_gradient
 from flash_mask_cute.call.choose.masks import column_mask_of
-from flash_mask_cute.call.q_start import NO_START
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import NO_START
 from flash_mask_cute.runtime.named_tuples import replaced
 
 # -- which --------------------------------------------------------------------------------------

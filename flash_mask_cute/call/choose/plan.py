@@ -12,7 +12,7 @@ import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_inputs
+from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
@@ -54,11 +54,11 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
-from flash_mask_cute.call.q_start import END, NO_START, QStart
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.limits import OPEN_WINDOW
+from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
+from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import brief
@@ -363,6 +363,8 @@ def _choose_tiles(
     backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
     if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
         backend = Backend.CPU
+    elif backend is Backend.KERNEL:
+        check_head_dims(problem.head_dim, problem.head_dim_v, runs_kernels=True)
     target = target or target_of(q)
     _, window_left, window_right = window
     gradients = sink = None
@@ -379,7 +381,7 @@ def _choose_tiles(
         if empties or call.tensors.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = _gradient_facts(call, problem, sink)
-    choice = choose(problem)
+    choice = choose(_within_tables(problem))
     chosen = ExecutionPlan(
         direction=call.direction,
         backend=backend,
@@ -436,6 +438,15 @@ def _with_split(
     return replace(problem, split=split, is_causal=is_causal)
 
 
+def _within_tables(problem: AttentionProblem) -> AttentionProblem:
+    """The problem with head dimensions that kernels have, whose tiles the CPU path takes."""
+    head_dims = (problem.head_dim, problem.head_dim_v)
+    if max(head_dims) <= MAX_HEAD_DIM:
+        return problem
+    head_dim, head_dim_v = (min(x, MAX_HEAD_DIM) for x in head_dims)
+    return replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
 def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
     """Whether query heads of a group can share a tile."""
     can_pack = shapes.heads_q // shapes.heads_kv <= arch_spec(target).forward.packed_rows
@@ -486,8 +497,8 @@ def _bwd_chooser(
 
     def choose(problem: AttentionProblem) -> BwdChoice:
         choice = select_bwd_config(
-            shapes.head_dim,
-            shapes.head_dim_v,
+            problem.head_dim,
+            problem.head_dim_v,
             problem.tuning_class,
             override=override,
             seqlen_k=shapes.seqlen_k,

@@ -17,7 +17,6 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.call.q_start import EACH
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
@@ -25,6 +24,7 @@ from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
+from flash_mask_cute.masks.q_start import EACH
 from flash_mask_cute.runtime.named_tuples import replaced
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
