@@ -175,7 +175,11 @@ FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
-DOORS = {"integrations.transformers": "transformers"}
+DOORS = {
+    "integrations.transformers": "transformers",
+    "integrations.vllm": "vllm",
+    "integrations.sglang": "sglang",
+}
 
 
 class Import(NamedTuple):
