@@ -488,9 +488,9 @@ def from_mask_mod(
     # what traces is loaded when there is something to trace
     from flash_mask_cute.masks.mask_mods import mask_of_mod
 
-    _check_int("seqlen_q", seqlen_q)
-    _check_int("seqlen_k", seqlen_k)
-    _check_int("batch", batch, at_least=1)
+    check_int("seqlen_q", seqlen_q)
+    check_int("seqlen_k", seqlen_k)
+    check_int("batch", batch, at_least=1)
     at = None if device is None else torch.empty(0, device=device).device
     return mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
 
