@@ -29,6 +29,7 @@ from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
+from flash_mask_cute.rules.band import side_of_sequence
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -175,7 +176,7 @@ def _describe_split_backward(run: ExecutionPlan) -> str | None:
     """The number of CTAs over which a backward of this call splits groups of heads, in words."""
     kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
     group = shapes.heads_q // shapes.heads_kv
-    if not kernel.splits_groups or group == 1:
+    if not kernel.splits_groups or group == 1 or run.backend is Backend.CPU:
         return None
     choice = select_bwd_config(
         shapes.head_dim,
@@ -214,9 +215,9 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     """The values on a device that counting tiles would have to read, with a verb for the
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts, x.causals
     if any(y is not None and y.is_cuda for y in lengths):
-        return "cu_seqlens, seqused or q_start are on the device"
+        return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
         lists is not None and lists.mask_block_cnt.is_cuda
     ):
@@ -290,6 +291,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     heads = shapes.heads_q // problem.packed_heads
     cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
     seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
+    causals = _values(tensors.causals) if problem.causal_each else None
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
@@ -297,7 +299,8 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
         start = run.q_start.of_sequence(tensors.q_starts, batch_idx, used)
-        used = replace(used, q_start=start)
+        right = side_of_sequence(run.window_right, causals, batch_idx)
+        used = replace(used, q_start=start, window_right=right)
         m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)

@@ -1,2 +1,1 @@
-"""Doors into other libraries; each module imports its library, and is imported by its user
-alone."""
+"""Doors for other libraries, a module for each. None is imported by the package itself."""

@@ -218,9 +218,13 @@ class FlashAttentionForwardSm100:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
+        mCausal: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        for name, given in (("mask_bit_tensors", mask_bit_tensors), ("query_chunk", query_chunk)):
+        refused = {
+            "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausal": mCausal,
+        }  # fmt: skip
+        for name, given in refused.items():
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):

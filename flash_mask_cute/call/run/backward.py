@@ -17,7 +17,6 @@ from flash_mask_cute.call.build.backward import BwdKernels, num_row_blocks
 from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.call.q_start import EACH
 from flash_mask_cute.call.run.forward import (
     count_writing,
     cpu_call,
@@ -29,6 +28,7 @@ from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
+from flash_mask_cute.masks.q_start import EACH
 
 _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
 
@@ -89,7 +89,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _,
+            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _, _,
         ) = tensors  # fmt: skip
         index = q.get_device()
         if index >= 0 and index != current_device():
