@@ -31,7 +31,7 @@ PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint docs venv $(TORCHES:%=test-torch-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
-OF_TORCH := tests/cpu/autograd tests/cpu/flex
+OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
 
 demo: $(call needs_venv,$(RUN))

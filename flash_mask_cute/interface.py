@@ -17,6 +17,7 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Direction,
     Options,
     PreparedBwd,
@@ -24,6 +25,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
@@ -31,10 +33,10 @@ from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -62,7 +64,8 @@ _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _we
 
 @public_call
 def _flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
+    causal: CausalArgument = False,
     window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
     learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
@@ -85,11 +88,12 @@ def _flash_attn_fwd(
     rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
-    + q_start. Causal: j <= d. Window: d - window_size_left <= j <= d + window_size_right; None
-    leaves a side open. A side below -1 shifts the band past the diagonal. softcap > 0 turns a score
-    s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (float64 is
-    read as float32), is one more logit per head, without a value. softmax_scale is a number of any
-    sign or a 0-dim CPU tensor, by default head_dim ** -0.5.
+    + q_start. Causal: j <= d; an int32 tensor (batch,) says by numbers that are not 0 in which
+    sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
+    A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
+    tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
+    one more logit per head, without a value. softmax_scale: any number or 0-dim CPU tensor, by
+    default head_dim ** -0.5.
 
     q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
     read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
@@ -122,7 +126,7 @@ def _flash_attn_fwd(
     may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
     needs a score_mod, and receives the rounding error of lse for the backward. max_scores, shaped
     like lse, receives the largest visible score of each row, -inf if there is none. out, lse,
-    lse_low and max_scores must not share memory with q, k, v or each other. On a GPU rows of out
+    lse_low and max_scores must not share memory with inputs or each other. On a GPU rows of out
     start at multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
@@ -153,11 +157,12 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
         seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
-        kv_batch_idx, leftpad_k,
+        kv_batch_idx, leftpad_k, causals,
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -301,7 +306,8 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
+    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
+    and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
     attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.

@@ -7,6 +7,8 @@ ADDRESS_MASK = 15
 # A window side as wide as this is open: no sequence is longer, and kernels add window sides to
 # positions in 32 bits.
 OPEN_WINDOW = 1 << 30
+# of kernels; the CPU path has none
+MAX_HEAD_DIM = 256
 # keys of a page
 MAX_PAGE_SIZE = 256
 # parts that a caller may ask for, whose results are then combined

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.check.lengths import check_batch_vector
-from flash_mask_cute.call.q_start import QStart, check_position
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
+from flash_mask_cute.masks.q_start import QStart, check_position
 
 _COLUMNS, _LISTS = "startend_row_indices", "block_sparse_tensors"
 _SAYS = (

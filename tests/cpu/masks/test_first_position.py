@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
-from flash_mask_cute.call.q_start import EACH, NO_START, NUMBER, QStart, split_q_start
 from flash_mask_cute.limits import AT_END
+from flash_mask_cute.masks.q_start import EACH, NO_START, NUMBER, QStart, split_q_start
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 POSITIONS = torch.tensor([-3, 2], dtype=torch.int32)
