@@ -201,7 +201,10 @@ class _Finder:
     def _relates(self, part: Any) -> bool:
         """Whether a condition depends on the query and on the key."""
         if isinstance(part, Side):
-            return any(KEY in self._depends(value) for _, value in part.terms)
+            # from a query on, which may be the first one, leaves none
+            offset = sum(factor * x for factor, x in part.terms if isinstance(x, int))
+            is_of_all = part.is_low and offset <= 0
+            return is_of_all or any(KEY in self._depends(value) for _, value in part.terms)
         if isinstance(part, All):
             return any(map(self._relates, part.parts))
         if isinstance(part, AnyOf):

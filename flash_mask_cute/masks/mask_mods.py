@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from flash_mask_cute.lowering.convention import check_torch_mod
 from flash_mask_cute.lowering.interval_rows import Read, Rows
 from flash_mask_cute.lowering.lower import IntervalForm, LoweredMod, lower_mod
+from flash_mask_cute.lowering.pair import memo_entry, stays_mod
 from flash_mask_cute.lowering.simplify import BandForm
 from flash_mask_cute.lowering.trace import name_of
-from flash_mask_cute.lowering.watch import is_capturing
+from flash_mask_cute.lowering.watch import Memo, MemoEntry, is_capturing
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 _CPU = torch.device("cpu")
@@ -96,22 +98,73 @@ def mask_of_mod(
     return found.mask
 
 
+class ModForm(NamedTuple):
+    """A mask_mod without its callable: the sides of a window, bottom-right aligned, or a mask."""
+
+    window: tuple[int | None, int | None] | None
+    mask: ColumnMask | None
+
+
+# None: the mod stays one.
+_forms: Memo[ModForm | None] = Memo()
+
+
+def form_without_contents(
+    mask_mod: Callable[..., Any], seqlens: tuple[int, int], device: torch.device
+) -> ModForm | None:
+    """The form of a torch mask_mod that reads no tensor, whose contents might change unseen.
+
+    None: it reads one, or has no such form. It waits for no device, and is kept for the mod.
+
+    Raises:
+        NotImplementedError, TypeError: as `lower_mod`.
+    """
+    key = id(mask_mod), seqlens, device
+    entry = _forms.get(key)
+    if entry is not None and entry.holds():
+        form = entry.value
+    else:
+        lowered = lower_mod(mask_mod, "mask_mod", device)
+        form = _form_without_contents(lowered, seqlens, device)
+        # of an object without weak references nothing is kept
+        with suppress(TypeError):
+            if lowered.band is None and (lowered.columns is None or lowered.columns.captured):
+                # right ever after, whatever changes
+                stays_mod.keep(id(mask_mod), MemoEntry(None, (), None, False), [mask_mod])
+            elif made := memo_entry(form, [(lowered, False)], None):
+                _forms.keep(key, made, [mask_mod])
+    # what a captured graph reads must outlive it, and what is kept here may be dropped
+    return None if form is not None and form.mask is not None and is_capturing() else form
+
+
+def _form_without_contents(
+    lowered: LoweredMod, seqlens: tuple[int, int], device: torch.device
+) -> ModForm | None:
+    if lowered.band is not None:
+        window = lowered.band.as_window(*seqlens)
+        if window is not None:
+            return ModForm(window, None)
+    mask = None if is_capturing() else mask_without_contents(lowered, seqlens)
+    return None if mask is None else ModForm(None, _moved(mask, device))
+
+
 def mask_without_contents(lowered: LoweredMod, seqlens: tuple[int, int]) -> ColumnMask | None:
     """The mask of a mod that reads no tensor, on the CPU; None if it reads one, or if it is no
     intervals. It waits for no device."""
-    if lowered.band is not None:
-        return mask_of_band(lowered.band, seqlens)
-    if lowered.columns is None or lowered.columns.captured:
-        return None
     with torch.inference_mode(False):
+        if lowered.band is not None:
+            return mask_of_band(lowered.band, seqlens)
+        if lowered.columns is None or lowered.columns.captured:
+            return None
         rows = lowered.columns.rows(seqlens, 1, _CPU)
         return None if rows is None else mask_of_rows(rows, seqlens).mask
 
 
 def _moved(mask: ColumnMask, device: torch.device) -> ColumnMask:
-    if device.type != "cuda":
-        return mask.to(device)
-    return mask.pin_memory().to(device, non_blocking=True)
+    with torch.inference_mode(False):
+        if device.type != "cuda":
+            return mask.to(device)
+        return mask.pin_memory().to(device, non_blocking=True)
 
 
 def _table(columns: IntervalForm, read: Read) -> str:

@@ -103,7 +103,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "masks.column_mask", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "lowering.pair", "masks.column_mask", "masks.q_start", "runtime", "mods"),
+    "interface": (
+        *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "masks.q_start"),
+        *("runtime", "mods"),
+    ),
     "autograd": (
         *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
         *("block_sparsity", "mask_prep"),
@@ -172,7 +175,11 @@ FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
-DOORS = {"integrations.transformers": "transformers"}
+DOORS = {
+    "integrations.transformers": "transformers",
+    "integrations.vllm": "vllm",
+    "integrations.sglang": "sglang",
+}
 
 
 class Import(NamedTuple):

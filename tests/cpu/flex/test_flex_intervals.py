@@ -186,12 +186,19 @@ def test_explain_says_the_form() -> None:
     q = torch.randn(2, N, 2, 64)
     for mod, said in (
         (causal, "a window, keys 0 to q + 0"),
+        (FOUND["blocks"], "documents, by column intervals"),
         (documents, "documents, by column intervals"),
         (FOUND["prefix"], "column intervals"),
         (LEFT["remainder"], "a mask_mod"),
     ):
         assert lower_mod(mod, "mask_mod").form == said
         note = explain(q, q, q, mask_mod=mod).note
-        if said != "a mask_mod":
-            said += " if its block mask is kept (keep_block_mask)"
-        assert note.endswith(f"flex_attention would run it as {said}")
+        if mod in (causal, FOUND["blocks"]):
+            assert note.endswith(f"mask_mod is torch's, and runs as {said}")
+        elif said == "a mask_mod":
+            assert note.endswith("flex_attention would run it as a mask_mod")
+        else:
+            assert note.endswith(
+                f"flex_attention would run it as {said} if its block mask is kept "
+                "(keep_block_mask); builders.from_mask_mod makes this mask"
+            )
