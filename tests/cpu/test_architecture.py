@@ -111,7 +111,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "runtime"),
+    "functional": ("autograd", "call", "masks.column_mask", "block_sparsity", "runtime"),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         "runtime",

@@ -45,6 +45,9 @@ def user(q: Tensor, asks: bool, mask: ColumnMask) -> None:
     reveal_type(flashmask_attention(q, q, q, return_softmax_lse=True))  # tuple[Tensor, Tensor]
     reveal_type(flashmask_attention(q, q, q, mask, causal=True, return_lse=True))  # tuple[Tensor, Tensor]
     reveal_type(flashmask_attention(q, q, q, return_softmax_lse=asks))  # Tensor | tuple[Tensor, Tensor]
+    reveal_type(flashmask_attention(query=q, key=q, value=q, startend_row_indices=mask))  # Tensor
+    reveal_type(flashmask_attention(query=q, key=q, value=q, block_mask=q, return_lse=True))  # tuple[Tensor, Tensor]
+    flashmask_attention(query=q, key=q)  # error: call-overload
     reveal_type(flex_attention(q, q, q, lambda s, b, h, i, j: s * 2))  # Tensor
     reveal_type(flex_attention(q, q, q, return_lse=True))  # tuple[Tensor, Tensor]
     reveal_type(flex_attention(q, q, q, return_lse=asks))  # Tensor | tuple[Tensor, Tensor]
@@ -88,7 +91,7 @@ def test_mypy_of_a_user(tmp_path: Path) -> None:
         for number, line in enumerate(SAMPLE.splitlines(), 1)
         if "  # " in line
     }
-    assert len(expected) == 23
+    assert len(expected) == 26
     assert told(child.stdout) == expected, child.stdout + child.stderr
 
 
@@ -116,10 +119,17 @@ def declared(node: ast.FunctionDef, others: Mapping[str, Mapping[str, str]]) -> 
     return found
 
 
-def fields(node: ast.ClassDef) -> dict[str, str]:
-    """Name and annotation."""
+def fields(node: ast.ClassDef, others: Mapping[str, dict[str, str]]) -> dict[str, str]:
+    """Name and annotation, also of those of a class that it extends."""
+    found: dict[str, str] = {}
+    for base in map(ast.unparse, node.bases):
+        found |= others.get(base, {})
     rows = [row for row in node.body if isinstance(row, ast.AnnAssign)]
-    return {ast.unparse(row.target): ast.unparse(row.annotation) for row in rows}
+    return found | {ast.unparse(row.target): ast.unparse(row.annotation) for row in rows}
+
+
+# Arguments with two names, of which a declaration has one.
+EITHER_NAME = {"flashmask_attention": {"q": "query", "k": "key", "v": "value"}}
 
 
 @pytest.mark.parametrize("path", ["functional.py", "flex/attention.py"])
@@ -129,7 +139,10 @@ def test_declarations_have_the_arguments_of_the_function(path: str) -> None:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = {node.name for node in functions if "overload" in map(ast.unparse, node.decorator_list)}
     assert names
-    classes = {x.name: fields(x) for x in ast.walk(tree) if isinstance(x, ast.ClassDef)}
+    classes: dict[str, dict[str, str]] = {}
+    for x in ast.walk(tree):
+        if isinstance(x, ast.ClassDef):
+            classes[x.name] = fields(x, classes)
     what_is_asked = {"return_lse", "return_softmax_lse", "return_aux", "return_max_logit"}
     for name in names:
         *variants, definition = [node for node in functions if node.name == name]
@@ -137,11 +150,19 @@ def test_declarations_have_the_arguments_of_the_function(path: str) -> None:
         expected = declared(definition, classes)
         for variant in variants:
             found, own = declared(variant, classes), declared(variant, dict.fromkeys(classes, {}))
+            either = EITHER_NAME.get(name, {})
+            is_other = not either.keys() <= found.keys()
+            names_of = {*either.values()} if is_other else {*either}
+            for argument in names_of:
+                kind = found[argument]
+                assert kind == ("Required[Tensor]" if is_other else "Tensor", None)
+                assert expected[argument] == ("Tensor | None", "None")
+            left_out = {*either, *either.values()} - names_of
+            assert found.keys() == expected.keys() - left_out
             # by position in the same order
-            assert found.keys() == expected.keys()
             positional = [x.arg for x in definition.args.args]
-            assert list(own)[: len(positional)] == positional
-            for argument in expected.keys() - what_is_asked:
+            assert is_other or list(own)[: len(positional)] == positional
+            for argument in expected.keys() - what_is_asked - names_of - left_out:
                 alike = expected[argument] if argument in own else (expected[argument][0], None)
                 assert found[argument] == alike, (name, argument)
             for argument in expected.keys() & what_is_asked:
