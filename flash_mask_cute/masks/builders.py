@@ -1,11 +1,12 @@
 """Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), and conversions.
 
-Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense`). The
-mask is for self-attention over `seqlen` tokens, and records that (`ColumnMask.seqlen_q`). A mask of
-`from_dense` is for the queries of the dense mask; one of `key_padding` is for any number of
-queries. Each docstring says which query q sees which key k, and which form stores that. This form
-has the fewest vectors whose minimum and maximum over a block of keys decide whether the block is
-empty or full. `docs/mask_gallery.md` shows the masks.
+Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense` and
+`from_mask_mod`). The mask is for self-attention over `seqlen` tokens, and records that
+(`ColumnMask.seqlen_q`). A mask of `from_dense` is for the queries of the dense mask, and one of
+`from_mask_mod` for as many as it is told; one of `key_padding` is for any number of queries. Each
+docstring says which query q sees which key k, and which form stores that. This form has the fewest
+vectors whose minimum and maximum over a block of keys decide whether the block is empty or full.
+`docs/mask_gallery.md` shows the masks.
 
 Document lengths are lists of ints, or [[...], ...] for a batch with different documents. They may
 also be an integer tensor (documents,) or (batch, documents); the mask is then on its device,
@@ -352,7 +353,7 @@ def from_mask_mod(
 
     mask_mod(b, h, q_idx, kv_idx) -> bool, as FlexAttention takes it: documents, packed positions,
     windows, chunks, prefixes, padding, groups of image tokens, and what joins them
-    (docs/masks.md#masks-of-transformers lists them). It is traced once for its code, and no dense
+    (docs/masks.md#intervals-of-a-mask_mod lists them). It is traced once for its code, and no dense
     mask is made. The mask has the contents that the captured tensors have now. If there are any,
     the call waits for their device once. None: a key is seen by several ranges of queries, or the
     mask depends on the head; `flash_attn_func(mask_mod=mask_mod)` takes it.
@@ -364,7 +365,8 @@ def from_mask_mod(
         TypeError, NotImplementedError: mask_mod is no such function, or does what no kernel can.
         ValueError: a captured tensor is too small for these lengths or this batch, which names it;
             or it has several batch entries, and batch is 1.
-        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors.
+        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors; or torch.compile traces
+            the call.
 
     Example:
         >>> import torch
@@ -375,6 +377,11 @@ def from_mask_mod(
         >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
         [True, True, True, False]
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile cannot trace builders.from_mask_mod: make the mask outside of the compiled"
+            " region, and pass it"
+        )
     # what traces is loaded when there is something to trace
     from flash_mask_cute.masks.mask_mods import mask_of_mod
 
