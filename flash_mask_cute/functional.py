@@ -20,82 +20,120 @@ from flash_mask_cute.block_sparsity import lists_of_kept
 from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Options,
     Tensors,
     configs_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import (
     check_num_splits,
 )
-from flash_mask_cute.call.q_start import QStartArgument, split_q_start
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import check_bool
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
 WindowSize: TypeAlias = tuple[int | None, int | None]
 
+if TYPE_CHECKING:
+    # part of what checkers know of any Python, so nothing has to be installed
+    from typing_extensions import Required, TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """Arguments of `flash_attn_func` on which its result's type does not depend."""
+
+        window_size: WindowSize
+        learnable_sink: Tensor | None
+        softcap: float
+        num_splits: int
+        pack_gqa: bool | None
+        deterministic: bool
+        mask_mod: Mod | None
+        score_mod: Mod | None
+        score_mod_bwd: Mod | None
+        aux_tensors: Sequence[Tensor] | None
+        block_sparse_tensors: Any
+        startend_row_indices: Tensor | ColumnMask | None
+        q_start: QStartArgument
+        config: Any
+        out: Tensor | None
+
+    class _VarlenOptions(_Options, total=False):
+        """The same of `flash_attn_varlen_func`."""
+
+        softmax_scale: float | None
+        causal: CausalArgument
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+        seqused_q: Tensor | None
+        seqused_k: Tensor | None
+        page_table: Tensor | None
+
+    class _FlashmaskOptions(TypedDict, total=False):
+        """The same of `flashmask_attention`."""
+
+        dropout: float
+        causal: bool
+        window_size: int | WindowSize | None
+        training: bool
+        softmax_scale: float | None
+        deterministic: bool
+        q_start: QStartArgument
+        block_mask: Tensor | None
+
+    class _FlashmaskTensors(_FlashmaskOptions, total=False):
+        """All arguments, under the names of PaddlePaddle."""
+
+        query: Required[Tensor]
+        key: Required[Tensor]
+        value: Required[Tensor]
+        startend_row_indices: Tensor | ColumnMask | None
+
+
 # Each function is declared several times before its definition, so that a type checker knows what
 # it returns: a tensor, a pair with return_lse, either where return_lse is a variable, and a tuple
-# with return_max_logit.
+# with return_max_logit. Arguments that may also be passed by position, but rarely are, are `others`
+# there, of which a checker knows neither types nor number.
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    *others: Any, return_lse: Literal[False] = False, return_max_logit: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
-    return_max_logit: Literal[False] = False,
+    *others: Any, return_lse: Literal[True], return_max_logit: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    *others: Any, return_lse: bool = False, return_max_logit: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, mask_mod: Mod | None = None, *, score_mod: Mod | None = None,
-    score_mod_bwd: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[True],
+    *others: Any, return_lse: bool = False, return_max_logit: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
-@public_call
+@public_call  # type: ignore[misc]  # because of `others`
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -119,6 +157,7 @@ def flash_attn_func(
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute softmax(mask(q k^T * softmax_scale)) v.
@@ -145,6 +184,9 @@ def flash_attn_func(
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
+    out: memory for the result, without gradients: the shape below, the dtype and device of q, any
+    strides whose last one is 1, and no memory of another argument. On a GPU its rows start at
+    multiples of 16 bytes.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     which holds for both directions; or a pair (forward, backward) of configs for the two host
     calls.
@@ -158,8 +200,9 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
-            and value. Second derivatives are not supported. If an aux tensor requires grad and
-            there is a score_mod, neither deterministic=True nor a score_mod_bwd is supported.
+            and value. ValueError also for out where a gradient is recorded. Second derivatives are
+            not supported. If an aux tensor requires grad and there is a score_mod, neither
+            deterministic=True nor a score_mod_bwd is supported.
 
     Example:
         >>> import torch
@@ -180,7 +223,7 @@ def flash_attn_func(
     q_starts, start = split_q_start(q_start)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
-        Tensors(q, k, v, learnable_sink=learnable_sink, q_starts=q_starts),
+        Tensors(q, k, v, out, learnable_sink=learnable_sink, q_starts=q_starts),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
@@ -195,72 +238,36 @@ def flash_attn_func(
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[False] = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False, **options: Unpack[_VarlenOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: Literal[True], config: Any = None,
-    return_max_logit: Literal[False] = False,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: Literal[True],
+    return_max_logit: Literal[False] = False, **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[False] = False,
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: bool = False,
+    return_max_logit: Literal[False] = False, **options: Unpack[_VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: WindowSize = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    deterministic: bool = False, *, score_mod: Mod | None = None, score_mod_bwd: Mod | None = None,
-    mask_mod: Mod | None = None, aux_tensors: Sequence[Tensor] | None = None,
-    block_sparse_tensors: Any = None, startend_row_indices: Tensor | ColumnMask | None = None,
-    q_start: QStartArgument = None, return_lse: bool = False, config: Any = None,
-    return_max_logit: Literal[True],
+    cu_seqlens_k: Tensor | None = None, *others: Any, return_lse: bool = False,
+    return_max_logit: Literal[True], **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
-@public_call
+@public_call  # type: ignore[misc]  # because of `others`
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -273,7 +280,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: CausalArgument = False,
     window_size: WindowSize = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
@@ -291,6 +298,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
@@ -302,9 +310,14 @@ def flash_attn_varlen_func(
     page_table[b, 0], page_table[b, 1] and so on. For packed queries lse is (heads_q, total_q).
     max_logit is always (heads_q,). Gradients of unused rows are 0.
 
+    causal: a bool, or int32 (batch,): the sequences where it is not 0 are causal, and others see
+    all keys that the window leaves. Its contents may change between calls. Column intervals given
+    as a tensor then have the form without causal. Such a call has no gradients, and is not
+    supported on Blackwell.
+
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls have no
-            gradients.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, and those
+            with causal as a tensor, have no gradients.
 
     Example:
         >>> import torch
@@ -321,12 +334,13 @@ def flash_attn_varlen_func(
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     q_starts, start = split_q_start(q_start)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k, v, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
+            q, k, v, out, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table, q_starts=q_starts,
+            page_table=page_table, q_starts=q_starts, causals=causals,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -337,31 +351,6 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     results = attend(call, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
-
-
-if TYPE_CHECKING:
-    # part of what checkers know of any Python, so nothing has to be installed
-    from typing_extensions import Required, TypedDict, Unpack
-
-    class _FlashmaskOptions(TypedDict, total=False):
-        """Arguments of `flashmask_attention` on which its result's type does not depend."""
-
-        dropout: float
-        causal: bool
-        window_size: int | WindowSize | None
-        training: bool
-        softmax_scale: float | None
-        deterministic: bool
-        q_start: QStartArgument
-        block_mask: Tensor | None
-
-    class _FlashmaskTensors(_FlashmaskOptions, total=False):
-        """All arguments, under the names of PaddlePaddle."""
-
-        query: Required[Tensor]
-        key: Required[Tensor]
-        value: Required[Tensor]
-        startend_row_indices: Tensor | ColumnMask | None
 
 
 @overload

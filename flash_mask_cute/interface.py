@@ -17,6 +17,7 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Direction,
     Masks,
     Options,
@@ -25,6 +26,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
@@ -32,10 +34,11 @@ from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
-from flash_mask_cute.call.q_start import NO_START, QStartArgument, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.mask_mods import form_without_contents
+from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -63,7 +66,8 @@ _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _we
 
 @public_call
 def _flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
+    causal: CausalArgument = False,
     window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
     learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
@@ -86,11 +90,12 @@ def _flash_attn_fwd(
     rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
-    + q_start. Causal: j <= d. Window: d - window_size_left <= j <= d + window_size_right; None
-    leaves a side open. A side below -1 shifts the band past the diagonal. softcap > 0 turns a score
-    s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (float64 is
-    read as float32), is one more logit per head, without a value. softmax_scale is a number of any
-    sign or a 0-dim CPU tensor, by default head_dim ** -0.5.
+    + q_start. Causal: j <= d; an int32 tensor (batch,) says by numbers that are not 0 in which
+    sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
+    A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
+    tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
+    one more logit per head, without a value. softmax_scale: any number or 0-dim CPU tensor, by
+    default head_dim ** -0.5.
 
     q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
     read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
@@ -112,10 +117,10 @@ def _flash_attn_fwd(
     decides; without a mask_mod everything there is visible. Blocks count from the start of a
     sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
-    which puts the last query at the last key. It applies to causal and window, to the rows of
-    intervals and lists, and to the q_idx of mods. With None, causal and window behave as with
-    "end", and rows and mods count from 0; a mask without a row for each query is then refused
-    (docs/masks.md).
+    which puts the last query at the last key. A negative position is before the first key. It
+    applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With
+    None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
+    row for each query is then refused (docs/masks.md).
 
     out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
     total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
@@ -123,7 +128,7 @@ def _flash_attn_fwd(
     may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
     needs a score_mod, and receives the rounding error of lse for the backward. max_scores, shaped
     like lse, receives the largest visible score of each row, -inf if there is none. out, lse,
-    lse_low and max_scores must not share memory with q, k, v or each other. On a GPU rows of out
+    lse_low and max_scores must not share memory with inputs or each other. On a GPU rows of out
     start at multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
@@ -154,11 +159,12 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     tensors = Tensors(
         q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
         seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
-        kv_batch_idx, leftpad_k,
+        kv_batch_idx, leftpad_k, causals,
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -302,7 +308,8 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
+    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
+    and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
     attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.
@@ -372,6 +379,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.q_starts is not None
+        or x.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):
@@ -381,9 +389,6 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
         # refused by name later
         return call
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.masks.mask_mods import form_without_contents
-
     form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
     if form is None or (form.mask is not None and masks.startend_row_indices is not None):
         return call

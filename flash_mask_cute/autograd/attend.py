@@ -23,6 +23,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
 )
 from flash_mask_cute.call.check.validate import (
+    CAUSALS_HAVE_NO_GRADIENTS,
     check_gradient_settings,
     refuse_transforms,
     settle_order,
@@ -182,14 +183,24 @@ def _needs_graph(tensors: Tensors) -> bool:
             or x.k.requires_grad
             or x.v.requires_grad
             or (sink is not None and sink.requires_grad)
+            or (x.out is not None and x.out.requires_grad)
         )
     except AttributeError:
         return False  # what is no tensor is refused by the host path, by name
 
 
-def _refuse_pages(call: AttentionCall) -> None:
-    """Refuse pages where autograd records a graph: they have no gradients."""
+def _refuse_without_gradients(call: AttentionCall) -> None:
+    """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
+    if call.tensors.causals is not None:
+        raise NotImplementedError(
+            f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
+        )
+    if isinstance(call.tensors.out, Tensor):
+        raise ValueError(
+            "out must be None where gradients are recorded, for which the result is new memory: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
     if isinstance(call.tensors.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
@@ -212,7 +223,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
         mask = ColumnMask(masks.startend_row_indices, call.options.causal)
         call = replaced(call, masks=replaced(masks, startend_row_indices=mask))
     if wants_aux or _needs_graph(call.tensors):
-        _refuse_pages(call)
+        _refuse_without_gradients(call)
         x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux] if aux_tensors is not None else []
         out, lse, *more = Attention.apply(
@@ -220,8 +231,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
         )
         return Results(out, lse, more[0] if more else None)
     if return_max:
-        call = with_outputs(call, return_max)
-        call = replaced(call, tensors=replaced(call.tensors, lse_low=None))
+        call = with_outputs(call, return_max, wants_low=False)
     out, lse = interface.forward(call)
     return Results(out, lse, call.tensors.max_scores)
 
@@ -323,10 +333,15 @@ def _attend_by_operators(
     refuse_dual_level()
     x = call.tensors
     if wants_aux or _needs_graph(x):
-        _refuse_pages(call)
+        _refuse_without_gradients(call)
         call = recorded(call)
     batch = x.q.shape[0] if packs_declared_documents(call) else None
     arguments = to_operator(call, batch, return_max)
+    if x.out is not None:
+        lse, largest = torch.ops.flash_mask_cute.attention_fwd_into(
+            x.q, x.k, x.v, x.learnable_sink, x.out, *arguments
+        )
+        return Results(x.out, lse, largest if return_max else None)
     out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(
         x.q, x.k, x.v, x.learnable_sink, *arguments
     )

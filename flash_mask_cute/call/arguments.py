@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import mod_of_block_mask
 from flash_mask_cute.call.problem import Mods
-from flash_mask_cute.call.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.runtime.checks import number_of
 from flash_mask_cute.runtime.named_tuples import replaced
 
@@ -30,6 +30,7 @@ class Tensors(NamedTuple):
     max_scores: an output of a forward, written only if given.
     q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k:
     beside page_table, the row of it that a sequence has, and the rows before its first key.
+    causals: the argument causal, if that is a tensor; `Options.causal` is then False.
     """
 
     q: Tensor
@@ -55,6 +56,7 @@ class Tensors(NamedTuple):
     q_starts: Tensor | None = None
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
+    causals: Tensor | None = None
 
 
 class Masks(NamedTuple):
@@ -152,8 +154,9 @@ _OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bw
 def keywords_of(direction: Direction) -> tuple[str, ...]:
     """The names of a host call's arguments, q, k and v first, config last."""
     others = _OF_BACKWARD if direction is Direction.FORWARD else _OF_FORWARD
+    apart = "q_starts", "causals", "config"
     names = Tensors._fields + Masks._fields + Options._fields + BackwardOptions._fields
-    kept = dict.fromkeys(name for name in names if name not in (*others, "q_starts", "config"))
+    kept = dict.fromkeys(name for name in names if name not in (*others, *apart))
     return (*kept, "config")
 
 
@@ -196,6 +199,7 @@ class AttentionCall(NamedTuple):
             return {name: given[name] for name in kind._fields if name in given}
 
         given["q_starts"], given["q_start"] = split_q_start(given.get("q_start"))
+        given["causals"], given["causal"] = split_causal(given.get("causal", False))
         given["softmax_scale"] = number_of("softmax_scale", given.get("softmax_scale"))
         config_kind: Any = FwdConfig if is_forward else BwdConfig
         config = config_kind.from_value(given.pop("config", None))
@@ -213,6 +217,8 @@ class AttentionCall(NamedTuple):
         given = self.tensors._asdict() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
         given["q_start"] = self.options.q_start.argument(self.tensors.q_starts)
+        if self.tensors.causals is not None:
+            given["causal"] = self.tensors.causals
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property
@@ -240,6 +246,15 @@ def configs_of(config: Any) -> tuple[Any, Any]:
     if len(config) != 2:
         raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
     return config
+
+
+# causal masking of all sequences, or of those where an int32 tensor (batch,) is not 0
+CausalArgument: TypeAlias = bool | Tensor
+
+
+def split_causal(causal: CausalArgument) -> tuple[Tensor | None, bool]:
+    """The argument causal as `Tensors.causals` and `Options.causal`."""
+    return (causal, False) if isinstance(causal, Tensor) else (None, causal)
 
 
 BY_POSITION = (

@@ -12,6 +12,7 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.call.arguments import AttentionCall, Masks, PreparedBwd, PreparedFwd
+from flash_mask_cute.call.check.inputs import tensors_of_masks
 from flash_mask_cute.call.choose.copies import (
     misplaced,
 )
@@ -93,6 +94,7 @@ def find_fwd(
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         _, _, _, _, _, _, _, max_scores, page_table, q_starts, kv_batch_idx, leftpad_k,
+        causals,
     ) = call.tensors  # fmt: skip
     masks = call.masks
     try:
@@ -109,13 +111,13 @@ def find_fwd(
             if start & ADDRESS_MASK:
                 # to be refused, however a call with the same metadata went
                 return None, None
-            starts = (
-                starts,
-                start,
-                lse if lse is None else lse.data_ptr(),
-                lse_low if lse_low is None else lse_low.data_ptr(),
-                max_scores if max_scores is None else max_scores.data_ptr(),
-            )
+            others: Any = (
+                lse, lse_low, max_scores, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                page_table, q_starts, kv_batch_idx, leftpad_k, causals,
+            )  # fmt: skip
+            starts = starts, start, *[x if x is None else x.data_ptr() for x in others]
+            if masks is not None:
+                starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
         key: Any = (
             masks if masks is None else key_of_masks or mask_key(masks),
             q.shape, q.stride(), q.dtype, q.device,
@@ -133,6 +135,7 @@ def find_fwd(
             kv_batch_idx if kv_batch_idx is None else metadata(kv_batch_idx),
             leftpad_k if leftpad_k is None else metadata(leftpad_k),
             q_starts if q_starts is None else metadata(q_starts),
+            causals if causals is None else metadata(causals),
             max_scores if max_scores is None else metadata(max_scores),
             call.options,
         )  # fmt: skip
@@ -145,7 +148,7 @@ def find_fwd(
             return None, key
         if is_given:
             if starts not in found.proved:
-                found.prove(starts, call.tensors)
+                found.prove(starts, call)
             found = found.prepared
         return found, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -172,7 +175,7 @@ def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[Prepared
     score_mod_bwd, deterministic, config = call.backward
     (
         q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dout,
-        dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _,
+        dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _, _,
     ) = given  # fmt: skip
     try:
         if not (
@@ -224,7 +227,7 @@ def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[Prepared
             return None, key
         if is_given:
             if starts not in found.proved:
-                found.prove(starts, given)
+                found.prove(starts, call)
             found = found.prepared
         return found, key
     except (AttributeError, RuntimeError, TypeError, ValueError):

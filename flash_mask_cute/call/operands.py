@@ -33,6 +33,7 @@ OF_OPERATORS = (
     OperatorArgument("q_starts", "Tensor?", "tensors"),
     OperatorArgument("kv_batch_idx", "Tensor?", "tensors"),
     OperatorArgument("leftpad_k", "Tensor?", "tensors"),
+    OperatorArgument("causals", "Tensor?", "tensors"),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),
     OperatorArgument("softmax_scale", "float?", "options"),

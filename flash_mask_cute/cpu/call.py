@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import Tensors
-from flash_mask_cute.call.q_start import NO_START, QStart
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import NO_START, QStart
 
 
 class CpuMasks(Protocol):

@@ -1,1 +1,1 @@
-"""Masks as a caller holds them: `ColumnMask`, its builders, and what is made of one."""
+"""Masks as a caller holds them: `ColumnMask`, its builders, what is made of one, and q_start."""

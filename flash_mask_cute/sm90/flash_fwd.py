@@ -222,6 +222,7 @@ class FlashAttentionForwardSm90:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
+        mCausal: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -242,6 +243,8 @@ class FlashAttentionForwardSm90:
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+
+        mCausal (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
 
         mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
@@ -270,16 +273,11 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
-            self,
-            (window_size_left, window_size_right),
-            column_tensors,
-            schedule.num_heads,
+            self, (window_size_left, window_size_right), column_tensors, schedule.num_heads,
             blocksparse_tensors,
             (traits.tile_m, traits.tile_n) if const_expr(block_size is None) else block_size,
-            block_bits,
-            aux_tensors,
-            mask_bits,
-        )
+            block_bits, aux_tensors, mask_bits, mCausal,
+        )  # fmt: skip
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)

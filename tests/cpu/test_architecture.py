@@ -57,21 +57,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
-    "call.q_start": ("runtime.checks", *INDEX_RULES),
     "call.arguments": (
-        *("call.settings", "call.problem", "call.q_start", "masks.column_mask"),
+        *("call.settings", "call.problem", "masks.q_start", "masks.column_mask"),
         *("block_sparsity", "runtime"),
     ),
     "cpu": (
-        *("call.arguments", "call.q_start", "masks.column_mask", "block_sparsity"),
+        *("call.arguments", "masks.q_start", "masks.column_mask", "block_sparsity"),
         *("mods.on_cpu", *INDEX_RULES),
     ),
     "call.check": (
-        *("call.arguments", "call.problem", "call.q_start", "call.settings", "masks.column_mask"),
+        *("call.arguments", "call.problem", "masks.q_start", "call.settings", "masks.column_mask"),
         *("block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
     "call.choose": (
-        *("call.check", "call.arguments", "call.problem", "call.q_start", "call.settings"),
+        *("call.check", "call.arguments", "call.problem", "masks.q_start", "call.settings"),
         *(
             "masks.column_mask",
             "block_sparsity",
@@ -89,7 +88,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "call.run": (
         *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
-        *("call.q_start", "cpu"),
+        *("masks.q_start", "cpu"),
         *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
         *("runtime", *INDEX_RULES),
     ),
@@ -105,22 +104,28 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
     "interface": (
-        *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "runtime", "mods"),
+        *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "masks.q_start"),
+        *("runtime", "mods"),
     ),
     "autograd": (
-        *("interface", "call", "lowering", "masks.column_mask", "block_sparsity", "mask_prep"),
+        *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
+        *("block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "block_sparsity", "runtime"),
+    "functional": (
+        *("autograd", "call", "masks.column_mask", "masks.q_start", "block_sparsity", "runtime"),
+    ),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
-        "runtime",
+        *("masks.q_start", "runtime"),
     ),
     # torch's FlexAttention call
     "flex": (
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "masks.mask_mods"),
         *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
+    # doors into other libraries; only users import them
+    "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -140,14 +145,19 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
+    "mods.read_analysis",
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
+    "integrations.transformers.table_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
 # Modules that may import cutlass, or device code, inside a function.
-LAZY = ("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call")
+LAZY = (
+    *("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call"),
+    "integrations",
+)
 # Modules that work on ints of either world.
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
@@ -157,14 +167,21 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
+        "mods.read_analysis",
     ),
-    "mods.score_chain",
+    *("mods.score_chain", "mods.read_classes", "mods.spans"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.
 FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
+# Doors, which are for those who have that library, and need it in order to be imported.
+DOORS = {
+    "integrations.transformers": "transformers",
+    "integrations.vllm": "vllm",
+    "integrations.sglang": "sglang",
+}
 
 
 class Import(NamedTuple):
@@ -235,6 +252,7 @@ def faults(module: str, source: str) -> list[str]:
         else:
             needs_compiler = top in ("cutlass", "cuda")
             is_extra = is_lazy and top in (EXTRAS.get(module), FOR_CHECKERS)
+            is_extra |= any(covers((door,), module) and top == DOORS[door] for door in DOORS)
             if top not in THIRD_PARTY and top not in sys.stdlib_module_names and not is_extra:
                 found.append(f"{module} imports {target}, which is no dependency")
             is_int_only = covers(WITHOUT_TORCH, module) or is_device_code(module)
@@ -303,6 +321,10 @@ def test_no_arrow_points_up() -> None:
         ("functional", "from typing_extensions import Unpack"),
         ("call.run.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
+        ("functional", "from flash_mask_cute.integrations import transformers"),
+        ("functional", "def f():\n    import transformers"),
+        ("integrations.transformers.masks", "import vllm"),
+        ("integrations", "import transformers"),
         ("newcomer", "import math"),
     ],
 )

@@ -54,6 +54,10 @@ def user(q: Tensor, asks: bool, mask: ColumnMask) -> None:
     reveal_type(flex_attention(q, q, q, return_aux=AuxRequest(lse=True))[1].lse)  # Tensor | None
     reveal_type(builders.causal(5))  # ColumnMask
     flash_attn_func(q, q, q, softmax_scale="half")  # error: call-overload
+    flash_attn_func(q, q, q, "half")  # error: call-overload
+    flash_attn_func(q, q, q, 0.5, True, (4, 0), q, return_lse=True)
+    flash_attn_varlen_func(q, q, q, q, q, 7, 7, causal="yes")  # error: call-overload
+    flash_attn_varlen_func(q, q, q, q, q, 7, 7, causal=True)
     flash_attn_func(q, q, q, is_causal=True)  # error: call-overload
     flash_attn_func(q, q)  # error: call-overload
     flashmask_attention(q, q, q, mask, dropout="half")  # error: call-overload
@@ -91,7 +95,7 @@ def test_mypy_of_a_user(tmp_path: Path) -> None:
         for number, line in enumerate(SAMPLE.splitlines(), 1)
         if "  # " in line
     }
-    assert len(expected) == 26
+    assert len(expected) == 28
     assert told(child.stdout) == expected, child.stdout + child.stderr
 
 
@@ -119,13 +123,13 @@ def declared(node: ast.FunctionDef, others: Mapping[str, Mapping[str, str]]) -> 
     return found
 
 
-def fields(node: ast.ClassDef, others: Mapping[str, dict[str, str]]) -> dict[str, str]:
-    """Name and annotation, also of those of a class that it extends."""
-    found: dict[str, str] = {}
-    for base in map(ast.unparse, node.bases):
-        found |= others.get(base, {})
+def fields(node: ast.ClassDef, others: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Name and annotation, those of its bases among `others` too."""
     rows = [row for row in node.body if isinstance(row, ast.AnnAssign)]
-    return found | {ast.unparse(row.target): ast.unparse(row.annotation) for row in rows}
+    found = {ast.unparse(row.target): ast.unparse(row.annotation) for row in rows}
+    for base in node.bases:
+        found |= others.get(ast.unparse(base), {})
+    return found
 
 
 # Arguments with two names, of which a declaration has one.
@@ -140,9 +144,9 @@ def test_declarations_have_the_arguments_of_the_function(path: str) -> None:
     names = {node.name for node in functions if "overload" in map(ast.unparse, node.decorator_list)}
     assert names
     classes: dict[str, dict[str, str]] = {}
-    for x in ast.walk(tree):
-        if isinstance(x, ast.ClassDef):
-            classes[x.name] = fields(x, classes)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = fields(node, classes)
     what_is_asked = {"return_lse", "return_softmax_lse", "return_aux", "return_max_logit"}
     for name in names:
         *variants, definition = [node for node in functions if node.name == name]
@@ -159,9 +163,11 @@ def test_declarations_have_the_arguments_of_the_function(path: str) -> None:
                 assert expected[argument] == ("Tensor | None", "None")
             left_out = {*either, *either.values()} - names_of
             assert found.keys() == expected.keys() - left_out
-            # by position in the same order
+            # by position in the same order, as far as declared
             positional = [x.arg for x in definition.args.args]
-            assert is_other or list(own)[: len(positional)] == positional
+            if variant.args.vararg is not None or is_other:
+                positional = positional[: len(variant.args.args)]
+            assert list(own)[: len(positional)] == positional
             for argument in expected.keys() - what_is_asked - names_of - left_out:
                 alike = expected[argument] if argument in own else (expected[argument][0], None)
                 assert found[argument] == alike, (name, argument)

@@ -17,10 +17,10 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks, Tensors
 from flash_mask_cute.call.choose.copies import new_gradient
 from flash_mask_cute.call.choose.masks import column_mask_of
-from flash_mask_cute.call.q_start import NO_START
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import NO_START
 from flash_mask_cute.runtime.named_tuples import replaced
 
 # -- which --------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _may_hold_documents(call: AttentionCall) -> bool:
         return False
     others = (
         *(x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table),
-        *(options.max_seqlen_q, options.max_seqlen_k),
+        *(options.max_seqlen_q, options.max_seqlen_k, x.causals),
         *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
     )
     return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)

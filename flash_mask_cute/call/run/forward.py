@@ -17,7 +17,6 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.call.q_start import EACH
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
@@ -25,6 +24,7 @@ from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.paged import gather_pages
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
+from flash_mask_cute.masks.q_start import EACH
 from flash_mask_cute.runtime.named_tuples import replaced
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -40,8 +40,8 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_q_starts", "_scale",
-        "_softcap", "_make_mask_bits", "_window_left", "_window_right",
+        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_causals",
+        "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class KernelForward:
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()
         self._reads_q_starts = plan.q_start.kind == EACH
+        self._reads_causals = plan.problem.causal_each
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -81,6 +82,7 @@ class KernelForward:
         (
             q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             _, _, _, _, _, _, _, max_scores, page_table, q_starts, kv_batch_idx, leftpad_k,
+            causals,
         ) = tensors  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -120,7 +122,7 @@ class KernelForward:
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
                 max_scores, q_starts if self._reads_q_starts else self._q_start, partials,
-                kv_batch_idx, leftpad_k,
+                kv_batch_idx, leftpad_k, causals if self._reads_causals else None,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
