@@ -490,6 +490,27 @@ def test_compiled_decoding_in_a_static_cache(name: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "inside"])
+def test_a_compiled_training_step(name: str, before: bool) -> None:
+    """Forward and backward as one graph each, with masks of padding made before or inside."""
+    pair, call = tiny.decoder(name), {"input_ids": IDS, "attention_mask": LEFT}
+    torch._dynamo.reset()
+    found = {}
+    for model in pair:
+        run, given = model, call | {"use_cache": False}
+        if model is pair.ours:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+            if before:
+                given = given | {"attention_mask": masks_for(model, **call)}
+        model.zero_grad()
+        (run(**given).logits.square() * LEFT[..., None]).sum().backward()
+        found[model] = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+    assert found[pair.ours].keys() == found[pair.eager].keys()
+    for each, wanted in found[pair.eager].items():
+        assert tiny.relative(found[pair.ours][each], wanted) <= 2e-5, each
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_norms_in_float32_as_peft_keeps_them(name: str) -> None:
     """In bfloat16: no further from float32 than the same model whose norms are bfloat16, twice."""
