@@ -18,11 +18,13 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
     Direction,
+    Gradients,
     Options,
     PreparedBwd,
     PreparedFwd,
     Tensors,
     keywords_of,
+    lengths_of,
     masks_of,
     window_sides,
 )
@@ -154,11 +156,11 @@ def _flash_attn_fwd(
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
-    tensors = Tensors(
-        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
-        kv_batch_idx, leftpad_k,
+    lengths = lengths_of(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
+        leftpad_k,
     )  # fmt: skip
+    tensors = Tensors(q, k, v, learnable_sink, lengths, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, pack_gqa, return_lse,
@@ -274,9 +276,9 @@ def _flash_attn_bwd(
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
     tensors = Tensors(
-        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv, dsink=dsink, daux=daux,
-        q_starts=q_starts,
+        q, k, v, learnable_sink,
+        lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
+        out, lse, lse_low, gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,

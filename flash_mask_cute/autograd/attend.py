@@ -183,7 +183,7 @@ def _needs_graph(tensors: Tensors) -> bool:
 def _refuse_pages(call: AttentionCall) -> None:
     """Refuse pages where autograd records a graph: they have no gradients."""
     # what is no tensor is refused by the host path, by name
-    if isinstance(call.tensors.page_table, Tensor):
+    if isinstance(call.tensors.lengths.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"

@@ -214,7 +214,8 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     """The values on a device that counting tiles would have to read, with a verb for the
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts
+    of = x.lengths
+    lengths = of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k, of.q_starts
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused or q_start are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
@@ -276,7 +277,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     )
     verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
-        bounds = masks.column_mask.bounds(tiles.tile_n, tensors.cu_seqlens_k)
+        bounds = masks.column_mask.bounds(tiles.tile_n, tensors.lengths.cu_seqlens_k)
         verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
     if masks.block_lists is not None:
         tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
@@ -288,15 +289,16 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
     needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
-    cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
-    seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
+    of = tensors.lengths
+    cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
+    seqused = _values(of.seqused_q), _values(of.seqused_k)
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        start = run.q_start.of_sequence(tensors.q_starts, batch_idx, used)
+        start = run.q_start.of_sequence(of.q_starts, batch_idx, used)
         used = replace(used, q_start=start)
         m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads

@@ -44,8 +44,8 @@ class WithGivenOutputs:
         Raises:
             ValueError: an element of an output lies in memory of an input or of another output.
         """
-        outputs = _outputs_of(tensors, self._direction)
-        inputs = {name: getattr(tensors, name) for name in _INPUTS[self._direction]}
+        outputs, given = _outputs_of(tensors, self._direction), tensors.by_name()
+        inputs = {name: given[name] for name in _INPUTS[self._direction]}
         check_outputs_apart(outputs, inputs)
         if len(self.proved) >= _MOST_PROVED:
             self.proved.clear()
@@ -58,5 +58,6 @@ def writes_tensors_of_caller(tensors: Tensors, direction: Direction) -> bool:
 
 def _outputs_of(tensors: Tensors, direction: Direction) -> dict[str, Tensor | None]:
     """By name; None: a new tensor, or none."""
-    found = {name: getattr(tensors, name) for name in _OUTPUTS[direction]}
-    return found | {f"daux[{i}]": x for i, x in enumerate(tensors.daux or ())}
+    given = tensors.by_name()
+    found = {name: given[name] for name in _OUTPUTS[direction]}
+    return found | {f"daux[{i}]": x for i, x in enumerate(tensors.gradients.daux or ())}
