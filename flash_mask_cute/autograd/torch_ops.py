@@ -516,8 +516,9 @@ def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: 
     # lse tells the backward of the sink
     sink = sink if needs_sink else None
     dout = torch.zeros_like(out) if dout is None else dout
+    results = out, lse, lse_low, dout, dlse
     dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
-        q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, *arguments
+        q, k, v, sink, *results, wants_aux, *arguments
     )
     of_aux = dict(zip(wants_aux, daux, strict=True))
     others[_AUX_POSITION] = [of_aux.get(i) for i in range(len(wanted))]

@@ -17,6 +17,7 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
+    WalkFacts,
     select_bwd_config,
     select_fwd_config,
 )
@@ -439,11 +440,9 @@ def _fwd_chooser(
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        window=_visible(window),
-        block_size=masks.block_size,
+        walk=WalkFacts(_visible(window), masks.block_size, rows),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
-        decode_rows=rows,
         num_sms=target.num_sms,
     )
 
