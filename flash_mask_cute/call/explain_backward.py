@@ -68,7 +68,7 @@ def explain_backward(
     call: AttentionCall, run: ExecutionPlan
 ) -> tuple[BackwardExplanation | None, str]:
     """Explain the backward of a forward whose plan is `run`; or None, and why there is none."""
-    if call.tensors.page_table is not None:
+    if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
     try:
         backward = plan(_backward_call(call, run), run.target)
