@@ -112,7 +112,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "masks.q_start", "runtime"),
+    "functional": (
+        *("autograd", "call", "masks.column_mask", "masks.q_start", "block_sparsity", "runtime"),
+    ),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
