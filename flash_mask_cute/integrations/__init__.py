@@ -1,1 +1,2 @@
-"""Doors for other libraries, a module for each. None is imported by the package itself."""
+"""Doors into other libraries; each module imports its library, and is imported by its user
+alone."""

@@ -302,10 +302,11 @@ class FlashAttentionForwardSm100:
         if const_expr(self.split is not None):
             fields = (*fields, *SPLIT_FIELDS)
         channels = traits.channels(storage, fields)
+        cute.arch.mbarrier_init_fence()
+        group.meet()
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
-        cute.arch.mbarrier_init_fence()
-        group.sync()
+        cute.arch.sync_threads()
         tiles = traits.tiles(storage)
         if const_expr(self.score_mod is not None):
             self.score_traits = ScoreModTraits.create(self.score_mod, masks.aux_tensors)
