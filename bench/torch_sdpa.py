@@ -71,11 +71,11 @@ Step = Callable[[], tuple[Tensor, ...]]
 def step_of(tensors: Sequence[Tensor]) -> Step:
     """A forward and its backward: out, dq, dk and dv."""
     *inputs, dout = tensors
-    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
 
     def step() -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-        return out, *torch.autograd.grad(out, leaves, dout)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     return step
 
