@@ -8,8 +8,8 @@ Weights and tokens are random, and the same for every implementation, each of wh
 its own. sft trains all weights of four layers; lora, dpo and rm train LoRA of rank 16 in all
 layers. Every layer is checkpointed, and logits exist for 1024 rows at a time.
 
-Exit status: 1 where losses of two implementations differ by more than a thousandth, or one failed,
-2 where nothing could be run.
+Exit status: 1 where losses of two implementations differ by more than rounding (LIMITS of rows.py),
+or one failed, 2 where nothing could be run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--docs", type=int, help="mean length of documents (4096; tiny: 64)")
     add("--layers", type=int, help="other than all, or 4 of sft")
     add("--steps", type=int, help="the first one is told apart (6; tiny: 2)")
-    add("--tiny", action="store_true", help="small layers in fp32, also on a CPU")
+    add("--tiny", action="store_true", help="small layers, also for a CPU")
+    add("--device", choices=("cuda", "cpu"), help="a GPU if there is one; a CPU computes in fp32")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="append the rows to this file")
     add("--report", type=Path, nargs="+", help="only print the tables of these files")
@@ -71,7 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def runs_of(given: argparse.Namespace) -> list[Run]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return [
         Run(
             impl, given.task, given.model, given.tokens, given.docs, given.steps, given.layers,

@@ -6,6 +6,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.is_tiny else torch.bfloat16
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     def documents(self, step: int) -> Documents:
         return draw_documents(self.task, self.tokens, self.docs, 1000 * self.seed + step)
@@ -102,18 +103,21 @@ def _measure(run: Run, is_shared: bool) -> Json:
         losses.append(loss.item())
         mask_bytes = bytes_of(arguments.get("attention_mask"))
         num_rows = batch.tokens.numel()
+        # the next mask is made without this one, which may be gigabytes
+        del arguments, loss
     # the first step compiles, and is told apart
     step_s, mask_s = (statistics.median(x[1:] or x) for x in (seconds, mask_seconds))
     return {
         "kind": "end_to_end", "impl": run.impl, "task": run.task, "model": run.model,
-        "tiny": run.is_tiny, "layers": run.shape.layers, "tokens": run.tokens, "docs": run.docs,
+        "dtype": str(run.dtype).removeprefix("torch."), "tiny": run.is_tiny,
+        "layers": run.shape.layers, "tokens": run.tokens, "docs": run.docs,
         "rows": num_rows, "steps": run.steps, "step_s": step_s, "first_step_s": seconds[0],
         "tokens_s": run.tokens / step_s, "mask_s": mask_s,
         "mask_bytes": mask_bytes,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "attention_share": share_of(run), "losses": losses,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu", "commit": commit_here(),
-        **versions(),
+        "transformers": version("transformers"), **versions(),
     }  # fmt: skip
 
 

@@ -217,6 +217,26 @@ def test_compiled(options: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_inside_and_outside() -> None:
+    """Each has a graph of its own, which later calls of the same kind find again."""
+    graphs: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append("flash_mask_cute.attention_fwd" in graph.code)
+        return graph
+
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), fullgraph=True, backend=backend
+    )
+    tensors = tensors_of(CROSS)
+    for _ in range(2):
+        with sdpa():
+            inside = compiled(*tensors)
+        torch.testing.assert_close(inside, compiled(*tensors))
+    assert graphs == [True, False]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_and_left_to_torch() -> None:
     q, k, v = tensors_of(CROSS)
     compiled = torch.compile(
