@@ -128,5 +128,5 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
-	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13]"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13,end-to-end]"
 	touch $@
