@@ -1,6 +1,7 @@
 """`python -m flash_mask_cute`: what is installed, which GPUs it can use, and a self-test.
 
 The exit code is 0 if a call works here, and 1 if a package is missing or a result is wrong.
+`python -m flash_mask_cute plan` is of `parallel/command.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -169,5 +170,17 @@ def self_test(device: torch.device) -> Iterator[Check]:
         yield Check(name, error.item(), limit)
 
 
+def command(arguments: Sequence[str]) -> int:
+    """The exit code of one."""
+    if not arguments:
+        return main()
+    if arguments[0] != "plan":
+        sys.stderr.write(f"python -m flash_mask_cute has no {arguments[0]!r}, only 'plan'\n")
+        return 2
+    from flash_mask_cute.parallel import command as of_plans
+
+    return of_plans.main(arguments[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(sys.argv[1:]))
