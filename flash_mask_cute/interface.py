@@ -19,6 +19,7 @@ from flash_mask_cute.call.arguments import (
     BackwardOptions,
     CausalArgument,
     Direction,
+    Masks,
     Options,
     PreparedBwd,
     PreparedFwd,
@@ -34,9 +35,9 @@ from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
-from flash_mask_cute.lowering.pair import form_of, resolve_mods
+from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
+from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -335,15 +336,83 @@ def explain(
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
-    call = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
-    explained = explain_fwd(call, None if target is None else Target.named(target))
-    if mods.mask_mod is masks.mask_mod:
+    is_torch = mods.mask_mod is not masks.mask_mod
+    formed = with_form_of_mod(call, masks) if is_torch else call
+    if formed is not call:
+        left = formed.masks or NO_MASKS
+        of_score = resolve_mods(left.score_mod, None, None, device)
+        formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
+    else:
+        formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
+    explained = explain_fwd(formed, None if target is None else Target.named(target))
+    if not is_torch:
         return explained
-    form = form_of(masks.mask_mod)
-    note = f"mask_mod is torch's, and flex_attention would run it as {form}"
-    if form != "a mask_mod":
-        note += " if its block mask is kept (keep_block_mask)"
+    note, form = "mask_mod is torch's, and ", form_of(masks.mask_mod)
+    if (formed.masks or NO_MASKS).mask_mod is None:
+        note += f"runs as {form}"
+    elif form == "a mask_mod":
+        note += "flex_attention would run it as a mask_mod"
+    else:
+        note += (
+            f"flex_attention would run it as {form} if its block mask is kept (keep_block_mask); "
+            "builders.from_mask_mod makes this mask"
+        )
     return replace(explained, note=f"{explained.note}; {note}" if explained.note else note)
+
+
+def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
+    """The call with a window or column intervals in place of a mask_mod written in torch.
+
+    Only for dense calls whose rows are counted from the first one, and for a mod that reads no
+    tensors: their contents may change unseen. Otherwise the call itself. masks: those of the call,
+    maybe with the mod of a block mask.
+
+    Raises:
+        NotImplementedError, TypeError: as `lower_mod`.
+    """
+    mask_mod = masks.mask_mod
+    if mask_mod is None or stays_mod.get(id(mask_mod)) is not None:
+        return call
+    x, options = call.tensors, call.options
+    if (
+        masks.block_sparse_tensors_torch is not None
+        or masks.aux_tensors
+        or call.has_lengths
+        or x.q_starts is not None
+        or options.q_start is not NO_START
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return call
+    given = options.window_size_left, options.window_size_right
+    are_tensors = isinstance(x.q, Tensor) and isinstance(x.k, Tensor)
+    if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
+        # refused by name later
+        return call
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.masks.mask_mods import form_without_contents
+
+    form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
+    if form is None or (form.mask is not None and masks.startend_row_indices is not None):
+        return call
+    columns = masks.startend_row_indices
+    if form.window is not None:
+        left, right = (
+            min((x for x in both if x is not None), default=None)
+            for both in zip(given, form.window, strict=True)
+        )
+        options = replaced(options, window_size_left=left, window_size_right=right)
+        if right == 0 and options.causal in (False, True):
+            # by another name, under which the choice of tiles knows it
+            options = replaced(options, causal=True, window_size_right=None)
+    else:
+        columns = form.mask
+    return replaced(
+        call, masks=masks_of(masks.score_mod, None, None, None, columns), options=options
+    )
+
+
+def _is_side(side: Any) -> bool:
+    return side is None or (type(side) is int and side != -1)
 
 
 _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)

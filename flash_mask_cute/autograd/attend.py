@@ -123,7 +123,8 @@ def scale_number(softmax_scale: Any) -> Any:
 
 
 def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
-    """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors."""
+    """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors, or
+    with a window or intervals that say the same as a mask_mod."""
     q: Any = call.tensors.q
     given = masks.score_mod, masks.mask_mod, masks.aux_tensors
     if torch.compiler.is_compiling():
@@ -131,7 +132,13 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
             return call
         mods = mods_in_graph(*given, q.device.type, False)
     else:
-        mods = resolve_mods(*given, getattr(q, "device", None))
+        device = getattr(q, "device", None)
+        mods = resolve_mods(*given, device)
+        if mods.mask_mod is not masks.mask_mod:
+            formed = interface.with_form_of_mod(call, masks)
+            if formed is not call:
+                call, masks = formed, formed.masks or NO_MASKS
+                mods = resolve_mods(masks.score_mod, None, None, device)
     if mods.score_mod is masks.score_mod and mods.mask_mod is masks.mask_mod:
         return call
     return replaced(call, masks=replaced(masks, **mods._asdict()))

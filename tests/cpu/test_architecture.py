@@ -52,7 +52,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("rules", "mods", "core", "runtime", *INDEX_RULES),
-    "masks": ("mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
+    "masks": ("lowering", "mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
@@ -103,7 +103,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "masks.column_mask", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "lowering.pair", "masks.column_mask", "masks.q_start", "runtime", "mods"),
+    "interface": (
+        *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "masks.q_start"),
+        *("runtime", "mods"),
+    ),
     "autograd": (
         *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
         *("block_sparsity", "mask_prep"),
@@ -121,8 +124,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # torch's FlexAttention call
     "flex": (
-        *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
-        *("mask_prep.block_lists", "mods", "runtime"),
+        *("autograd", "call.arguments", "lowering", "masks.column_mask", "masks.mask_mods"),
+        *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
     "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
@@ -177,7 +180,11 @@ FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
-DOORS = {"integrations.transformers": "transformers"}
+DOORS = {
+    "integrations.transformers": "transformers",
+    "integrations.vllm": "vllm",
+    "integrations.sglang": "sglang",
+}
 
 
 class Import(NamedTuple):

@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 from flash_mask_cute.lowering.lower import lower_mod
 from flash_mask_cute.lowering.watch import is_capturing
+from flash_mask_cute.masks.builders import from_mask_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 MaskFunction = Callable[..., Any]
@@ -250,13 +251,10 @@ def find_form(
     window = None if lowered.band is None else lowered.band.as_window(*lengths)
     if window is not None:
         return Found(lowered.form, window=window)
-    if lowered.columns is not None and not is_capturing():
-        with torch.inference_mode(False):
-            rows = lowered.columns.rows(lengths, batch, device)
-            if rows is not None and bool(rows.is_right):
-                pair = torch.broadcast_tensors(rows.high, rows.low)
-                indices = torch.stack(pair, -1)[:, None].int()
-                documents = lowered.columns.form.has_documents
-                columns = ColumnMask(indices, False, documents, seqlen_q=lengths[0])
-                return Found(lowered.form, columns=columns)
-    return Found("a mask_mod", mask_mod=function)
+    columns = None
+    if lowered.columns is not None and not (lowered.columns.captured and is_capturing()):
+        columns = from_mask_mod(function, *lengths, batch=batch, device=device)
+    if columns is None:
+        return Found("a mask_mod", mask_mod=function)
+    documents = "documents, by " if columns.documents else ""
+    return Found(f"{documents}column intervals", columns=columns)
