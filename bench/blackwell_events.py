@@ -63,14 +63,15 @@ def products(order: str, cycles: dict[str, int]) -> tuple[Product, ...]:
 class Backward:
     """exponentials: cycles of a block at their rate. over: the product in whose columns dQ lies,
     and which waits until dQ has left: dP, S (of which dQ then waits until it has been read), or
-    none. part_bytes: of the parts of dQ, one staging place. at_once: dQ leaves tensor memory
-    into registers before any part is staged. claims: see `Rates`. stages_do: dO in flight."""
+    none. part_bytes: of the parts of dQ, for one staging place. held: the last so many parts leave
+    tensor memory together, into registers, before they are staged. claims: see `Rates`. stages_do:
+    dO in flight."""
 
     order: tuple[Product, ...]
     exponentials: int
     over: str
     part_bytes: tuple[int, ...]
-    at_once: bool
+    held: int
     claims: bool
     stages_do: int = 2
 
@@ -122,15 +123,17 @@ class Backward:
 
     def _drain(self, state: _Drain, told: float, rates: Rates) -> float:
         """When tensor memory is free; the parts of dQ go through staging memory meanwhile."""
-        at = max(told, state.warps)
-        left = at + TO_REGISTERS
+        at = left = max(told, state.warps)
+        in_turn = len(self.part_bytes) - self.held
         for number, size in enumerate(self.part_bytes):
             share = size / PART
+            if number == in_turn:
+                left = at + TO_REGISTERS
             at = max(at, state.place) + STAGE * share
             read = rates.read * share + (rates.claim if self.claims and number == 0 else 0)
             state.place = at + HAND_OVER + read
         state.warps = at
-        return left if self.at_once else at
+        return left if self.held else at
 
 
 @dataclass

@@ -262,10 +262,10 @@ def _plan(d: int, d_v: int, tiles: dict[str, Any]) -> Json:
 
     traits = BwdTraits(BFloat16, d, d_v, stages_do=tiles["stages_do"])
     return {
-        "order": "S dK' dQ' dV dP",
+        "order": "dV' S dK' dQ' dP" if traits.values_lag else "S dK' dQ' dV dP",
         "over": "dP" if traits.dq_shares else "",
         "part_bytes": [traits.size_dq(width) * 4 for width in traits.parts_dq],
-        "at_once": False,
+        "held": traits.held_parts,
         "claims": not tiles["clears_dq"],
         "stages_do": tiles["stages_do"],
     }
@@ -287,7 +287,7 @@ def backward_model(row: Json) -> Backward:
     each = dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), taken["tensor cores"] // 5)
     return Backward(
         products(plan["order"], each), taken["exponentials"], plan["over"],
-        tuple(plan["part_bytes"]), plan["at_once"], plan["claims"], plan["stages_do"],
+        tuple(plan["part_bytes"]), plan["held"], plan["claims"], plan["stages_do"],
     )  # fmt: skip
 
 

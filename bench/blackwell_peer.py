@@ -56,7 +56,7 @@ class ForwardRow(NamedTuple):
 
 def _backward(order: str, d: int, over: str, parts: tuple[int, ...]) -> Backward:
     cycles = dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), d * 4)
-    return Backward(products(order, cycles), 1024, over, parts, at_once=True, claims=False)
+    return Backward(products(order, cycles), 1024, over, parts, len(parts), claims=False)
 
 
 BACKWARD = (
