@@ -161,11 +161,9 @@ class FlashAttentionBackwardSm100:
             head_dim,
             head_dim_v,
             tile_m,
-            stages_q,
-            stages_do,
-            stages_kv,
-            value_cols,
-            cta_pair,
+            *(stages_q, stages_do, stages_kv),
+            value_cols=value_cols,
+            cta_pair=cta_pair,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )
@@ -235,7 +233,7 @@ class FlashAttentionBackwardSm100:
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
-            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors
+            self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
