@@ -288,7 +288,7 @@ def random_mod(rng: random.Random, x: Tokens, depth: int) -> Mod:
         return at(atom, x.positions) if rng.random() < 0.2 else atom
     parts = [random_mod(rng, x, depth - 1) for _ in range(rng.randint(1, 3))]
     made = rng.choice((joined, joined, either))(*parts)
-    return made if rng.random() < 0.8 else lambda *indices: ~made(*indices)
+    return made if rng.random() < 0.8 else lambda b, h, q, k: ~made(b, h, q, k)
 
 
 @pytest.mark.parametrize("part", range(4))
