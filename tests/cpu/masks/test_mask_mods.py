@@ -191,6 +191,7 @@ FAMILIES = {
         lambda x, w: joined(either(at(causal, x.positions), group(x.groups)), equal(x.ids)), True
     ),
     "both windows": Family(lambda x, w: either(joined(after_window(w), causal), near(w))),
+    "of batch entries": Family(lambda x, w: lambda b, h, q, k: (k <= q + 5 * b) & (k >= w * b)),
     "or all": Family(lambda x, w: either(causal, lambda *_: torch.tensor(True))),
     "sinks": Family(
         lambda x, w: either(
@@ -278,6 +279,7 @@ def random_mod(rng: random.Random, x: Tokens, depth: int) -> Mod:
                 causal, after_window(size), near(size), every_query, equal(x.ids), group(x.groups),
                 valid(x.is_real), chunks(size + 1, x.start), chunks_back(size + 1, 1),
                 lambda b, h, q, k: x.is_real[b, q],
+                lambda b, h, q, k: k >= b * size,
                 lambda b, h, q, k: q < x.start[b] + k,
                 lambda b, h, q, k: x.positions[b, k] > x.positions[b, q] - size,
                 lambda b, h, q, k: x.ids[b, q] < x.ids[b, k] + 1,
