@@ -317,7 +317,7 @@ def test_dtypes_of_tables() -> None:
         check(joined(causal, equal(ids.to(dtype))))
     unknown = ids.double()
     unknown[ids == 1] = torch.nan
-    check(joined(causal, equal(unknown)))
+    assert check(joined(causal, equal(unknown))).documents
     check(lambda b, h, q, k: ~(q >= torch.full((), torch.nan)) & (k <= q))
     # a sum that leaves int32 wraps, one of large numbers does not
     large = positions.int() + (2**31 - 70)
