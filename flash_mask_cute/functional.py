@@ -18,9 +18,11 @@ from flash_mask_cute.autograd.attend import attend, scale_number
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.block_sparsity import lists_of_kept
 from flash_mask_cute.call.arguments import (
+    NO_LENGTHS,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
+    Lengths,
     Options,
     Tensors,
     configs_of,
@@ -223,7 +225,10 @@ def flash_attn_func(
     q_starts, start = split_q_start(q_start)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
-        Tensors(q, k, v, out, learnable_sink=learnable_sink, q_starts=q_starts),
+        Tensors(
+            q, k, v, learnable_sink,
+            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), out,
+        ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
@@ -338,9 +343,12 @@ def flash_attn_varlen_func(
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k, v, out, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table, q_starts=q_starts, causals=causals,
+            q, k, v, learnable_sink,
+            Lengths(
+                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts,
+                causals=causals,
+            ),
+            out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(

@@ -119,22 +119,27 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
     ),
+    # sequences whose rows lie on several devices
+    "parallel": (
+        *("functional", "interface", "serving", "call.arguments", "masks.column_mask"),
+        *("masks.builders", "masks.runs", "runtime", *INDEX_RULES),
+    ),
     # torch's FlexAttention call
     "flex": (
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "masks.mask_mods"),
         *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
-    "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
+    "integrations": ("functional", "interface", "lowering", "masks", "runtime", "limits"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", ""),
+    "__main__": ("functional", "runtime", "integrations.hub", "parallel.command", ""),
     "": (
-        *("flex", "lowering", "call.settings"),
+        *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),
