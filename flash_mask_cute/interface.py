@@ -392,7 +392,8 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
         # refused by name later
         return call
-    form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
+    seqlens = x.q.shape[1], x.k.shape[1]
+    form = form_without_contents(mask_mod, seqlens, x.q.shape[0], x.q.device)
     if form is None or (form.mask is not None and masks.startend_row_indices is not None):
         return call
     columns = masks.startend_row_indices
