@@ -143,7 +143,8 @@ def flash_attn_func(
     queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
-    has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
+    has the same effect. With its warn_only, calls with aux tensors that require grad, and whose
+    gradients have no fixed order (docs/mods.md#classes-of-reads), only warn.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     which holds for both directions; or a pair (forward, backward) of configs for the two host
     calls.
@@ -158,7 +159,8 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
             and value. Second derivatives are not supported. If an aux tensor requires grad and
-            there is a score_mod, neither deterministic=True nor a score_mod_bwd is supported.
+            there is a score_mod, a score_mod_bwd is not supported, and deterministic=True only if
+            the score_mod reads such tensors by head or by key (docs/mods.md#classes-of-reads).
 
     Example:
         >>> import torch

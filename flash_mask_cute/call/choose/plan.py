@@ -12,8 +12,9 @@ import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_inputs
+from flash_mask_cute.call.check.validate import check_inputs, refuse_order
 from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.aux_order import why_unordered
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
@@ -217,6 +218,7 @@ def plan(
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
+    _check_order(plain, masks, target or target_of(call.tensors.q))
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -306,6 +308,14 @@ def _bwd_problem(
         wants_aux=wants_aux,
         deterministic=call.backward.deterministic,
     )
+
+
+def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
+    """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
+    if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
+        unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
+        if unordered is not None:
+            refuse_order("daux is given", unordered)
 
 
 def _first_position(
