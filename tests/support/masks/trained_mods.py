@@ -206,10 +206,13 @@ class TrainedInputs(NamedTuple):
         return [self.aux_tensors[i] for i in self.wants_aux]
 
 
-def make_trained(case: Case, name: str, device: torch.device | str = "cpu") -> TrainedInputs:
-    """`make_inputs`, with a modifier of `TRAINED_MODS` and trained tensors of small numbers."""
+def make_trained(
+    case: Case, name: str | TrainedRecipe, device: torch.device | str = "cpu"
+) -> TrainedInputs:
+    """`make_inputs`, with a modifier of `TRAINED_MODS`, by its name, or another one, and trained
+    tensors of small numbers."""
     inputs = make_inputs(case, device)
-    recipe = TRAINED_MODS[name]
+    recipe = TRAINED_MODS[name] if isinstance(name, str) else name
     extents = Extents(case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
     generator = torch.Generator().manual_seed(len(case.id))
     trained = tuple(
