@@ -523,7 +523,7 @@ def _rounded(dim: int) -> int:
 class KeyElements:
     """`Elements` for a thread that has one key, and its half of a block's queries."""
 
-    num_rows = 1
+    num_rows = lanes_per_row = 1
 
     def row_of(self, thread: Int32, r: int) -> Int32:
         return thread
