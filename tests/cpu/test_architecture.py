@@ -182,6 +182,7 @@ EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
 DOORS = {
     "integrations.transformers": "transformers",
+    "integrations.trl": "transformers",
     "integrations.vllm": "vllm",
     "integrations.sglang": "sglang",
 }
