@@ -70,9 +70,7 @@ def main() -> None:
         if method == "ulysses" and (HEADS % world or (HEADS_KV % world and world % HEADS_KV)):
             print(f"ulysses: {HEADS} and {HEADS_KV} heads do not divide among {world} ranks")
             continue
-        out = context_parallel_attention(
-            q, k, v, mask, plan, method=method, learnable_sink=sink
-        )
+        out = context_parallel_attention(q, k, v, mask, plan, method=method, learnable_sink=sink)
         loss = (out.float() * plan.shard(weight, rank)).sum()
         gradients = torch.autograd.grad(loss, (q, k, v))
         check(plan, rank, method, [out.detach(), *gradients], whole, weight, mask)

@@ -1,7 +1,11 @@
 """`python -m flash_mask_cute`: what is installed, which GPUs it can use, and a self-test.
 
 The exit code is 0 if a call works here, and 1 if a package is missing or a result is wrong.
-`python -m flash_mask_cute plan` is of `parallel/command.py`.
+
+`python -m flash_mask_cute hub DIR` writes the folder of a hub kernel (`integrations/hub.py`)
+instead. The exit code is then 0, or 1 with a line on stderr.
+`python -m flash_mask_cute plan` is of `parallel/command.py`. For other arguments the exit code
+is 2.
 """
 
 from __future__ import annotations
@@ -43,7 +47,42 @@ class Check(NamedTuple):
         return self.error <= self.limit  # False for NaN
 
 
-def main() -> int:
+USAGE = "usage: python -m flash_mask_cute [hub DIR | plan OPTIONS]"
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """The exit code of one of the commands."""
+    match arguments:
+        case []:
+            return tell()
+        case ["hub", directory]:
+            return write_hub(directory)
+        case ["plan", *options]:
+            from flash_mask_cute.parallel import command
+
+            return command.main(options)
+    sys.stderr.write(f"{USAGE}; got {' '.join(arguments)}\n")
+    return 2
+
+
+def write_hub(directory: str) -> int:
+    """Write the folder of a hub kernel, and say how it is used."""
+    from flash_mask_cute.integrations.hub import write_hub_kernel
+
+    try:
+        folder = write_hub_kernel(directory)
+    except OSError as error:
+        sys.stderr.write(f"python -m flash_mask_cute hub: {error}\n")
+        return 1
+    sys.stdout.write(
+        f"LOCAL_KERNELS=local/flash-mask-cute={folder}\n"
+        'attn_implementation="local/flash-mask-cute"\n'
+    )
+    return 0
+
+
+def tell() -> int:
+    """The doctor."""
     _say("flash_mask_cute", __version__)
     _say("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
@@ -170,17 +209,5 @@ def self_test(device: torch.device) -> Iterator[Check]:
         yield Check(name, error.item(), limit)
 
 
-def command(arguments: Sequence[str]) -> int:
-    """The exit code of one."""
-    if not arguments:
-        return main()
-    if arguments[0] != "plan":
-        sys.stderr.write(f"python -m flash_mask_cute has no {arguments[0]!r}, only 'plan'\n")
-        return 2
-    from flash_mask_cute.parallel import command as of_plans
-
-    return of_plans.main(arguments[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

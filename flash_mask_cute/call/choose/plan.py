@@ -17,6 +17,7 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
+    WalkFacts,
     select_bwd_config,
     select_fwd_config,
 )
@@ -223,7 +224,7 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.lengths.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
@@ -235,7 +236,7 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.causals)
+    _refuse_causal_sequences(chosen, call.tensors.lengths.causals)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -280,7 +281,7 @@ def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None
 
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
     """The part of a call's problem that both directions share, without packing."""
-    x, (is_causal, window_left, window_right) = call.tensors, window
+    x, of, (is_causal, window_left, window_right) = call.tensors, call.tensors.lengths, window
     problem = AttentionProblem(
         dtype=dtype_name(x.q.dtype),
         head_dim=x.q.shape[-1],
@@ -288,10 +289,10 @@ def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -
         is_causal=is_causal,
         has_window_left=window_left is not None,
         has_window_right=window_right is not None,
-        varlen_q=x.cu_seqlens_q is not None,
-        varlen_k=x.cu_seqlens_k is not None,
-        has_seqused_q=x.seqused_q is not None,
-        has_seqused_k=x.seqused_k is not None,
+        varlen_q=of.cu_seqlens_q is not None,
+        varlen_k=of.cu_seqlens_k is not None,
+        has_seqused_q=of.seqused_q is not None,
+        has_seqused_k=of.seqused_k is not None,
         has_softcap=call.options.softcap != 0,
         needs_lse=False,
     )
@@ -308,8 +309,8 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
-        has_kv_batch_idx=x.kv_batch_idx is not None,
-        has_leftpad_k=x.leftpad_k is not None,
+        has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
+        has_leftpad_k=x.lengths.leftpad_k is not None,
     )
     if masks.score_mod is None:
         return problem
@@ -325,7 +326,7 @@ def _bwd_problem(
 ) -> AttentionProblem:
     """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
     problem = _problem(call, masks, window)
-    score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.daux
+    score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.gradients.daux
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
@@ -377,7 +378,7 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
-        decodes = problem.split is not None or call.tensors.page_table is not None
+        decodes = problem.split is not None or call.tensors.lengths.page_table is not None
         choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
         sink = call.tensors.learnable_sink
     else:
@@ -385,7 +386,7 @@ def _choose_tiles(
         empties = may_empty_rows(problem, seqlens, (window_left, window_right))
         problem = replace(problem, may_empty_rows=empties)
         choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
-        if empties or call.tensors.dsink is not None:
+        if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = _gradient_facts(call, problem, sink)
     choice = choose(_within_tables(problem))
@@ -407,7 +408,7 @@ def _choose_tiles(
         out_dtype=problem.dtype if out is None else dtype_name(out.dtype),
     )
     chosen = chosen.with_choice(choice)
-    if call.tensors.page_table is not None:
+    if call.tensors.lengths.page_table is not None:
         tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
@@ -490,11 +491,9 @@ def _fwd_chooser(
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        window=_visible(window),
-        block_size=masks.block_size,
+        walk=WalkFacts(_visible(window), masks.block_size, rows),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
-        decode_rows=rows,
         num_sms=target.num_sms,
     )
 
@@ -532,16 +531,16 @@ def _bwd_chooser(
 def _gradient_facts(
     call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
 ) -> GradientFacts:
-    x = call.tensors
+    x, of = call.tensors, call.tensors.gradients
     return GradientFacts(
-        has_dlse=x.dlse is not None,
+        has_dlse=of.dlse is not None,
         has_lse_low=x.lse_low is not None,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         score_mod_bwd=call.backward.score_mod_bwd,
         padding=Padding(
-            problem.varlen_q and x.dq is None,
-            problem.varlen_k and x.dk is None,
-            problem.varlen_k and x.dv is None,
+            problem.varlen_q and of.dq is None,
+            problem.varlen_k and of.dk is None,
+            problem.varlen_k and of.dv is None,
         ),
     )
 
@@ -603,9 +602,11 @@ def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     if chosen.direction is Direction.FORWARD:
         conversions["out"] = output_conversion(x.out)
     else:
-        assert x.out is not None and x.dout is not None
-        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(x.dout)}
-        conversions |= {name: output_conversion(getattr(x, name)) for name in ("dq", "dk", "dv")}
+        of = x.gradients
+        assert x.out is not None and of.dout is not None
+        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(of.dout)}
+        outputs = ("dq", of.dq), ("dk", of.dk), ("dv", of.dv)
+        conversions |= {name: output_conversion(y) for name, y in outputs}
     is_out_like_q = (
         x.q.is_contiguous() and x.q.shape == chosen.out_shape and tma_strides(x.q) is None
     )

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from flash_mask_cute import builders
-from flash_mask_cute.__main__ import command
+from flash_mask_cute.__main__ import main
 from flash_mask_cute.parallel import plan
 
 
 def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert command(["plan", *arguments]) == 0
+    assert main(["plan", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -55,10 +55,10 @@ def test_wrong_arguments(
     capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_of:
-        command(["plan", *arguments])
+        main(["plan", *arguments])
     assert exit_of.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plans"]) == 2
-    assert "has no 'plans', only 'plan'" in capsys.readouterr().err
+    assert main(["plans"]) == 2
+    assert "plan OPTIONS]; got plans" in capsys.readouterr().err
