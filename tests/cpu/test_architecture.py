@@ -130,7 +130,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
-    "integrations": ("functional", "interface", "lowering", "masks", "runtime", "limits"),
+    "integrations": (
+        *("parallel", "functional", "interface", "lowering", "masks", "runtime", "limits"),
+    ),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -184,6 +186,7 @@ EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
 DOORS = {
     "integrations.transformers": "transformers",
+    "integrations.trl": "transformers",
     "integrations.vllm": "vllm",
     "integrations.sglang": "sglang",
 }
