@@ -31,7 +31,7 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
-from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
+from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods
@@ -57,7 +57,7 @@ def _weight(key: Any) -> int:
     return _MAX_KEPT // _MAX_KEPT_WITH_CALLABLES if has_callables(key) else 1
 
 
-# by key, as `find_fwd` and `find_bwd` look them up
+# by key, as `find` looks them up
 _prepared_fwd: dict[Any, PreparedFwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 
@@ -172,8 +172,8 @@ def _flash_attn_fwd(
 
 
 def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
-    """out and lse of a call; key_of_masks as in `find_fwd`."""
-    prepared, key = find_fwd(_prepared_fwd, call, key_of_masks)
+    """out and lse of a call; key_of_masks as in `key_of_fwd`."""
+    prepared, key = find(_prepared_fwd, key_of_fwd, call, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared, call)
@@ -183,7 +183,7 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
 def prepare_forward(call: AttentionCall) -> None:
     """Raise what `forward` would raise for this call, and have its kernels compiled. Nothing is
     launched."""
-    prepared, key = find_fwd(_prepared_fwd, call)
+    prepared, key = find(_prepared_fwd, key_of_fwd, call)
     if prepared is None:
         _keep(_prepared_fwd, key, prepare_fwd(call), call)
 
@@ -293,7 +293,7 @@ def _flash_attn_bwd(
 
 def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call."""
-    prepared, key = find_bwd(_prepared_bwd, call)
+    prepared, key = find(_prepared_bwd, key_of_bwd, call)
     if prepared is None:
         prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared, call)

@@ -125,7 +125,7 @@ class Tensors(NamedTuple):
     def from_flat(tensors: Iterator[Any]) -> Tensors:
         """Made from the first elements of a row that begins with `flat`."""
         inputs = tuple(islice(tensors, 4))
-        lengths = Lengths._make(islice(tensors, len(Lengths._fields)))
+        lengths = lengths_of(*islice(tensors, len(Lengths._fields)))
         results = tuple(islice(tensors, 4))
         gradients = Gradients._make(islice(tensors, len(Gradients._fields)))
         return Tensors._make((*inputs, lengths, *results, gradients))
