@@ -2,7 +2,8 @@
 # make test       GPU tests where there is a Hopper GPU, a share of the kernels on the software GPU (drawn anew each
 #                 day, FLASH_MASK_SIM_SEED=N draws another; none if nothing that they depend on changed), CPU tests
 # make test-all   the same, and every test of them; then those that depend on torch with the oldest and the newest
-#                 torch of docs/support.md (6 GB each), and the whole table of compiled calls
+#                 torch of docs/support.md (6 GB each), the whole table of compiled calls, and those with the files of
+#                 serving engines (400 MB)
 # make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
 # make lint       ruff check, ruff format --check, mypy
 #
@@ -28,10 +29,12 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu lint docs venv $(TORCHES:%=test-torch-%)
+.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines lint docs venv $(TORCHES:%=test-torch-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
-OF_TORCH := tests/cpu/autograd tests/cpu/flex
+# of docs/integrations_engines.md
+ENGINES := vllm==0.33.0 sglang==0.5.23
+OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
 
 demo: $(call needs_venv,$(RUN))
@@ -47,6 +50,9 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/10_native_backward.py
 	PYTHONPATH=. $(RUN) examples/11_decode.py
 	PYTHONPATH=. $(RUN) examples/12_flex.py
+	PYTHONPATH=. $(RUN) examples/14_shared_prefixes.py
+	PYTHONPATH=. $(RUN) examples/15_block_diffusion.py
+	PYTHONPATH=. $(RUN) examples/16_draft_tree.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
 # architecture, so there are two of it.
@@ -55,7 +61,7 @@ test: export FLASH_MASK_SIM_SEED := $(or $(FLASH_MASK_SIM_SEED),$(shell expr $$(
 test: test-gpu test-sim-if-needed test-cpu
 
 test-all: export FLASH_MASK_SIM_SEED := all
-test-all: test-gpu test-sim test-cpu $(TORCHES:%=test-torch-%)
+test-all: test-gpu test-sim test-cpu test-engines $(TORCHES:%=test-torch-%)
 	FLASH_MASK_COMPILED_CALLS=all $(DEV) -m pytest tests/cpu/autograd/test_compiled_calls.py -n $(WORKERS)
 
 $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
@@ -64,6 +70,17 @@ $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
 $(VENV)-torch-%/.installed: pyproject.toml
 	python3 -m venv $(VENV)-torch-$*
 	$(VENV)-torch-$*/bin/python -m pip install "torch==$*" -e ".[dev,cu13]"
+	touch $@
+
+# The Python files of the engines' own wheels, without what they depend on, in .engines.
+test-engines: $(VENV)-engines/.installed
+	PYTHONPATH=.engines $(VENV)-engines/bin/python -m pytest tests/engines
+
+$(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/fetch.py
+	python3 -m venv $(VENV)-engines
+	$(VENV)-engines/bin/python -m pip install "$(TORCH)" -e ".[dev,cu13]" -r tests/engines/requirements.txt
+	rm -rf .engines
+	$(VENV)-engines/bin/python tests/engines/fetch.py .engines $(ENGINES)
 	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))

@@ -6,8 +6,9 @@ code, registers, spills, shared memory, and how often each opcode occurs. `--out
 own bench.codegen. A change that should not touch the code of a variant is seen here before anything
 is timed.
 
-Opcodes are machine instructions (`"isa": "sass"`) where `cuobjdump` or `nvdisasm` is found, on PATH
-or in an installed triton, else those of the PTX (`"isa": "ptx"`). The two are never compared.
+Opcodes are machine instructions (`"isa": "sass"`) where `cuobjdump` or `nvdisasm` is found on PATH,
+in an installed triton or in NVIDIA's package for pip, else those of the PTX (`"isa": "ptx"`). The
+two are never compared.
 """
 
 from __future__ import annotations
@@ -51,10 +52,13 @@ def disassemblers() -> Iterator[list[str]]:
     places: list[str | None] = [None]
     if spec and spec.origin:
         places.append(str(Path(spec.origin).parent / "backends/nvidia/bin"))
+    for packages in sys.path:
+        # of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm
+        places += map(str, sorted(Path(packages).glob("nvidia/cu*/bin")))
     for place in places:
-        for name, option in (("cuobjdump", "-sass"), ("nvdisasm", "-c")):
+        for name, options in (("cuobjdump", ("-sass",)), ("nvdisasm", ("-c", "-hex"))):
             if program := shutil.which(name, path=place):
-                yield [program, option]
+                yield [program, *options]
 
 
 def count_sass(text: str) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flash_mask_cute import __version__
 from flash_mask_cute.runtime.cache import DIRECTORY_VARIABLE, CompileCache
-from flash_mask_cute.runtime.packages import DISTRIBUTIONS
+from flash_mask_cute.runtime.packages import DISTRIBUTIONS, EXTRAS, release_of_extra
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,9 @@ def main() -> int:
     if "torch" in missing:
         return 1
     device = _usable_device()
+    for package, releases in EXTRAS.items():
+        found = release_of_extra(package) or "not installed"
+        _say(package, f"{found} (integrations.{package} takes {releases})")
     _tell_cache()
     if missing:
         _say("self-test", f"not run: {', '.join(missing)} is missing")

@@ -20,11 +20,13 @@ from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Lengths,
     Options,
     Tensors,
     configs_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
@@ -60,12 +62,13 @@ if TYPE_CHECKING:
         startend_row_indices: Tensor | ColumnMask | None
         q_start: QStartArgument
         config: Any
+        out: Tensor | None
 
     class _VarlenOptions(_Options, total=False):
         """The same of `flash_attn_varlen_func`."""
 
         softmax_scale: float | None
-        causal: bool
+        causal: CausalArgument
         max_seqlen_q: int | None
         max_seqlen_k: int | None
         seqused_q: Tensor | None
@@ -146,6 +149,7 @@ def flash_attn_func(
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute softmax(mask(q k^T * softmax_scale)) v.
@@ -172,6 +176,9 @@ def flash_attn_func(
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
+    out: memory for the result, without gradients: the shape below, the dtype and device of q, any
+    strides whose last one is 1, and no memory of another argument. On a GPU its rows start at
+    multiples of 16 bytes.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     which holds for both directions; or a pair (forward, backward) of configs for the two host
     calls.
@@ -185,8 +192,9 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
-            and value. Second derivatives are not supported. If an aux tensor requires grad and
-            there is a score_mod, neither deterministic=True nor a score_mod_bwd is supported.
+            and value. ValueError also for out where a gradient is recorded. Second derivatives are
+            not supported. If an aux tensor requires grad and there is a score_mod, neither
+            deterministic=True nor a score_mod_bwd is supported.
 
     Example:
         >>> import torch
@@ -209,7 +217,7 @@ def flash_attn_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts),
+            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -267,7 +275,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: CausalArgument = False,
     window_size: WindowSize = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
@@ -285,6 +293,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
@@ -296,9 +305,14 @@ def flash_attn_varlen_func(
     page_table[b, 0], page_table[b, 1] and so on. For packed queries lse is (heads_q, total_q).
     max_logit is always (heads_q,). Gradients of unused rows are 0.
 
+    causal: a bool, or int32 (batch,): the sequences where it is not 0 are causal, and others see
+    all keys that the window leaves. Its contents may change between calls. Column intervals given
+    as a tensor then have the form without causal. Such a call has no gradients, and is not
+    supported on Blackwell.
+
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls have no
-            gradients.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, and those
+            with causal as a tensor, have no gradients.
 
     Example:
         >>> import torch
@@ -315,11 +329,16 @@ def flash_attn_varlen_func(
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     q_starts, start = split_q_start(q_start)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
+            Lengths(
+                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts,
+                causals=causals,
+            ),
+            out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(

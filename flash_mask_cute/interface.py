@@ -17,8 +17,10 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Direction,
     Gradients,
+    Masks,
     Options,
     PreparedBwd,
     PreparedFwd,
@@ -26,6 +28,7 @@ from flash_mask_cute.call.arguments import (
     keywords_of,
     lengths_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
@@ -34,9 +37,9 @@ from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_
 from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
-from flash_mask_cute.lowering.pair import form_of, resolve_mods
+from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
+from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -64,7 +67,8 @@ _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _we
 
 @public_call
 def _flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
+    causal: CausalArgument = False,
     window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
     learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
@@ -87,11 +91,12 @@ def _flash_attn_fwd(
     rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
-    + q_start. Causal: j <= d. Window: d - window_size_left <= j <= d + window_size_right; None
-    leaves a side open. A side below -1 shifts the band past the diagonal. softcap > 0 turns a score
-    s into softcap * tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (float64 is
-    read as float32), is one more logit per head, without a value. softmax_scale is a number of any
-    sign or a 0-dim CPU tensor, by default head_dim ** -0.5.
+    + q_start. Causal: j <= d; an int32 tensor (batch,) says by numbers that are not 0 in which
+    sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
+    A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
+    tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
+    one more logit per head, without a value. softmax_scale: any number or 0-dim CPU tensor, by
+    default head_dim ** -0.5.
 
     q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
     read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
@@ -113,10 +118,10 @@ def _flash_attn_fwd(
     decides; without a mask_mod everything there is visible. Blocks count from the start of a
     sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
-    which puts the last query at the last key. It applies to causal and window, to the rows of
-    intervals and lists, and to the q_idx of mods. With None, causal and window behave as with
-    "end", and rows and mods count from 0; a mask without a row for each query is then refused
-    (docs/masks.md).
+    which puts the last query at the last key. A negative position is before the first key. It
+    applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With
+    None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
+    row for each query is then refused (docs/masks.md).
 
     out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
     total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
@@ -124,7 +129,7 @@ def _flash_attn_fwd(
     may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
     needs a score_mod, and receives the rounding error of lse for the backward. max_scores, shaped
     like lse, receives the largest visible score of each row, -inf if there is none. out, lse,
-    lse_low and max_scores must not share memory with q, k, v or each other. On a GPU rows of out
+    lse_low and max_scores must not share memory with inputs or each other. On a GPU rows of out
     start at multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
@@ -155,10 +160,11 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     lengths = lengths_of(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-        leftpad_k,
+        leftpad_k, causals,
     )  # fmt: skip
     tensors = Tensors(q, k, v, learnable_sink, lengths, out, lse, lse_low, max_scores)
     options = Options(
@@ -303,7 +309,8 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
 ) -> Explanation:
-    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why.
+    """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
+    and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
     attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.
@@ -330,15 +337,84 @@ def explain(
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
-    call = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
-    explained = explain_fwd(call, None if target is None else Target.named(target))
-    if mods.mask_mod is masks.mask_mod:
+    is_torch = mods.mask_mod is not masks.mask_mod
+    formed = with_form_of_mod(call, masks) if is_torch else call
+    if formed is not call:
+        left = formed.masks or NO_MASKS
+        of_score = resolve_mods(left.score_mod, None, None, device)
+        formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
+    else:
+        formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
+    explained = explain_fwd(formed, None if target is None else Target.named(target))
+    if not is_torch:
         return explained
-    form = form_of(masks.mask_mod)
-    note = f"mask_mod is torch's, and flex_attention would run it as {form}"
-    if form != "a mask_mod":
-        note += " if its block mask is kept (keep_block_mask)"
+    note, form = "mask_mod is torch's, and ", form_of(masks.mask_mod)
+    if (formed.masks or NO_MASKS).mask_mod is None:
+        note += f"runs as {form}"
+    elif form == "a mask_mod":
+        note += "flex_attention would run it as a mask_mod"
+    else:
+        note += (
+            f"flex_attention would run it as {form} if its block mask is kept (keep_block_mask); "
+            "builders.from_mask_mod makes this mask"
+        )
     return replace(explained, note=f"{explained.note}; {note}" if explained.note else note)
+
+
+def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
+    """The call with a window or column intervals in place of a mask_mod written in torch.
+
+    Only for dense calls whose rows are counted from the first one, and for a mod that reads no
+    tensors: their contents may change unseen. Otherwise the call itself. masks: those of the call,
+    maybe with the mod of a block mask.
+
+    Raises:
+        NotImplementedError, TypeError: as `lower_mod`.
+    """
+    mask_mod = masks.mask_mod
+    if mask_mod is None or stays_mod.get(id(mask_mod)) is not None:
+        return call
+    x, options = call.tensors, call.options
+    if (
+        masks.block_sparse_tensors_torch is not None
+        or masks.aux_tensors
+        or call.has_lengths
+        or x.lengths.q_starts is not None
+        or x.lengths.causals is not None
+        or options.q_start is not NO_START
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return call
+    given = options.window_size_left, options.window_size_right
+    are_tensors = isinstance(x.q, Tensor) and isinstance(x.k, Tensor)
+    if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
+        # refused by name later
+        return call
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.masks.mask_mods import form_without_contents
+
+    form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
+    if form is None or (form.mask is not None and masks.startend_row_indices is not None):
+        return call
+    columns = masks.startend_row_indices
+    if form.window is not None:
+        left, right = (
+            min((x for x in both if x is not None), default=None)
+            for both in zip(given, form.window, strict=True)
+        )
+        options = replaced(options, window_size_left=left, window_size_right=right)
+        if right == 0 and options.causal in (False, True):
+            # by another name, under which the choice of tiles knows it
+            options = replaced(options, causal=True, window_size_right=None)
+    else:
+        columns = form.mask
+    return replaced(
+        call, masks=masks_of(masks.score_mod, None, None, None, columns), options=options
+    )
+
+
+def _is_side(side: Any) -> bool:
+    return side is None or (type(side) is int and side != -1)
 
 
 _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)

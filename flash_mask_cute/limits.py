@@ -7,6 +7,8 @@ ADDRESS_MASK = 15
 # A window side as wide as this is open: no sequence is longer, and kernels add window sides to
 # positions in 32 bits.
 OPEN_WINDOW = 1 << 30
+# of kernels; the CPU path has none
+MAX_HEAD_DIM = 256
 # keys of a page
 MAX_PAGE_SIZE = 256
 # parts that a caller may ask for, whose results are then combined
@@ -14,8 +16,11 @@ MOST_SPLITS = 256
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8
-# Positions of queries are smaller, so that they and window sides add up in 32 bits.
+# Positions of queries are nearer to 0, on both sides, so that they and window sides add up in 32
+# bits.
 MAX_POSITION = 1 << 29
+# In the place of a position: where the last query is at the last key. No position is as small.
+AT_END = -MAX_POSITION
 # keys of a bit tile, whatever the tile has
 MAX_COLUMNS = 128
 # rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)

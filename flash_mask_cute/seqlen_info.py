@@ -40,7 +40,8 @@ class SeqlenInfoQK:
 
     `offset_q` and `offset_k` count tokens from the start of the packed tensor (0 for a dense
     one); `seqlen_q` and `seqlen_k` count valid tokens. `q_start` is the position of the first query
-    among the keys; None: the last query sits at the last key. The flags are Python bools.
+    among the keys; None: the last query sits at the last key. `window_right` is the right side of
+    this entry's band, if entries differ in it; None: that of the call. The flags are Python bools.
     """
 
     offset_q: IntLike
@@ -52,6 +53,7 @@ class SeqlenInfoQK:
     has_seqused_q: bool = False
     has_seqused_k: bool = False
     q_start: IntLike | None = None
+    window_right: IntLike | None = None
 
     @staticmethod
     def create(
@@ -115,6 +117,7 @@ class SeqlenInfoQKNewK:
     has_seqused_q: bool = False
     has_seqused_k: bool = False
     q_start: IntLike | None = None
+    window_right: IntLike | None = None
 
     @staticmethod
     def create(
@@ -147,4 +150,5 @@ class SeqlenInfoQKNewK:
             has_seqused_q=cache.has_seqused_q,
             has_seqused_k=cache.has_seqused_k,
             q_start=cache.q_start,
+            window_right=cache.window_right,
         )

@@ -29,11 +29,13 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
+    CausalArgument,
     Lengths,
     Options,
     Tensors,
     configs_of,
     masks_of,
+    split_causal,
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
@@ -111,7 +113,7 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: CausalArgument = False,
     window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -131,6 +133,7 @@ def flash_attn_with_kvcache(
     q_start: QStartArgument = END,
     return_lse: bool = False,
     config: Any = None,
+    out: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over cached keys and values, optionally appending new ones first.
@@ -144,19 +147,18 @@ def flash_attn_with_kvcache(
     rows before the first key, counted in cache_seqlens. Unused rows may hold anything, even NaN.
 
     k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new
-    (ignored without k). They are written into the cache behind the rows in use, and attended to. No
-    row may be written twice, and no elements of the caches may share memory. rotary_cos,
-    rotary_sin: (rows of a sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k
-    is rotated by position cache_seqlens + i before it is written. Row i of q is rotated by the same
-    position under causal masking or a window, otherwise by position cache_seqlens. rotary_seqlens
+    (ignored without k). They are written behind the rows in use, and attended to. No row may be
+    written twice, and no elements of caches may share memory. rotary_cos, rotary_sin: (rows of a
+    sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
+    cache_seqlens + i before it is written. Row i of q is rotated by the same position under causal
+    masking (of any sequence) or a window, otherwise by position cache_seqlens. rotary_seqlens
     (int32, batch; ignored without tables) replaces cache_seqlens here, and needs tables of its
     positions only. rotary_interleaved: pairs are neighbours; otherwise they span the halves.
 
-    q_start: the position of the first query, for causal masking, windows, and all masks and mods;
-    "end": the last query is at the last key, new keys included. The other arguments are those of
-    `flash_attn_varlen_func`. Masks and mods see positions in the sequence; padding does not count.
-    return_lse and return_softmax_lse mean the same. num_splits: 0, the library decides; 1, one
-    pass; N, N parts. qv, *_descale, attention_chunk, scheduler_metadata and sm_margin keep places.
+    q_start: the position of the first query, for all masks and mods; "end": the last query is at
+    the last key, new keys included. Others are as in `flash_attn_varlen_func`. Masks and mods see
+    positions in the sequence; padding does not count. return_lse and return_softmax_lse mean the
+    same. qv, *_descale, attention_chunk, scheduler_metadata and sm_margin keep places.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
@@ -178,23 +180,24 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         refuse_keywords("flash_attn_with_kvcache", unknown)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refuse_given((None,), qv=qv, scheduler_metadata=scheduler_metadata, **descales)
+    refuse_given((None,), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_given((None,), qv=qv, scheduler_metadata=scheduler_metadata)
     refuse_given((0, None), attention_chunk=attention_chunk)
     refuse_given((0,), sm_margin=sm_margin)
     batch = batch_of(q, cu_seqlens_q)
     cache = Cache(k_cache, v_cache, None, cache_leftpad, cache_batch_idx, page_table, batch)
     q_starts, start = split_q_start(q_start)
+    causals, causal = split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k_cache, v_cache, learnable_sink, Lengths(cu_seqlens_q, q_starts=q_starts)
+            q, k_cache, v_cache, learnable_sink,
+            Lengths(cu_seqlens_q, q_starts=q_starts, causals=causals), out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
-            q_start=start, num_splits=num_splits, pack_gqa=pack_gqa, config=config_fwd,
-        ),
+            q_start=start, num_splits=num_splits, pack_gqa=pack_gqa, config=config_fwd),
         BackwardOptions(config=config_bwd),
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
@@ -267,7 +270,7 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
         cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.lengths.cu_seqlens_q,
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
-        advances=bool(options.causal) or has_window,
+        advances=bool(options.causal) or has_window or x.lengths.causals is not None,
     )  # fmt: skip
 
 

@@ -14,11 +14,15 @@ import time
 import numpy as np
 
 from . import handlers, interpreter, lower, ptx, tma
+from .missing_fences import missing_fences
 from .operands import Module
 from .scheduling import Scheduler
 from .special_registers import special_register
 from .state import Cluster, Cta, SimError, Warp
 from .unwaited_loads import unwaited_loads
+
+# turns of all warps for which a CTA starts later than the first one of its cluster, at most
+MOST_LATE = 6
 
 
 class Machine(Scheduler):
@@ -27,6 +31,7 @@ class Machine(Scheduler):
     delay: None (asynchronous work completes at once), or a seed: TMA, bulk stores, wgmma results
     and tcgen05 work complete late and in random order.
     resident: how many clusters run together; more are admitted when all of them wait.
+    With a seed the CTAs of a cluster also start late and apart.
     slow: indices of warps that run, a few instructions at a time, only when nothing else can. Who
     depends on their being fast without waiting for them loses.
     """
@@ -150,13 +155,19 @@ class Machine(Scheduler):
                 self.progs[name] = lower.Program(
                     self.module.kernels[name], lambda p, i: handlers.make(self, p, i)
                 )
-                for i, line in unwaited_loads(self.module.kernels[name].instrs):
-                    self.warn(
-                        f"reads what the tcgen05.ld of line {line} brings without a "
-                        "tcgen05.wait::ld between",
-                        i,
-                    )
+                self.read_text(self.module.kernels[name].instrs)
         return self.progs[name]
+
+    def read_text(self, instrs):
+        """Warnings and notes about what a kernel may do, whatever it does in a run."""
+        unwaited = "what the tcgen05.ld of line {} brings without a tcgen05.wait::ld between"
+        computed, stored = unwaited_loads(instrs)
+        for i, line in computed:
+            self.warn("reads " + unwaited.format(line), i)
+        for _, line in stored:
+            self.notes["stores " + unwaited.format(line)] += 1
+        for i, what in missing_fences(instrs):
+            self.warn(f"{i.mods[0]}.{i.mods[1]} {what}", i)
 
     # launch
     def launch(self, L):
@@ -258,6 +269,10 @@ class Machine(Scheduler):
         for r in range(n):
             ctaid = (cl[0] * cx + r % cx, cl[1] * cy + r // cx % cy, cl[2] * cz + r // (cx * cy))
             C.ctas.append(Cta(self, C, r, ctaid))
+        if self.delay and n > 1:
+            first = self.rng.randrange(n)
+            for cta in C.ctas:
+                cta.starts_in = 0 if cta.rank == first else self.rng.randint(1, MOST_LATE)
         smp = (ctypes.c_void_p * n)(*[c.smem.ctypes.data for c in C.ctas])
         shp = (ctypes.c_void_p * n)(*[c.shadow.ctypes.data for c in C.ctas])
         C.keep = smp, shp

@@ -30,7 +30,7 @@ class Scheduler:
                 for W in warps:
                     if W.done:
                         continue
-                    if hold and W.index in self.slow:
+                    if W.cta.starts_in or (hold and W.index in self.slow):
                         alive = True
                         continue
                     e = self.epoch
@@ -52,6 +52,10 @@ class Scheduler:
                         alive = True
                     if self.delay and self.pending and rng.random() < 0.03:
                         self.run_pending()
+                for cta in C.ctas:
+                    if cta.starts_in:
+                        cta.starts_in -= 1
+                        progress = True
                 if not alive:
                     finished = True
             if finished:

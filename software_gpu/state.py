@@ -54,6 +54,7 @@ class Cta:
         self.bars = {}
         self.warps = []
         self.clc = None
+        self.starts_in = 0  # turns of all warps before its own run
 
     @property
     def tmem(self):

@@ -41,6 +41,9 @@ def _st(cta) -> dict:
             loads={},
             group=None,
             inflight=[],
+            begun={"alloc": 0, "dealloc": 0},
+            waits=set(),
+            newest=None,
         )
     return s
 
@@ -131,6 +134,30 @@ def _full(instr, ctx):
         ctx.error(f"{instr.op} needs all 32 lanes of the warp")
 
 
+def _peer(ctx):
+    return ctx.cta_at(ctx.cta.rank ^ 1)
+
+
+def _begins(ctx, what) -> bool:
+    """Whether this is the first try of an alloc or dealloc, which may have to wait."""
+    return what not in _st(ctx.cta)["waits"]
+
+
+def _with_peer(instr, ctx, what):
+    """An alloc or dealloc of a pair ends when both CTAs have begun theirs: BLOCK until then."""
+    peer = _peer(ctx)
+    s, of_peer = _st(ctx.cta), _st(peer)
+    if _begins(ctx, what):
+        s["begun"][what] += 1
+        s["waits"].add(what)
+    if of_peer["begun"][what] < s["begun"][what]:
+        if peer.warps and all(w.done for w in peer.warps):
+            ctx.error(f"tcgen05.{what} of cta_group::2: CTA rank {peer.rank} has ended without one")
+        return BLOCK(f"tcgen05.{what} of CTA rank {peer.rank}")
+    s["waits"].remove(what)
+    return None
+
+
 def _alloc(instr, ctx):
     _full(instr, ctx)
     s = _st(ctx.cta)
@@ -143,13 +170,22 @@ def _alloc(instr, ctx):
     if s["group"] not in (None, g):
         ctx.error("tcgen05 instructions of one kernel must use one cta_group")
     s["group"] = g
-    col = find_columns(s["alloc"], n)
-    if col is None:
-        return BLOCK(f"tcgen05.alloc of {n} columns: TMEM is full")
-    s["alloc"][col] = n
-    s["written"][:, col : col + n] = False
+    if g == 2 and not ctx.cta.cluster.bar_phase:
+        ctx.error(
+            "tcgen05.alloc of cta_group::2 before the CTAs of the cluster have met: "
+            f"CTA rank {_peer(ctx).rank} may not have started"
+        )
+    if _begins(ctx, "alloc"):
+        col = find_columns(s["alloc"], n)
+        if col is None:
+            return BLOCK(f"tcgen05.alloc of {n} columns: TMEM is full")
+        s["alloc"][col] = n
+        s["newest"] = col
+        s["written"][:, col : col + n] = False
+    if g == 2 and (waits := _with_peer(instr, ctx, "alloc")):
+        return waits
     cta, off = ctx.peer(ctx.scalar(instr.args[0]))
-    cta.smem[off : off + 4].view(np.uint32)[0] = col
+    cta.smem[off : off + 4].view(np.uint32)[0] = s["newest"]
     ctx.mark_written(cta, off, 4)
 
 
@@ -163,6 +199,14 @@ def _dealloc(instr, ctx):
             f"tcgen05.dealloc of {n} columns at lane {lane} column {col}: allocated are "
             f"{s['alloc']}"
         )
+    if _group(instr.mods) == 2:
+        if "alloc" in _st(_peer(ctx))["waits"]:
+            ctx.error(
+                "tcgen05.dealloc of cta_group::2 before the tcgen05.alloc of CTA rank "
+                f"{_peer(ctx).rank} is complete"
+            )
+        if waits := _with_peer(instr, ctx, "dealloc"):
+            return waits
     del s["alloc"][col]
 
 

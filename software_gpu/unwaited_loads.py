@@ -1,6 +1,9 @@
 """Registers of a tcgen05.ld that are read before its wait, found in the text of a kernel."""
 
+from functools import partial
+
 from .operand_access import items
+from .paths import follow
 
 
 def _names(x) -> set[str]:
@@ -17,7 +20,7 @@ def _names(x) -> set[str]:
     return set().union(*map(_names, parts))
 
 
-def _pass(i, held: dict, found: dict) -> dict:
+def _pass(computed: dict, stored: dict, i, held: dict) -> dict:
     """{register: line of the tcgen05.ld that fills it} after an instruction, given that before."""
     m, args = i.mods, i.args
     if m[0] == "tcgen05" and m[1].startswith("wait") and ("wait::ld" in m or "ld" in m):
@@ -34,35 +37,20 @@ def _pass(i, held: dict, found: dict) -> dict:
     ):  # hands it on: the compiler packs registers before the wait, at no cost
         return held | dict.fromkeys(dst, read[0])
     if read:
+        found = stored if m[0] == "st" or m[:2] == ["tcgen05", "st"] else computed
         found.setdefault(read[0], (i, read[0]))
     return held if i.pred is not None else {r: line for r, line in held.items() if r not in dst}
 
 
-def unwaited_loads(instrs) -> list:
-    """What may read the registers of a tcgen05.ld before a tcgen05.wait::ld: [(instruction, line of
-    the load)], one of each load.
+def unwaited_loads(instrs) -> tuple[list, list]:
+    """What may read the registers of a tcgen05.ld before a tcgen05.wait::ld: two lists of
+    (instruction, line of the load), one of each load. The second has the loads whose values are
+    only stored on, which proven kernels do.
     """
-    if not any(i.mods[:2] == ["tcgen05", "ld"] for i in instrs):
-        return []
-    leaders = {i.target for i in instrs} | {
-        pc + 1 for pc, i in enumerate(instrs) if i.target is not None
-    }
-    states, work, found = {0: {}}, [0], {}
-    while work:
-        pc = work.pop()
-        held = dict(states[pc])
-        while pc < len(instrs):
-            i = instrs[pc]
-            held = _pass(i, held, found)
-            ends = i.pred is None and (i.target is not None or i.mods[0] in ("ret", "exit", "trap"))
-            if i.target is not None or pc + 1 in leaders:
-                for n in ([] if i.target is None else [i.target]) + ([] if ends else [pc + 1]):
-                    old = states.get(n)
-                    if old is None or not held.keys() <= old.keys():
-                        states[n] = held | (old or {})
-                        work.append(n)
-                break
-            if ends:
-                break
-            pc += 1
-    return [found[k] for k in sorted(found)]
+    computed, stored = {}, {}
+    if any(i.mods[:2] == ["tcgen05", "ld"] for i in instrs):
+        follow(instrs, partial(_pass, computed, stored))
+    return (
+        [computed[line] for line in sorted(computed)],
+        [stored[line] for line in sorted(stored) if line not in computed],
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.passes import refuse_dual_level
-from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to_operator
+from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to_operator, with_out
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.check.kvcache import (
     CacheView,
@@ -23,16 +23,18 @@ from flash_mask_cute.call.check.kvcache import (
     view_of,
 )
 from flash_mask_cute.call.run.append import Append, append, check_append, restored_on_error
+from flash_mask_cute.runtime.checks import check_outputs_apart
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
-# cu_seqlens_q and page_table are those of the call
+# cu_seqlens_q and page_table are those of the call. With out_given, which receives it, the result
+# out has no elements: operators return nothing that they were given.
 _library.define(
     "append_and_attend(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? leftpad, Tensor? batch_idx, Tensor? cu_seqlens_k_new, "
     "Tensor? cos, Tensor? sin, Tensor? rotary_seqlens, bool interleaved, bool advances, "
-    f"Tensor? learnable_sink, {CALL_SCHEMA}) -> (Tensor out, Tensor lse)"
+    f"Tensor? learnable_sink, Tensor(c!)? out_given, {CALL_SCHEMA}) -> (Tensor out, Tensor lse)"
 )
 _OF_APPEND = (
     *("k_cache", "v_cache", "k", "v", "q", "cache_seqlens", "leftpad", "batch_idx"),
@@ -64,6 +66,8 @@ def prepare_append(write: Append, call: AttentionCall) -> None:
     """
     check_append(write)
     interface.prepare_forward(over_view(call, _view_before(write)))
+    new = {"k": write.k, "v": write.v, "rotary_cos": write.cos, "rotary_sin": write.sin}
+    check_outputs_apart({"out": call.tensors.out}, new)
 
 
 def _view_before(write: Append) -> CacheView:
@@ -100,7 +104,9 @@ def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
         for name, x in zip(_OF_APPEND, arguments[:number], strict=True)
     }
     operands = fields["q"], fields["k_cache"], fields["v_cache"], arguments[number]
-    call = call_of_operator(*operands, arguments[number + 1 :])
+    given: Tensor | None = arguments[number + 1]
+    given = None if given is None else own_memory(given)
+    call = with_out(call_of_operator(*operands, arguments[number + 2 :]), given)
     x, of = call.tensors, call.tensors.lengths
     write = Append(**fields, cu_seqlens_q=of.cu_seqlens_q, page_table=of.page_table)
     # of a compiled graph they run here alone
@@ -110,7 +116,7 @@ def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     prepare_append(write, call)
     out, lse = append_and_attend(write, call, interface.forward)
     assert lse is not None
-    return out, lse
+    return out if given is None else out.new_empty(0), lse
 
 
 @torch.library.register_fake("flash_mask_cute::append_and_attend", lib=_library)
@@ -118,7 +124,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     fields = dict(zip(_OF_APPEND, arguments[: len(_OF_APPEND)], strict=True))
     q, v_cache = fields["q"], fields["v_cache"]
     *rows, heads_q, _ = q.shape
-    out = q.new_empty((*rows, heads_q, v_cache.shape[-1]))
+    shape = (*rows, heads_q, v_cache.shape[-1]) if arguments[len(_OF_APPEND) + 1] is None else (0,)
+    out = q.new_empty(shape)
     return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
 
 
@@ -132,7 +139,8 @@ def append_and_attend_by_operator(write: Append, call: AttentionCall) -> tuple[T
     lengths = replaced(call.tensors.lengths, page_table=write.page_table)
     tensors = replaced(call.tensors, lengths=lengths)
     arguments = to_operator(replaced(call, tensors=tensors))
+    x = call.tensors
     out, lse = torch.ops.flash_mask_cute.append_and_attend(
-        *operands, call.tensors.learnable_sink, *arguments
+        *operands, x.learnable_sink, x.out, *arguments
     )
-    return out, lse
+    return out if x.out is None else x.out, lse

@@ -23,6 +23,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
 )
 from flash_mask_cute.call.check.validate import (
+    CAUSALS_HAVE_NO_GRADIENTS,
     check_gradient_settings,
     refuse_transforms,
     settle_order,
@@ -122,7 +123,8 @@ def scale_number(softmax_scale: Any) -> Any:
 
 
 def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
-    """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors."""
+    """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors, or
+    with a window or intervals that say the same as a mask_mod."""
     q: Any = call.tensors.q
     given = masks.score_mod, masks.mask_mod, masks.aux_tensors
     if torch.compiler.is_compiling():
@@ -130,7 +132,13 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
             return call
         mods = mods_in_graph(*given, q.device.type, False)
     else:
-        mods = resolve_mods(*given, getattr(q, "device", None))
+        device = getattr(q, "device", None)
+        mods = resolve_mods(*given, device)
+        if mods.mask_mod is not masks.mask_mod:
+            formed = interface.with_form_of_mod(call, masks)
+            if formed is not call:
+                call, masks = formed, formed.masks or NO_MASKS
+                mods = resolve_mods(masks.score_mod, None, None, device)
     if mods.score_mod is masks.score_mod and mods.mask_mod is masks.mask_mod:
         return call
     return replaced(call, masks=replaced(masks, **mods._asdict()))
@@ -175,14 +183,24 @@ def _needs_graph(tensors: Tensors) -> bool:
             or x.k.requires_grad
             or x.v.requires_grad
             or (sink is not None and sink.requires_grad)
+            or (x.out is not None and x.out.requires_grad)
         )
     except AttributeError:
         return False  # what is no tensor is refused by the host path, by name
 
 
-def _refuse_pages(call: AttentionCall) -> None:
-    """Refuse pages where autograd records a graph: they have no gradients."""
+def _refuse_without_gradients(call: AttentionCall) -> None:
+    """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
+    if call.tensors.lengths.causals is not None:
+        raise NotImplementedError(
+            f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
+        )
+    if isinstance(call.tensors.out, Tensor):
+        raise ValueError(
+            "out must be None where gradients are recorded, for which the result is new memory: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
     if isinstance(call.tensors.lengths.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
@@ -205,7 +223,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
         mask = ColumnMask(masks.startend_row_indices, call.options.causal)
         call = replaced(call, masks=replaced(masks, startend_row_indices=mask))
     if wants_aux or _needs_graph(call.tensors):
-        _refuse_pages(call)
+        _refuse_without_gradients(call)
         x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
         wanted = [aux_tensors[i] for i in wants_aux] if aux_tensors is not None else []
         out, lse, *more = Attention.apply(
@@ -213,8 +231,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
         )
         return Results(out, lse, more[0] if more else None)
     if return_max:
-        call = with_outputs(call, return_max)
-        call = replaced(call, tensors=replaced(call.tensors, lse_low=None))
+        call = with_outputs(call, return_max, wants_low=False)
     out, lse = interface.forward(call)
     return Results(out, lse, call.tensors.max_scores)
 
@@ -316,10 +333,15 @@ def _attend_by_operators(
     refuse_dual_level()
     x = call.tensors
     if wants_aux or _needs_graph(x):
-        _refuse_pages(call)
+        _refuse_without_gradients(call)
         call = recorded(call)
     batch = x.q.shape[0] if packs_declared_documents(call) else None
     arguments = to_operator(call, batch, return_max)
+    if x.out is not None:
+        lse, largest = torch.ops.flash_mask_cute.attention_fwd_into(
+            x.q, x.k, x.v, x.learnable_sink, x.out, *arguments
+        )
+        return Results(x.out, lse, largest if return_max else None)
     out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(
         x.q, x.k, x.v, x.learnable_sink, *arguments
     )

@@ -34,15 +34,15 @@ def refuse_dual_level() -> None:
         raise NotImplementedError(NO_FORWARD_MODE)
 
 
-def with_outputs(call: AttentionCall, wants_max: bool) -> AttentionCall:
+def with_outputs(call: AttentionCall, wants_max: bool, wants_low: bool = True) -> AttentionCall:
     """The call with new tensors for what autograd saves or returns beside out and lse.
 
-    lse_low: the rounding error of LSE. Scores that are plain products are too small for it to
-    matter. max_scores: the largest score of each row, -inf in rows of no sequence. There are none
-    for a q that the call will be refused for.
+    lse_low, which nobody reads without a backward (wants_low): the rounding error of LSE. Scores
+    that are plain products are too small for it to matter. max_scores: the largest score of each
+    row, -inf in rows of no sequence. There are none for a q that the call will be refused for.
     """
     x, q = call.tensors, call.tensors.q
-    has_mod = call.masks is not None and call.masks.score_mod is not None
+    has_mod = wants_low and call.masks is not None and call.masks.score_mod is not None
     if not (has_mod or wants_max) or q.dim() not in (3, 4):
         return call
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])

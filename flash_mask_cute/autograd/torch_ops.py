@@ -99,6 +99,11 @@ _library.define(
     f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, {CALL_SCHEMA}) "
     "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_scores)"
 )
+# in memory of the caller, without gradients
+_library.define(
+    "attention_fwd_into(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, Tensor(a!) out, "
+    f"{CALL_SCHEMA}) -> (Tensor lse, Tensor max_scores)"
+)
 _library.define(
     "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor? learnable_sink, "
     + "".join(f"{schema} {name}, " for name, schema in _RESULTS.items())
@@ -386,6 +391,24 @@ def _attention_fwd(
     return out, lse, _or_nothing(x.lse_low, x.q), _or_nothing(x.max_scores, x.q)
 
 
+@torch.library.impl(_library, "attention_fwd_into", "CompositeExplicitAutograd")
+def _attention_fwd_into(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """As `_attention_fwd`."""
+    refuse_dual_level()
+    call = with_out(call_of_operator(q, k, v, sink, arguments), own_memory(out))
+    call = with_outputs(call, _argument("wants_max", arguments), wants_low=False)
+    _, lse = interface.forward(call)
+    assert lse is not None
+    return lse, _or_nothing(call.tensors.max_scores, call.tensors.q)
+
+
+def with_out(call: AttentionCall, out: Tensor | None) -> AttentionCall:
+    """The call with memory for its result."""
+    return call if out is None else replaced(call, tensors=replaced(call.tensors, out=out))
+
+
 def _argument(name: str, arguments: Iterable[Any]) -> Any:
     """Of the arguments of an operator by `_ARGUMENTS`, that of this name."""
     return dict(zip(_ARGUMENTS, arguments, strict=True))[name]
@@ -419,6 +442,19 @@ def _(
     shapes = lse_shape, low_shape, max_shape
     lse, lse_low, largest = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return out, lse, lse_low, largest
+
+
+@torch.library.register_fake("flash_mask_cute::attention_fwd_into", lib=_library)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    if _computes(q):
+        return _attention_fwd_into(q, k, v, sink, out, *arguments)
+    *rows, heads_q, _ = q.shape
+    lse_shape = (*rows[:-1], heads_q, rows[-1])
+    max_shape = lse_shape if _argument("wants_max", arguments) else (0,)
+    lse, largest = (q.new_empty(x, dtype=torch.float32) for x in (lse_shape, max_shape))
+    return lse, largest
 
 
 @torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
@@ -465,7 +501,13 @@ def _refuse_batches(*arguments: Any) -> Any:
 # of whom the errors are those of attention
 IMPLEMENTATIONS = frozenset(
     implementation.__code__
-    for implementation in (_attention_fwd, _attention_bwd, _column_bounds, _column_documents)
+    for implementation in (
+        _attention_fwd,
+        _attention_fwd_into,
+        _attention_bwd,
+        _column_bounds,
+        _column_documents,
+    )
 )
 
 

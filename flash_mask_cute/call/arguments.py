@@ -27,7 +27,8 @@ class Lengths(NamedTuple):
     """Where the sequences of a call lie, and what they have in use; None: not there.
 
     q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k: beside
-    page_table, the row of it that a sequence has, and the rows before its first key.
+    page_table, the row of it that a sequence has, and the rows before its first key. causals: the
+    argument causal, if that is a tensor; `Options.causal` is then False.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -38,6 +39,7 @@ class Lengths(NamedTuple):
     q_starts: Tensor | None = None
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
+    causals: Tensor | None = None
 
     def of_sequences(self) -> tuple[Tensor | None, ...]:
         """Those by which sequences have other lengths than q, k and v, or may."""
@@ -71,15 +73,16 @@ def lengths_of(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
     kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    causals: Tensor | None = None,
 ) -> Lengths:  # fmt: skip
     """The lengths of a call, which are always the same object if there are none."""
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is None
-        and q_starts is kv_batch_idx is leftpad_k is None
+        and q_starts is kv_batch_idx is leftpad_k is causals is None
     ):
         return Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-            leftpad_k,
+            leftpad_k, causals,
         )  # fmt: skip
     return NO_LENGTHS
 
@@ -222,7 +225,7 @@ _NAMES = tuple(
     name
     for kind in (Tensors, Lengths, Gradients, Masks, Options, BackwardOptions)
     for name in kind._fields
-    if name not in ("lengths", "gradients", "q_starts", "config")
+    if name not in ("lengths", "gradients", "q_starts", "causals", "config")
 )
 
 
@@ -271,6 +274,7 @@ class AttentionCall(NamedTuple):
             return {name: given[name] for name in kind._fields if name in given}
 
         given["q_starts"], given["q_start"] = split_q_start(given.get("q_start"))
+        given["causals"], given["causal"] = split_causal(given.get("causal", False))
         given["softmax_scale"] = number_of("softmax_scale", given.get("softmax_scale"))
         config_kind: Any = FwdConfig if is_forward else BwdConfig
         config = config_kind.from_value(given.pop("config", None))
@@ -288,6 +292,8 @@ class AttentionCall(NamedTuple):
         given = self.tensors.by_name() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
         given["q_start"] = self.options.q_start.argument(q_starts)
+        if self.tensors.lengths.causals is not None:
+            given["causal"] = self.tensors.lengths.causals
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property
@@ -315,6 +321,15 @@ def configs_of(config: Any) -> tuple[Any, Any]:
     if len(config) != 2:
         raise ValueError(f"config must be a pair (forward, backward), got {config!r}")
     return config
+
+
+# causal masking of all sequences, or of those where an int32 tensor (batch,) is not 0
+CausalArgument: TypeAlias = bool | Tensor
+
+
+def split_causal(causal: CausalArgument) -> tuple[Tensor | None, bool]:
+    """The argument causal as `Tensors.causals` and `Options.causal`."""
+    return (causal, False) if isinstance(causal, Tensor) else (None, causal)
 
 
 BY_POSITION = (

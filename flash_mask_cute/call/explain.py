@@ -9,12 +9,10 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import dense_states
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
-from flash_mask_cute.call.build.backward import num_row_blocks
 from flash_mask_cute.call.check.pages import describe_pages
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import FwdTiles, select_bwd_config
+from flash_mask_cute.call.choose.config import FwdTiles
 from flash_mask_cute.call.choose.copies import describe_copies
-from flash_mask_cute.call.choose.group_splits import partial_sums_bytes, split_group
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.choose.packed import call_by_documents
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan, target_of
@@ -25,10 +23,12 @@ from flash_mask_cute.call.choose.tile_classes import (
     Verdicts,
     judge_row,
 )
+from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
 from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
+from flash_mask_cute.rules.band import side_of_sequence
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -48,7 +48,8 @@ class Explanation:
     thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
     empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
-    empty if there are none; the CPU path puts them side by side first.
+    empty if there are none; the CPU path puts them side by side first. backward: None if such a
+    call has none.
     """
 
     where: str
@@ -70,6 +71,7 @@ class Explanation:
     copies: str = ""
     splits: str = ""
     pages: str = ""
+    backward: BackwardExplanation | None = None
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -98,6 +100,8 @@ class Explanation:
         }
         if self.pages:
             lines["pages"] = self.pages
+        if self.backward is not None:
+            lines |= self.backward.lines()
         if self.note:
             lines["note"] = self.note
         return "\n".join(f"{name:<19}{value}" for name, value in lines.items())
@@ -139,8 +143,9 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
             _, full, partial, empty = _count_tiles(of_dense, call.tensors)
     if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
-    elif split := _describe_split_backward(run):
-        notes.append(split)
+    backward, why_not = explain_backward(call, dense)
+    if backward is None:
+        notes.append(f"there is no backward: {why_not}")
     return Explanation(
         where=device,
         kernel=arch_spec(run.target).forward.class_name,
@@ -161,6 +166,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         copies=describe_copies(**run.conversions),
         splits="" if run.splits is None else run.splits.describe(),
         pages=_describe_pages(run, call.tensors),
+        backward=backward,
     )
 
 
@@ -169,32 +175,6 @@ def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
     if box is None:
         return ""
     return describe_pages(tensors.k.shape[1], box, run.fwd_choice.tiles.tile_n)
-
-
-def _describe_split_backward(run: ExecutionPlan) -> str | None:
-    """The number of CTAs over which a backward of this call splits groups of heads, in words."""
-    kernel, problem, shapes = arch_spec(run.target).backward, run.problem, run.shapes
-    group = shapes.heads_q // shapes.heads_kv
-    if not kernel.splits_groups or group == 1:
-        return None
-    choice = select_bwd_config(
-        shapes.head_dim,
-        shapes.head_dim_v,
-        problem.tuning_class,
-        seqlen_k=shapes.seqlen_k,
-        kernel=kernel,
-    )
-    window = run.window_left, run.window_right
-    choice = split_group(choice, problem, shapes, window, run.target.num_sms, None)
-    rows = shapes.total_k if problem.varlen_k else shapes.seqlen_k
-    blocks = num_row_blocks(rows, shapes.batch, problem.varlen_k, choice.tile_n)
-    num_bytes = partial_sums_bytes(choice, shapes, blocks)
-    if not num_bytes:
-        return None
-    return (
-        f"a backward splits each group of heads over {choice.group_splits} CTAs, with {num_bytes} "
-        "bytes of partial sums"
-    )
 
 
 def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[str, Any]:
@@ -215,9 +195,9 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
-    lengths = of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k, of.q_starts
+    lengths = *of.of_sequences()[:4], of.q_starts, of.causals
     if any(y is not None and y.is_cuda for y in lengths):
-        return "cu_seqlens, seqused or q_start are on the device"
+        return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
         lists is not None and lists.mask_block_cnt.is_cuda
     ):
@@ -292,6 +272,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     of = tensors.lengths
     cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
     seqused = _values(of.seqused_q), _values(of.seqused_k)
+    causals = _values(of.causals) if problem.causal_each else None
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
@@ -299,7 +280,8 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
         start = run.q_start.of_sequence(of.q_starts, batch_idx, used)
-        used = replace(used, q_start=start)
+        right = side_of_sequence(run.window_right, causals, batch_idx)
+        used = replace(used, q_start=start, window_right=right)
         m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
         total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)

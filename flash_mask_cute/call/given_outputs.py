@@ -10,16 +10,19 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Direction, PreparedBwd, PreparedFwd, Tensors
+from flash_mask_cute.call.arguments import (
+    AttentionCall,
+    Direction,
+    PreparedBwd,
+    PreparedFwd,
+    Tensors,
+)
+from flash_mask_cute.call.check.inputs import inputs_of
 from flash_mask_cute.runtime.checks import check_outputs_apart
 
 _OUTPUTS = {
     Direction.FORWARD: ("out", "lse", "lse_low", "max_scores"),
     Direction.BACKWARD: ("dq", "dk", "dv", "dsink"),
-}
-_INPUTS = {
-    Direction.FORWARD: ("q", "k", "v"),
-    Direction.BACKWARD: ("q", "k", "v", "out", "dout"),
 }
 _MOST_PROVED = 1024
 
@@ -38,15 +41,13 @@ class WithGivenOutputs:
         self.proved: set[Any] = set()
         self._direction = direction
 
-    def prove(self, addresses: Any, tensors: Tensors) -> None:
-        """Add addresses, which are those of tensors.
+    def prove(self, addresses: Any, call: AttentionCall) -> None:
+        """Add addresses, which are those of the call's tensors.
 
         Raises:
             ValueError: an element of an output lies in memory of an input or of another output.
         """
-        outputs, given = _outputs_of(tensors, self._direction), tensors.by_name()
-        inputs = {name: given[name] for name in _INPUTS[self._direction]}
-        check_outputs_apart(outputs, inputs)
+        check_outputs_apart(_outputs_of(call.tensors, self._direction), inputs_of(call))
         if len(self.proved) >= _MOST_PROVED:
             self.proved.clear()
         self.proved.add(addresses)

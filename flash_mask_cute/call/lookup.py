@@ -14,6 +14,7 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     Masks,
 )
+from flash_mask_cute.call.check.inputs import tensors_of_masks
 from flash_mask_cute.call.choose.copies import misplaced
 from flash_mask_cute.limits import ADDRESS_MASK
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -100,7 +101,7 @@ def find(
         if starts is None:
             return found, key
         if starts not in found.proved:
-            found.prove(starts, call.tensors)
+            found.prove(starts, call)
         return found.prepared, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
@@ -128,13 +129,10 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         if start & ADDRESS_MASK:
             # to be refused, however a call with the same metadata went
             return _NO_KEY
-        starts = (
-            starts,
-            start,
-            lse if lse is None else lse.data_ptr(),
-            lse_low if lse_low is None else lse_low.data_ptr(),
-            max_scores if max_scores is None else max_scores.data_ptr(),
-        )
+        others: Any = lse, lse_low, max_scores, sink, *lengths
+        starts = starts, start, *[x if x is None else x.data_ptr() for x in others]
+        if masks is not None:
+            starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
     key: Any = (
         masks if masks is None else key_of_masks or mask_key(masks),
         q.shape, q.stride(), q.dtype, q.device,

@@ -34,6 +34,7 @@ OF_OPERATORS = (
     OperatorArgument("q_starts", "Tensor?", "lengths"),
     OperatorArgument("kv_batch_idx", "Tensor?", "lengths"),
     OperatorArgument("leftpad_k", "Tensor?", "lengths"),
+    OperatorArgument("causals", "Tensor?", "lengths"),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),
     OperatorArgument("softmax_scale", "float?", "options"),

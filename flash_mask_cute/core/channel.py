@@ -5,7 +5,10 @@ stage, fills it, and then arrives, as a thread or by the bytes that TMA delivers
 for the fill and releases the stage. All methods are run by whole, converged warps.
 
 A channel may cross a cluster. Each CTA has mbarriers to wait on. Threads of all CTAs arrive on the
-mbarriers of one CTA (`home`), which waits on behalf of all.
+mbarriers of one CTA (`home`), which waits on behalf of all. What TMA brings and what tcgen05 does
+needs no release of memory to be in order (PTX ISA, canonical patterns of tcgen05 between threads),
+and that would be a barrier for all memory of the GPU in the middle of a walk. So only `publish`
+releases what a thread has written.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from flash_mask_cute.core.cursor import Cursor
 
@@ -54,6 +58,16 @@ class Channel:
                     cute.arch.mbarrier_init(self.full + stage, producers)
                     cute.arch.mbarrier_init(self.empty + stage, consumers)
 
+    @property
+    def _scope(self) -> MemScopeKind:
+        """Threads for which an arrival orders what came before it. The compiler's default is those
+        of one CTA, even on the mbarrier of another CTA."""
+        return MemScopeKind.CTA if self.home is None else MemScopeKind.CLUSTER
+
+    @property
+    def _crosses(self) -> bool:
+        return self.home is not None
+
     def index(self, number: Int32) -> Int32:
         """The stage of fill `number`."""
         return Cursor(number, self.stages).index
@@ -75,14 +89,16 @@ class Channel:
     def expect(self, number: Int32, num_bytes: int | Int32) -> None:
         """Arrive for fill `number`, which is full when `num_bytes` bytes have also arrived."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), num_bytes, self.home)
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                self.barrier(number), num_bytes, self.home, self._crosses, self._scope
+            )
 
     @cute.jit
     def publish(self, number: Int32) -> None:
         """Signal that this warp has written its part of fill `number`."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.barrier(number), self.home)
+            cute.arch.mbarrier_arrive(self.barrier(number), self.home, scope=self._scope)
 
     def wait(self, number: Int32) -> None:
         """Wait until fill `number` is complete."""
@@ -103,9 +119,14 @@ class Channel:
 
     @cute.jit
     def release(self, number: Int32) -> None:
-        """Signal that all lanes of this warp have read fill `number` for the last time."""
+        """Signal that all lanes of this warp have read fill `number` for the last time.
+
+        Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`.
+        """
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.vacancy(number), self.home)
+            cute.arch.mbarrier_arrive(
+                self.vacancy(number), self.home, relaxed=self._crosses, scope=self._scope
+            )
 
     def wait_until_released(self, number: Int32) -> None:
         """Wait until fill `number`, the last one, is released; -1 if there was none."""

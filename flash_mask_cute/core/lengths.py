@@ -8,14 +8,15 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.tile_scheduler import WorkTile
 from flash_mask_cute.core.work_ring import WORK_FIELDS, Work
+from flash_mask_cute.limits import AT_END
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
 class Lengths(NamedTuple):
     """Starts and lengths of sequences; any of the tensors may be absent.
 
-    q_start: the position of each sequence's first query, (batch,) int32 or one number for all. A
-    negative number stands for the number of keys minus that of queries. None: not given.
+    q_start: the position of each sequence's first query, (batch,) int32 or one number for all. The
+    number AT_END stands for the number of keys minus that of queries. None: not given.
     """
 
     cu_seqlens_q: cute.Tensor | None
@@ -60,7 +61,7 @@ class Lengths(NamedTuple):
             return None
         if not isinstance(self.q_start, cutlass.Numeric):
             return self.q_start[batch_idx]
-        return cutlass.select_(self.q_start < 0, used.seqlen_k - used.seqlen_q, self.q_start)
+        return cutlass.select_(self.q_start == AT_END, used.seqlen_k - used.seqlen_q, self.q_start)
 
 
 @cute.jit

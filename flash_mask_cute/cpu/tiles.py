@@ -26,6 +26,7 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
+from flash_mask_cute.rules.band import side_of_sequence
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -196,12 +197,14 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
         None if y is None else y.tolist()
         for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
     ]
+    causals = None if of.causals is None else of.causals.tolist()
     batch = x.q.shape[0] if of.cu_seqlens_q is None else of.cu_seqlens_q.numel() - 1
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
     for batch_idx in range(batch):
         seqlen_info = SeqlenInfoQK.create(batch_idx, call.seqlen_q, call.seqlen_k, *lengths)
         start = call.q_start.of_sequence(of.q_starts, batch_idx, seqlen_info)
-        seqlen_info = replace(seqlen_info, q_start=start)
+        right = side_of_sequence(window_right, causals, batch_idx)
+        seqlen_info = replace(seqlen_info, q_start=start, window_right=right)
         of_entry: list[_Mask] = [_BandMask(block_info, seqlen_info)]
         if column_mask is not None and bounds is not None:
             of_entry.append(

@@ -26,12 +26,13 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
     know_block_bits,
 )
-from flash_mask_cute.lowering.intervals import Rows
+from flash_mask_cute.lowering.interval_rows import Rows
 from flash_mask_cute.lowering.lower import IntervalForm
 from flash_mask_cute.lowering.simplify import BandForm
 from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.mask_mods import mask_of_rows
 from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
@@ -280,18 +281,7 @@ def _column_mask(
     rows = columns.rows(seqlens, batch, lists.mask_block_cnt.device)
     if rows is None:
         return None
-    place = torch.arange(seqlens[1], device=rows.low.device)
-    is_empty = rows.high <= rows.low
-    # what is hidden above the diagonal is then told by one flag
-    is_causal = (is_empty | (rows.low == place)).all()
-    agrees = rows.is_right & _lists_agree(lists, rows, seqlens)
-    is_causal_known, agrees_known = torch.stack((is_causal, agrees)).tolist()
-    if not agrees_known:
-        return None
-    causal = bool(is_causal_known) and seqlens[0] == seqlens[1]
-    vectors = (rows.high.where(~is_empty, 0),) if causal else (rows.high, rows.low)
-    indices = torch.stack(torch.broadcast_tensors(*vectors), -1)[:, None].to(torch.int32)
-    return ColumnMask(indices, causal, columns.form.has_documents, seqlen_q=seqlens[0])
+    return mask_of_rows(rows, seqlens, _lists_agree(lists, rows, seqlens)).mask
 
 
 def _lists_agree(lists: BlockSparseTensorsTorch, rows: Rows, seqlens: tuple[int, int]) -> Tensor:

@@ -1,16 +1,17 @@
 """Traced masks as column intervals: for each key, one range of queries that see it.
 
-Documents, key validity, prefixes and windows, joined by `&` and in some places by `|`, are such
-masks. Kernels describe them by a few numbers for each key, skip what they hide, and call no
-callable. torch computes the conditions that depend only on the key, for all keys at once. A
-condition on q_idx becomes a bound. A mask that is not plainly an interval stays a mask_mod.
+Documents, key validity, prefixes, windows, chunks and groups of image tokens, joined by `&`, `|`
+and `~`, are such masks. Kernels describe them by a few numbers for each key, skip what they hide,
+and call no callable. Here a graph becomes a tree of conditions (`find_form`);
+`interval_rows.rows_of` computes the numbers of a tree at a call, and says whether they are one
+range for each key. A mask that is plainly no tree of these conditions stays a mask_mod.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from torch.fx import GraphModule, Node
 
 from flash_mask_cute.lowering.simplify import (
     AND,
-    EXACT,
+    NOT,
+    OR,
     SAME,
     SIGNS,
     Inequality,
@@ -26,54 +28,75 @@ from flash_mask_cute.lowering.simplify import (
     Whole,
     inequalities,
     is_false,
+    is_float,
     is_true,
     name_of_node,
+    opposite,
 )
 
-_OR = ("bitwise_or", "logical_or", "__or__")
 # without torch's tag
 _ELEMENTWISE = ("index", "floor_divide", "__rshift__", "__lshift__", *SAME)
-_B, _H, _Q, _K = range(4)
+BATCH, HEAD, QUERY, KEY = range(4)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_INT32 = 1 << 31
-# Beyond any index; sums of such numbers do not overflow int64.
-_FAR = 1 << 40
-_Terms = tuple[tuple[int, Any], ...]
+_WIDE = (torch.int32, torch.int64)
+Terms: TypeAlias = tuple[tuple[int, Any], ...]
+"""Factors, each of a node, a number or a `Whole`."""
+
+
+class Sum(NamedTuple):
+    """A sum in int32, which must not overflow. of_query: its terms that depend on the query."""
+
+    of_query: Terms
+    others: Terms
 
 
 class Side(NamedTuple):
-    """q_idx is at least (is_low) or at most a sum of terms, each a factor times a node, a number
-    or a `Whole`. sums: what the compared sides add to an int32 q_idx, which must not overflow by
-    it."""
+    """q_idx is at least (is_low) or at most a sum of terms. sums: those that are compared."""
 
     is_low: bool
-    terms: _Terms
-    sums: tuple[_Terms, ...]
+    terms: Terms
+    sums: tuple[Sum, ...]
+
+
+class Order(NamedTuple):
+    """As `Side`, of a sum of terms that depend on the query, such as its place in a document."""
+
+    is_low: bool
+    of_query: Terms
+    terms: Terms
+    sums: tuple[Sum, ...]
 
 
 class Keys(NamedTuple):
     """A bool that depends on the batch entry and the key only."""
 
     node: Node
+    is_negated: bool
 
 
-class SameDocument(NamedTuple):
-    """Query and key have the same number; node: the key's number."""
+class Queries(NamedTuple):
+    """A bool that depends on the batch entry and the query only."""
 
     node: Node
+    is_negated: bool
+
+
+class Equal(NamedTuple):
+    """A number of the query is one of the key, as with documents."""
+
+    of_query: Node
+    of_key: Node
 
 
 class All(NamedTuple):
     parts: tuple[Any, ...]
 
 
-class Any_(NamedTuple):
-    """A disjunction of `Keys` and at most one other condition, or of sides of one direction."""
-
+class AnyOf(NamedTuple):
     parts: tuple[Any, ...]
 
 
-class _NotIntervalsError(Exception):
+class NotIntervalsError(Exception):
     pass
 
 
@@ -85,20 +108,13 @@ class Form(NamedTuple):
 
     @property
     def has_documents(self) -> bool:
-        """Whether a query sees only keys of its own document."""
-        parts = self.root.parts if isinstance(self.root, All) else (self.root,)
-        return any(isinstance(part, SameDocument) for part in parts)
+        """Whether a query sees only keys of its own number."""
+        return any(isinstance(part, Equal) for part in parts_of(self.root))
 
 
-class Rows(NamedTuple):
-    """The queries that see each key, from `low` to `high` - 1: int64 (batch | 1, seqlen_k).
-
-    Also whether all ids are contiguous; if not, the rows mean nothing.
-    """
-
-    low: Tensor
-    high: Tensor
-    is_right: Tensor
+def parts_of(part: Any) -> tuple[Any, ...]:
+    """The conditions that all hold."""
+    return part.parts if isinstance(part, All) else (part,)
 
 
 def find_form(module: GraphModule) -> Form | None:
@@ -106,9 +122,11 @@ def find_form(module: GraphModule) -> Form | None:
     (returned,) = module.graph.find_nodes(op="output")
     finder = _Finder(module)
     try:
-        return Form(finder.part(returned.args[0]), module)
-    except _NotIntervalsError:
+        root = finder.part(returned.args[0])
+        finder.check_orders(root, False)
+    except NotIntervalsError:
         return None
+    return Form(root, module)
 
 
 class _Finder:
@@ -119,6 +137,8 @@ class _Finder:
 
     def _depends(self, node: Any) -> frozenset[int]:
         """The indices that a node depends on."""
+        if isinstance(node, Whole | Negated):
+            node = node.value
         if not isinstance(node, Node):
             return frozenset()
         if node not in self._known:
@@ -126,56 +146,110 @@ class _Finder:
             self._known[node] = frozenset().union(*parts)
         return self._known[node]
 
-    def part(self, node: Any) -> Any:
+    # -- conditions ------------------------------------------------------------------------------
+
+    def part(self, node: Any, is_negated: bool = False) -> Any:
         if not isinstance(node, Node) or is_true(node):
-            if node is False:
-                raise _NotIntervalsError
+            if (node is False) is not is_negated:
+                raise NotIntervalsError
             return All(())
         depends, name = self._depends(node), name_of_node(node)
-        if _H in depends:
-            raise _NotIntervalsError
-        if _Q not in depends:
+        if HEAD in depends:
+            raise NotIntervalsError
+        if QUERY not in depends:
             self._check_elementwise(node)
-            return Keys(node)
-        if node.meta["val"].dtype == torch.bool and name in AND:
-            parts = tuple(map(self.part, node.args))
-            return All(tuple(y for x in parts for y in (x.parts if isinstance(x, All) else (x,))))
-        if node.meta["val"].dtype == torch.bool and name in _OR:
-            given = (x for x in node.args if not is_false(x))
-            return self._either(tuple(map(self.part, given)))
-        if name == "eq":
-            return self._equal(*node.args)
-        if name not in SIGNS:
-            raise _NotIntervalsError
-        sign, strict = SIGNS[name]
-        return self._sides(node.args[0], node.args[1], sign, strict)
+            return Keys(node, is_negated)
+        if _is_bool(node):
+            if name in SAME and _is_bool(node.args[0]):
+                return self.part(node.args[0], is_negated)
+            if name in NOT:
+                return self.part(node.args[0], not is_negated)
+            if name in (OR if is_negated else AND):
+                return self._all(tuple(self.part(x, is_negated) for x in node.args))
+            if name in (AND if is_negated else OR):
+                given = (x for x in node.args if is_negated or not is_false(x))
+                return self._either(tuple(self.part(x, is_negated) for x in given))
+        try:
+            found = self._comparison(node, name, is_negated)
+        except NotIntervalsError:
+            found = None
+        if KEY not in depends and not _is_of_places(found):
+            if not _is_bool(node):
+                raise NotIntervalsError
+            self._check_elementwise(node)
+            return Queries(node, is_negated)
+        if found is None:
+            raise NotIntervalsError
+        return found
 
-    def _sides(self, x: Any, y: Any, sign: int, strict: int) -> Any:
-        sides = tuple(map(self._side, inequalities(x, y, sign, strict)))
-        return sides[0] if len(sides) == 1 else All(sides)
+    def _all(self, parts: tuple[Any, ...]) -> All:
+        return All(tuple(y for x in parts for y in parts_of(x)))
 
-    def _either(self, parts: tuple[Any, ...]) -> Any_:
+    def _either(self, parts: tuple[Any, ...]) -> AnyOf | All:
         if not parts:
-            raise _NotIntervalsError
-        flat = [y for x in parts for y in (x.parts if isinstance(x, Any_) else (x,))]
+            raise NotIntervalsError
+        if All(()) in parts:
+            return All(())
+        flat = [y for x in parts for y in (x.parts if isinstance(x, AnyOf) else (x,))]
         others = [x for x in flat if not isinstance(x, Keys)]
         same = all(isinstance(x, Side) and x.is_low == others[0].is_low for x in others)
-        if len(others) > 1 and not same:
-            raise _NotIntervalsError
-        return Any_(tuple(flat))
+        # what holds for some queries whatever the key leaves a gap beside what is near the key
+        if len(others) > 1 and not same and not all(map(self._relates, others)):
+            raise NotIntervalsError
+        return AnyOf(tuple(flat))
+
+    def _relates(self, part: Any) -> bool:
+        """Whether a condition depends on the query and on the key."""
+        if isinstance(part, Side):
+            # from a query on, which may be the first one, leaves none
+            offset = sum(factor * x for factor, x in part.terms if isinstance(x, int))
+            is_of_all = part.is_low and offset <= 0
+            return is_of_all or any(KEY in self._depends(value) for _, value in part.terms)
+        if isinstance(part, All):
+            return any(map(self._relates, part.parts))
+        if isinstance(part, AnyOf):
+            return all(isinstance(x, Keys) or self._relates(x) for x in part.parts)
+        return isinstance(part, Order | Equal)
+
+    def _comparison(self, node: Node, name: str, is_negated: bool) -> Any:
+        if name == ("ne" if is_negated else "eq"):
+            return self._equal(*node.args)
+        if name not in SIGNS:
+            raise NotIntervalsError
+        sign, strict = SIGNS[name]
+        if is_negated:
+            if any(map(is_float, node.args)):
+                # of NaN neither a comparison nor its opposite holds
+                raise NotIntervalsError
+            sign, strict = opposite(sign, strict)
+        return self._sides(node.args[0], node.args[1], sign, strict)
 
     def _equal(self, x: Any, y: Any) -> Any:
         for of_query, of_key in ((x, y), (y, x)):
-            depends = self._depends(of_query), self._depends(of_key)
-            if _K not in depends[0] and _Q not in depends[1] and self._is_same(of_query, of_key):
-                self._check_elementwise(of_key)
-                return SameDocument(of_key)
-        return All((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
+            both = {QUERY, KEY}
+            if self._depends(of_query) & both != {QUERY} or self._depends(of_key) & both != {KEY}:
+                continue
+            if not self._is_same(of_query, of_key):
+                sides = self._sides_of_places(x, y)
+                if sides is not None:
+                    return sides
+            self._check_elementwise(of_query)
+            self._check_elementwise(of_key)
+            return Equal(of_query, of_key)
+        return self._all((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
+
+    def _sides_of_places(self, x: Any, y: Any) -> All | None:
+        """Sides that say that two integers are equal, if these are sides of q_idx."""
+        try:
+            found = self._all((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
+        except NotIntervalsError:
+            return None
+        return found if _is_of_places(found) else None
 
     def _is_same(self, of_query: Any, of_key: Any) -> bool:
         """Whether one node is the other with the key in place of the query."""
-        if of_query is self._places[_Q]:
-            return of_key is self._places[_K]
+        if of_query is self._places[QUERY]:
+            return of_key is self._places[KEY]
         if not isinstance(of_query, Node) or not isinstance(of_key, Node):
             return type(of_query) is type(of_key) and of_query == of_key
         if of_query is of_key:
@@ -198,85 +272,167 @@ class _Finder:
             for a, b in zip(first, second, strict=True)
         )
 
-    def _side(self, inequality: Inequality) -> Side:
-        sign = inequality.sign
-        of_q, terms, sums = 0, [(1, inequality.strict)], []
-        pairs = (sign, inequality.first), (-sign, inequality.second)
-        for factor, operand in pairs:
-            own, rest = self._linear(operand, factor)
-            of_q, terms = of_q + own, terms + rest
-            if own and rest and _dtype_of(operand) == torch.int32:
-                sums.append(tuple(rest))
-        if of_q not in (1, -1):
-            raise _NotIntervalsError
-        terms = [(-of_q * factor, value) for factor, value in terms]
-        return Side(of_q == 1, tuple(terms), tuple(sums))
+    # -- comparisons of sums ---------------------------------------------------------------------
 
-    def _linear(self, value: Any, factor: int) -> tuple[int, list[tuple[int, Any]]]:
-        """Split a sum into the factor of q_idx and the other terms."""
+    def _sides(self, x: Any, y: Any, sign: int, strict: int) -> Any:
+        sides = tuple(map(self._side, inequalities(x, y, sign, strict)))
+        return sides[0] if len(sides) == 1 else All(sides)
+
+    def _side(self, inequality: Inequality) -> Side | Order:
+        sign = inequality.sign
+        of_query: list[tuple[int, Any]] = []
+        terms: list[tuple[int, Any]] = [(1, inequality.strict)]
+        sums = []
+        for factor, operand in ((sign, inequality.first), (-sign, inequality.second)):
+            own, rest = self._linear(operand, factor)
+            of_query, terms = of_query + own, terms + rest
+            if own and len(own) + len(rest) > 1 and _dtype_of(operand) == torch.int32:
+                sums.append(Sum(tuple(own), tuple(rest)))
+        if not of_query:
+            raise NotIntervalsError
+        places = sum(factor for factor, value in of_query if value is self._places[QUERY])
+        is_side = abs(places) == 1 and all(x is self._places[QUERY] for _, x in of_query)
+        is_low = (places if is_side else of_query[0][0]) > 0
+        turn = 1 if is_low else -1
+        others = tuple((-turn * factor, value) for factor, value in terms)
+        if is_side:
+            return Side(is_low, others, tuple(sums))
+        if any(isinstance(value, Whole) for _, value in terms):
+            # tables may have integers that its floating-point dtype has not
+            raise NotIntervalsError
+        own_terms = tuple((turn * factor, value) for factor, value in of_query)
+        return Order(is_low, own_terms, others, tuple(sums))
+
+    def _linear(self, value: Any, factor: int) -> tuple[list[Any], list[Any]]:
+        """Split a sum into the terms that depend on the query and the others."""
         if isinstance(value, Whole):
             self._check_without_query(value.value)
-            return 0, [(factor, value)]
+            return [], [(factor, value)]
         if isinstance(value, float):
-            raise _NotIntervalsError
+            raise NotIntervalsError
+        if isinstance(value, Negated):
+            return self._linear(value.value, -factor)
         if not isinstance(value, Node):
-            negated = getattr(value, "value", None)
-            if negated is not None:
-                return self._linear(negated, -factor)
-            return 0, [(factor, value)]
-        held = value.meta.get("val")
-        if value is self._places[_Q]:
-            return factor, []
-        if _Q not in self._depends(value):
+            return [], [(factor, value)]
+        held, depends = value.meta.get("val"), self._depends(value)
+        if value is self._places[QUERY]:
+            return [(factor, value)], []
+        if QUERY not in depends:
             if isinstance(held, torch.SymFloat) or (
                 isinstance(held, Tensor) and not _bounds_indices(held)
             ):
-                raise _NotIntervalsError
+                raise NotIntervalsError
             self._check_without_query(value)
-            return 0, [(factor, value)]
-        if isinstance(held, Tensor) and held.dtype not in (torch.int32, torch.int64):
-            raise _NotIntervalsError
-        name, args = name_of_node(value), value.args
-        if name in SAME:
-            return self._linear(args[0], factor)
-        if name == "neg":
-            return self._linear(args[0], -factor)
-        if name in ("add", "sub", "rsub") and not value.kwargs and len(args) == 2:
-            signs = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}[name]
-            (first, rest), (second, more) = (
-                self._linear(x, factor * sign) for x, sign in zip(args, signs, strict=True)
+            return [], [(factor, value)]
+        if isinstance(held, Tensor) and held.dtype in _WIDE:
+            name, args = name_of_node(value), value.args
+            if name in SAME and _dtype_of(args[0]) in _WIDE:
+                return self._linear(args[0], factor)
+            if name == "neg":
+                return self._linear(args[0], -factor)
+            if name in ("add", "sub", "rsub") and not value.kwargs and len(args) == 2:
+                signs = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}[name]
+                (first, rest), (second, more) = (
+                    self._linear(x, factor * sign) for x, sign in zip(args, signs, strict=True)
+                )
+                return first + second, rest + more
+        if KEY in depends or not isinstance(held, Tensor) or not _bounds_indices(held):
+            raise NotIntervalsError
+        self._check_elementwise(value)
+        return [(factor, value)], []
+
+    # -- what may rise with the query ------------------------------------------------------------
+
+    def check_orders(self, part: Any, is_anchored: bool) -> None:
+        """Refuse comparisons whose numbers can hardly rise from query to query.
+
+        The numbers decide at a call; here it is about telling masks that may be intervals from
+        those that are none. Tables are taken to rise among queries that are equal to the key in
+        something, and if they are compared with themselves.
+        """
+        if isinstance(part, All):
+            is_anchored |= any(
+                isinstance(x, Equal)
+                or (isinstance(x, Order) and self._is_plain(x) and self._rises(x, True))
+                for x in part.parts
             )
-            return first + second, rest + more
-        raise _NotIntervalsError
+        if isinstance(part, All | AnyOf):
+            for each in part.parts:
+                self.check_orders(each, is_anchored)
+        if (
+            isinstance(part, Order)
+            and not is_anchored
+            and not self._rises(part, self._is_plain(part))
+        ):
+            raise NotIntervalsError
+
+    def _rises(self, order: Order, reads: bool) -> bool:
+        return all(factor > 0 and self._may_rise(x, reads) for factor, x in order.of_query)
+
+    def _is_plain(self, order: Order) -> bool:
+        """Whether a number of the query is compared with the same one of the key."""
+        nodes = [value for _, value in order.terms if isinstance(value, Node)]
+        offset = sum(factor * x for factor, x in order.terms if isinstance(x, int))
+        return (
+            len(nodes) == len(order.of_query) == 1
+            and abs(offset) <= 1
+            and self._is_same(order.of_query[0][1], nodes[0])
+        )
+
+    def _may_rise(self, value: Any, reads: bool) -> bool:
+        """Whether a value may never fall with the query. reads: a table may rise."""
+        if QUERY not in self._depends(value) or value is self._places[QUERY]:
+            return True
+        name, args = name_of_node(value), value.args
+        if name == "index":
+            return reads and all(self._may_rise(x, reads) for x in args[1] if x is not None)
+        if name in ("sub", "floor_divide", "__rshift__") or (name == "div" and value.kwargs):
+            return self._may_rise(args[0], reads) and QUERY not in self._depends(args[1])
+        if name in (*SAME, "add", "mul", "clamp", "clamp_min", "clamp_max", "minimum", "maximum"):
+            return all(self._may_rise(x, reads) for x in args)
+        return False
+
+    # -- nodes that torch computes for all queries or keys at once -------------------------------
 
     def _check_without_query(self, value: Any) -> None:
-        if self._depends(value) & {_Q, _H}:
-            raise _NotIntervalsError
+        if self._depends(value) & {QUERY, HEAD}:
+            raise NotIntervalsError
         self._check_elementwise(value)
 
     def _check_elementwise(self, node: Any) -> None:
-        """Check that a node can be computed for all keys at once: no operator mixes elements."""
+        """Check that no operator of a node mixes elements."""
         if not isinstance(node, Node) or not self._depends(node) or node in self._places:
             return
         value, target = node.meta.get("val"), node.target
         is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
         is_plain = isinstance(value, Tensor) and (value.dim() == 0 or _is_of_one(node))
         if not is_plain or not (is_pointwise or name_of_node(node) in _ELEMENTWISE):
-            raise _NotIntervalsError
+            raise NotIntervalsError
         for x in node.all_input_nodes:
             self._check_elementwise(x)
 
 
-def _dtype_of(operand: Any) -> torch.dtype:
+def _is_of_places(part: Any) -> bool:
+    """Whether a condition is made of sides of q_idx alone."""
+    return part is not None and all(isinstance(x, Side) for x in parts_of(part))
+
+
+def _is_bool(node: Any) -> bool:
+    held = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(held, Tensor) and held.dtype == torch.bool
+
+
+def _dtype_of(operand: Any) -> torch.dtype | None:
     node = operand.value if isinstance(operand, Negated) else operand
-    return cast(torch.dtype, node.meta["val"].dtype)
+    held = node.meta.get("val") if isinstance(node, Node) else None
+    return held.dtype if isinstance(held, Tensor) else None
 
 
 def _bounds_indices(held: Tensor) -> bool:
     """Whether indices are compared with a tensor in a dtype that has them all."""
     if held.shape == (1,):
         # of a lone index it decides the dtype
-        return held.dtype in (torch.int32, torch.int64)
+        return held.dtype in _WIDE
     return held.dim() == 0 and held.dtype in _INTEGERS
 
 
@@ -287,150 +443,3 @@ def _is_of_one(node: Node) -> bool:
         return False
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in inputs))
     return len(inputs) < 3 and torch.result_type(inputs[0], inputs[-1]) == dtype
-
-
-# -- numbers --------------------------------------------------------------------------------------
-
-
-def rows_of(
-    form: Form, known: Callable[[Node], Any], seqlens: tuple[int, int], batch: int, device: Any
-) -> Rows | None:
-    """The intervals of a form at a call. known: values of nodes that depend on no index.
-    seqlens: queries and keys.
-
-    It waits for no device. It returns None if documents are compared with unequal numbers of
-    queries and keys, if a comparison rounds indices, or, on the CPU, if an index is out of range.
-    """
-    try:
-        low, high, is_right = _Numbers(form, known, seqlens, batch, device).of(form.root)
-    except _NotIntervalsError:
-        return None
-    return Rows(low.clamp(0, seqlens[0]), high.clamp(0, seqlens[0]), is_right)
-
-
-class _Numbers:
-    def __init__(
-        self,
-        form: Form,
-        known: Callable[[Node], Any],
-        seqlens: tuple[int, int],
-        batch: int,
-        device: Any,
-    ) -> None:
-        self._known, (self._rows, self._keys) = known, seqlens
-        places = form.module.graph.find_nodes(op="placeholder")[:4]
-        ints = {"dtype": torch.int32, "device": device}
-        self._k = torch.arange(self._keys, **ints)[None]
-        self._values: dict[Node, Any] = {
-            places[_B]: torch.arange(batch, **ints)[:, None],
-            places[_K]: self._k,
-        }
-        self._reaches = dict.fromkeys(self._values, True)
-        self._true = torch.ones((), dtype=torch.bool, device=device)
-
-    def of(self, part: Any) -> tuple[Tensor, Tensor, Tensor]:
-        low, high = torch.zeros_like(self._k).long(), torch.full_like(self._k, self._rows).long()
-        if isinstance(part, Keys):
-            seen = self._value(part.node)
-            return torch.where(seen, low, high), torch.where(seen, high, low), self._true
-        if isinstance(part, SameDocument):
-            return self._runs(self._value(part.node).expand(-1, self._keys))
-        if isinstance(part, Side):
-            # a tensor, even if all terms are numbers
-            edge = torch.zeros_like(low) + self._sum(part.terms)
-            is_right = self._true
-            for terms in part.sums:
-                reach = torch.zeros_like(low) + self._sum(terms)
-                is_right = is_right & (reach.abs() < _INT32 - self._rows).all()
-            return (edge, high, is_right) if part.is_low else (low, edge + 1, is_right)
-        is_right = self._true
-        if isinstance(part, All):
-            for each in part.parts:
-                its_low, its_high, its_right = self.of(each)
-                low, high = torch.maximum(low, its_low), torch.minimum(high, its_high)
-                is_right = is_right & its_right
-            return low, high, is_right
-        low, high = high, low
-        for each in sorted(part.parts, key=lambda x: isinstance(x, Keys)):
-            its_low, its_high, its_right = self.of(each)
-            # sides of one direction agree on the other end; keys have all rows or none
-            is_empty = its_high <= its_low
-            low = torch.where(is_empty, low, torch.minimum(low, its_low))
-            high = torch.where(is_empty, high, torch.maximum(high, its_high))
-            is_right = is_right & its_right
-        return low, high, is_right
-
-    def _runs(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self._rows != self._keys:
-            raise _NotIntervalsError
-        place = torch.arange(self._keys, device=ids.device)
-        begins = torch.ones_like(ids, dtype=torch.bool)
-        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        low = torch.where(begins, place, 0).cummax(1).values
-        ends = torch.where(begins, place, self._keys)[:, 1:]
-        ends = torch.nn.functional.pad(ends, (0, 1), value=self._keys)
-        high = ends.flip(1).cummin(1).values.flip(1)
-        ordered = ids.sort(1).values
-        different = (ordered[:, 1:] != ordered[:, :-1]).sum(1) + 1
-        is_right = (begins.sum(1) == different).all()
-        # NaN is not equal to itself, so no query sees such a key
-        return low, torch.where(ids == ids, high, low), is_right
-
-    def _sum(self, terms: _Terms) -> Any:
-        return sum(factor * self._long(value) for factor, value in terms)
-
-    def _long(self, value: Any) -> Any:
-        """An integer as int64 or a number. It is clamped: what is beyond all indices may be what is
-        largest in its dtype, to which nothing could be added."""
-        if isinstance(value, Whole):
-            if max(self._rows, self._keys) >= EXACT:
-                raise _NotIntervalsError
-            found = self._value(value.value)
-            if not isinstance(found, Tensor):
-                found = torch.full((), found, dtype=torch.float64, device=self._k.device)
-            return value.of_tensor(found, _FAR)
-        found = self._value(value)
-        if isinstance(found, Tensor):
-            return found.long().clamp(-_FAR, _FAR)
-        if abs(found) >= _INT32:
-            # torch makes an int32 of it, which wraps
-            raise _NotIntervalsError
-        return found
-
-    def _value(self, node: Any) -> Any:
-        """The value of a node without q_idx: (batch | 1, seqlen_k | 1), or a number."""
-        if not isinstance(node, Node):
-            return node
-        if node not in self._values:
-            self._values[node] = self._compute(node)
-        return self._values[node]
-
-    def _compute(self, node: Node) -> Any:
-        if not self._reaches_an_index(node):
-            value = self._known(node)
-            is_number = isinstance(value, Tensor) and value.dim() == 0
-            # of one rank, so that torch promotes as it does for two numbers
-            return value.to(self._k.device).view(1, 1) if is_number else value
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._value)
-        if name_of_node(node) == "index":
-            table, indices = cast("tuple[Tensor, Sequence[Tensor | None]]", args)
-            args = (table, [self._inside(table, i, x) for i, x in enumerate(indices)])
-        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result.to(node.meta["val"].dtype)
-
-    def _reaches_an_index(self, node: Node) -> bool:
-        if node not in self._reaches:
-            self._reaches[node] = any(map(self._reaches_an_index, node.all_input_nodes))
-        return self._reaches[node]
-
-    def _inside(self, table: Tensor, dimension: int, index: Tensor | None) -> Tensor:
-        """An index as a kernel uses it: wrapped and clamped to the table."""
-        if index is None:
-            raise _NotIntervalsError
-        extent = table.shape[dimension]
-        index = index.long()
-        wrapped = torch.where(index < 0, index + extent, index)
-        inside = wrapped.clamp(0, extent - 1)
-        if not inside.is_cuda and not torch.equal(inside, wrapped):
-            raise _NotIntervalsError
-        return inside

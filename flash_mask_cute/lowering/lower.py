@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Reached, find_captures
-from flash_mask_cute.lowering.intervals import Form, Rows, find_form, rows_of
+from flash_mask_cute.lowering.interval_rows import Rows, rows_of
+from flash_mask_cute.lowering.intervals import Form, find_form
 from flash_mask_cute.lowering.paths import Path, UnreachableError
-from flash_mask_cute.lowering.simplify import BandForm, Bound, band_of, find_bounds
+from flash_mask_cute.lowering.simplify import BandForm, Bound, Joined, band_of, find_bounds
 from flash_mask_cute.lowering.text import Text, UnknownOperator, note_captured, write
 from flash_mask_cute.lowering.trace import Trace, name_of, trace, trace_with_numbers
 from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
@@ -93,16 +94,18 @@ class LoweredMod:
 class IntervalForm:
     """A mask as column intervals, at a call.
 
-    captured, numbers: the tensors and the numbers that the intervals follow from.
+    captured, numbers: the tensors and the numbers that the intervals follow from. paths: of the
+    tensors.
     """
 
     form: Form
     captured: tuple[Tensor, ...]
+    paths: tuple[Path, ...]
     numbers: tuple[int | float, ...]
     known: Callable[[Node], Any]
 
     def rows(self, seqlens: tuple[int, int], batch: int, device: torch.device) -> Rows | None:
-        """As `intervals.rows_of`."""
+        """As `interval_rows.rows_of`."""
         with torch.no_grad():
             return rows_of(self.form, self.known, seqlens, batch, device)
 
@@ -199,7 +202,7 @@ class Program:
     module: GraphModule
     found: tuple[CapturedTensor, ...] | None = None
     varying: tuple[int, ...] = ()
-    bounds: tuple[Bound, ...] | None = None
+    bounds: Bound | Joined | None = None
     form: Form | None = None
     knows_shapes: bool = False
     constants: dict[Any, Tensor] = field(default_factory=dict)
@@ -241,8 +244,8 @@ class Program:
         band = None if self.bounds is None else band_of(self.bounds, computed.of)
         columns = None
         if self.form is not None:
-            tensors = tuple(x.tensor for x in captured)
-            columns = IntervalForm(self.form, tensors, numbers, computed.of)
+            tensors, paths = tuple(x.tensor for x in captured), tuple(x.path for x in captured)
+            columns = IntervalForm(self.form, tensors, paths, numbers, computed.of)
         makes_tensors = any(source.number is not None for source in self.text.sources)
         claims = self.text.claims
         checks = any(made[i].shape[dimension] < extent for i, dimension, extent in claims)

@@ -76,6 +76,9 @@ def resolve_mods(
 
 # The lowered mods, None where there is none.
 _memo: Memo[tuple[Any, Any]] = Memo()
+stays_mod: Memo[None] = Memo()
+"""By identity: torch mask_mods that no window and no column intervals replace in a call, because
+they read tensors, whose contents may change unseen, or because they are none."""
 
 
 def form_of(mask_mod: Any) -> str:

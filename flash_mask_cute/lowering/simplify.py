@@ -1,8 +1,9 @@
 """Traced masks that are bands: causal, windows, and everything.
 
-Take a conjunction of comparisons whose sides are integers plus q_idx and kv_idx, with equal and
-opposite factors. It lets a query see the keys from q - left to q + right. Kernels describe such a
-mask by two numbers, and call no callable. Any other mask stays a mask_mod.
+A comparison whose sides are integers plus q_idx and kv_idx, with equal and opposite factors, lets a
+query see the keys from q - left to q + right. So do such comparisons joined by `&`, and by `|` if
+no key between two bands is left out. Kernels describe such a mask by two numbers, and call no
+callable. Any other mask stays a mask_mod.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _LIMIT = 1 << 30
 # float32 has all integers below it; beyond it, a comparison may round an index
 EXACT = 1 << 24
 AND = ("bitwise_and", "logical_and", "__and__")
+OR = ("bitwise_or", "logical_or", "__or__")
+NOT = ("bitwise_not", "logical_not")
 SIGNS = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
-SAME = ("alias", "clone", "detach", "_to_copy", "to")
+SAME = ("alias", "clone", "detach", "lift_fresh_copy", "_to_copy", "to")
 
 
 class BandForm(NamedTuple):
@@ -45,12 +48,20 @@ class BandForm(NamedTuple):
 
 class Bound(NamedTuple):
     """One side: kv_idx - q_idx, or its negative, is at most `distance`. It may depend on numbers
-    that are known only at a call. sums: what the compared sides add to indices; an int32 index
-    must not overflow by it."""
+    that are known only at a call. is_right None: an index plus `distance` is at least 0, which
+    each is if `distance` is. sums: what the compared sides add to indices; an int32 index must not
+    overflow by it."""
 
-    is_right: bool
+    is_right: bool | None
     distance: _Linear
     sums: tuple[_Linear, ...]
+
+
+class Joined(NamedTuple):
+    """A conjunction, or with is_any a disjunction, of `Bound` and `Joined`."""
+
+    parts: tuple[Any, ...]
+    is_any: bool
 
 
 class Whole(NamedTuple):
@@ -102,20 +113,48 @@ class _NotLinearError(Exception):
     pass
 
 
-def find_bounds(module: GraphModule) -> tuple[Bound, ...] | None:
+def find_bounds(module: GraphModule) -> Bound | Joined | None:
     """The bounds of a mask_mod's graph if all its conditions are sides of bands; else None."""
     (returned,) = module.graph.find_nodes(op="output")
     places = module.graph.find_nodes(op="placeholder")
     try:
-        return tuple(_bounds(returned.args[0], places[2], places[3]))
+        return _bounds(returned.args[0], places[2], places[3], False)
     except _NotLinearError:
         return None
 
 
-def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int | float]) -> BandForm | None:
-    """The band at a call; None if the numbers are too large. number: the value of a node at this
-    call."""
+def band_of(bounds: Bound | Joined, number: Callable[[Node], int | float]) -> BandForm | None:
+    """The band at a call; None if the numbers are too large, or bands leave a gap between them.
+    number: the value of a node at this call."""
+    try:
+        least, most = _range_of(bounds, number)
+    except _NotLinearError:
+        return None
+    return BandForm(None if least == -_OPEN else int(-least), None if most == _OPEN else int(most))
 
+
+# Of the distance from a query to a key that has no limit.
+_OPEN = math.inf
+
+
+def _range_of(bounds: Bound | Joined, number: Callable[[Node], int | float]) -> tuple[float, float]:
+    """The least and the most of kv_idx - q_idx; integers, or infinite."""
+    if isinstance(bounds, Bound):
+        return _range_of_bound(bounds, number)
+    ranges = [_range_of(part, number) for part in bounds.parts]
+    if not bounds.is_any:
+        lows, highs = zip((-_OPEN, _OPEN), *ranges, strict=True)
+        return max(lows), min(highs)
+    shown = sorted(x for x in ranges if x[0] <= x[1])
+    least, most = shown[0] if shown else ranges[0]
+    for low, high in shown[1:]:
+        if low > most + 1:
+            raise _NotLinearError
+        most = max(most, high)
+    return least, most
+
+
+def _range_of_bound(bound: Bound, number: Callable[[Node], int | float]) -> tuple[float, float]:
     def value(linear: _Linear) -> int:
         terms = (
             factor * int(x.of_number(number(x.value)) if isinstance(x, Whole) else number(x))
@@ -123,36 +162,64 @@ def band_of(bounds: tuple[Bound, ...], number: Callable[[Node], int | float]) ->
         )
         return linear.constant + sum(terms)
 
-    sides: dict[bool, list[int]] = {False: [], True: []}
-    try:
-        for is_right, distance, sums in bounds:
-            if any(abs(value(x)) >= _LIMIT for x in sums):
-                return None
-            sides[is_right].append(value(distance))
-    except _NotLinearError:
-        return None
-    return BandForm(min(sides[False], default=None), min(sides[True], default=None))
+    if any(abs(value(x)) >= _LIMIT for x in bound.sums):
+        raise _NotLinearError
+    distance = value(bound.distance)
+    if bound.is_right is None:
+        if distance < 0:
+            raise _NotLinearError
+        return -_OPEN, _OPEN
+    return (-_OPEN, distance) if bound.is_right else (-distance, _OPEN)
 
 
-def _bounds(node: Any, q_idx: Node, kv_idx: Node) -> Iterator[Bound]:
+def _bounds(node: Any, q_idx: Node, kv_idx: Node, is_negated: bool) -> Bound | Joined:
     if node is True or (isinstance(node, Node) and is_true(node)):
-        return
+        if is_negated:
+            raise _NotLinearError
+        return Joined((), False)
     name = name_of_node(node)
-    if name in AND and node.meta["val"].dtype == torch.bool:
-        for part in node.args:
-            yield from _bounds(part, q_idx, kv_idx)
-        return
+    held = _held(node)
+    if isinstance(held, Tensor) and held.dtype == torch.bool:
+        if name in NOT:
+            return _bounds(node.args[0], q_idx, kv_idx, not is_negated)
+        if name in (*AND, *OR):
+            is_any = (name in OR) is not is_negated
+            given = (x for x in node.args if not (is_any and not is_negated and is_false(x)))
+            parts = tuple(_bounds(x, q_idx, kv_idx, is_negated) for x in given)
+            if is_any and not parts:
+                raise _NotLinearError
+            return Joined(parts, is_any)
+    if name == ("ne" if is_negated else "eq"):
+        both = (_sides(node, sign, 0, q_idx, kv_idx) for sign in (1, -1))
+        return Joined(tuple(both), False)
     if name not in SIGNS:
         raise _NotLinearError
     sign, strict = SIGNS[name]
+    if is_negated:
+        if any(map(is_float, node.args)):
+            # of NaN neither a comparison nor its opposite holds
+            raise _NotLinearError
+        sign, strict = opposite(sign, strict)
+    return _sides(node, sign, strict, q_idx, kv_idx)
+
+
+def _sides(node: Node, sign: int, strict: int, q_idx: Node, kv_idx: Node) -> Joined:
+    found = []
     for each in inequalities(node.args[0], node.args[1], sign, strict):
         sides = tuple(_linear(v, q_idx, kv_idx) for v in (each.first, each.second))
         # at least 0
         rest = _Linear(constant=each.strict).plus(sides[0].plus(sides[1], -1), each.sign)
-        if (rest.q, rest.k) not in ((1, -1), (-1, 1)):
+        if (rest.q, rest.k) not in ((1, -1), (-1, 1), (1, 0), (0, 1)):
             raise _NotLinearError
         sums = tuple(x for x in sides if (x.q or x.k) and (x.constant or x.terms))
-        yield Bound(rest.q == 1, rest._replace(q=0, k=0), sums)
+        is_right = None if rest.q + rest.k else rest.q == 1
+        found.append(Bound(is_right, rest._replace(q=0, k=0), sums))
+    return Joined(tuple(found), False)
+
+
+def opposite(sign: int, strict: int) -> tuple[int, int]:
+    """The sign and the strictness of a comparison that holds where another one does not."""
+    return -sign, -1 - strict
 
 
 class Inequality(NamedTuple):
@@ -169,7 +236,7 @@ def inequalities(x: Any, y: Any, sign: int, strict: int) -> Iterator[Inequality]
     """sign * (x - y) + strict >= 0 without absolute values, and with integers for floating-point
     bounds of integers."""
     for first, second in _without_abs(x, y, sign):
-        floats = tuple(map(_is_float, (first, second)))
+        floats = tuple(map(is_float, (first, second)))
         dtype = _dtype_of_comparison(first, second)
         if floats not in ((True, False), (False, True)) or dtype is None:
             yield Inequality(first, second, sign, strict)
@@ -189,7 +256,8 @@ def _held(value: Any) -> Any:
     return value.meta.get("val") if isinstance(value, Node) else value
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
+    """Whether a node or a number is a floating-point one."""
     held = _held(value)
     if isinstance(held, Tensor):
         return held.dtype.is_floating_point
@@ -266,9 +334,14 @@ def is_false(node: Any) -> bool:
 
 def _is_constant(node: Node, maker: str, held: bool) -> bool:
     value, name = node.meta.get("val"), name_of_node(node)
-    is_it = name == maker or (name == "full" and bool(node.args[1] == held))
-    is_bool = isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 0
-    return is_it and is_bool
+    if not isinstance(value, Tensor) or value.dtype != torch.bool or value.dim():
+        return False
+    if name in SAME and isinstance(node.args[0], Node):
+        return _is_constant(node.args[0], maker, held)
+    if node.op == "get_attr" and node.meta["captured"] is None:
+        # as `torch.tensor(True)` in a mod is
+        return bool(getattr(node.graph.owning_module, str(node.target))) is held
+    return name == maker or (name == "full" and bool(node.args[1] == held))
 
 
 def name_of_node(node: Any) -> str:

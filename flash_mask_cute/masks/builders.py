@@ -1,11 +1,13 @@
-"""Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), and conversions.
+"""Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), trees, images and
+block diffusion, and conversions.
 
 Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense`). The
 mask is for self-attention over `seqlen` tokens, and records that (`ColumnMask.seqlen_q`). A mask of
 `from_dense` is for the queries of the dense mask; one of `key_padding` is for any number of
-queries. Each docstring says which query q sees which key k, and which form stores that. This form
-has the fewest vectors whose minimum and maximum over a block of keys decide whether the block is
-empty or full. `docs/mask_gallery.md` shows the masks.
+queries. `draft_tree` is for decoding and returns a `DraftTree` (`masks/draft_tree.py`). Each
+docstring says which query q sees which key k, and which form stores that. This form has the fewest
+vectors whose minimum and maximum over a block of keys decide whether the block is empty or full.
+`docs/mask_gallery.md` shows the masks.
 
 Document lengths are lists of ints, or [[...], ...] for a batch with different documents. They may
 also be an integer tensor (documents,) or (batch, documents); the mask is then on its device,
@@ -23,25 +25,34 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_mask_cute.masks.builder_arguments import (
+    Device,
+    check_bool,
+    check_int,
+    device_of,
+    is_list,
+    sizes_of,
+    token_rows,
+)
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
+from flash_mask_cute.masks.draft_tree import DraftTree as DraftTree
+from flash_mask_cute.masks.draft_tree import draft_tree as draft_tree
 from flash_mask_cute.masks.runs import MAX_INT32, HiddenRuns, fit_vectors
-from flash_mask_cute.runtime.checks import INTS
 
-Device: TypeAlias = torch.device | str | None
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
 PartLengths: TypeAlias = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | Tensor
 
 
 def full(seqlen: int, *, device: Device = None) -> ColumnMask:
     """Every query sees every key. Not causal, 2 vectors."""
-    _check_int("seqlen", seqlen)
+    check_int("seqlen", seqlen)
     indices = torch.zeros((1, 1, seqlen, 2), dtype=torch.int32, device=device)
     indices[..., 0] = seqlen
     return _self_attention(indices, causal=False)
@@ -49,15 +60,15 @@ def full(seqlen: int, *, device: Device = None) -> ColumnMask:
 
 def causal(seqlen: int, *, device: Device = None) -> ColumnMask:
     """k <= q. Causal, 1 vector."""
-    _check_int("seqlen", seqlen)
+    check_int("seqlen", seqlen)
     indices = torch.full((1, 1, seqlen, 1), seqlen, dtype=torch.int32, device=device)
     return _self_attention(indices, causal=True)
 
 
 def sliding_window(seqlen: int, window: int, *, device: Device = None) -> ColumnMask:
     """q - window <= k <= q: the query's own key and `window` before it. Causal, 1 vector."""
-    _check_int("seqlen", seqlen)
-    _check_int("window", window)
+    check_int("seqlen", seqlen)
+    check_int("window", window)
     return _self_attention(_window_end(seqlen, window, device)[None, None, :, None], causal=True)
 
 
@@ -66,9 +77,9 @@ def sink_window(seqlen: int, sinks: int, window: int, *, device: Device = None) 
 
     Attention sinks (Xiao et al. 2023). Causal, 1 vector.
     """
-    _check_int("seqlen", seqlen)
-    _check_int("sinks", sinks)
-    _check_int("window", window)
+    check_int("seqlen", seqlen)
+    check_int("sinks", sinks)
+    check_int("window", window)
     end = _window_end(seqlen, window, device)
     end[:sinks] = seqlen
     return _self_attention(end[None, None, :, None], causal=True)
@@ -83,9 +94,9 @@ def global_sliding_window(
     earlier queries that do not see a key starts after the global tokens, which two vectors cannot
     express.
     """
-    _check_int("seqlen", seqlen)
-    _check_int("global_tokens", global_tokens)
-    _check_int("window", window)
+    check_int("seqlen", seqlen)
+    check_int("global_tokens", global_tokens)
+    check_int("window", window)
     first = min(global_tokens, seqlen)
     indices = torch.full((1, 1, seqlen, 4), seqlen, dtype=torch.int32, device=device)
     indices[:, :, first:, 0] = _window_end(seqlen, window, device)[first:]
@@ -98,8 +109,8 @@ def global_sliding_window(
 
 def prefix_lm_causal(seqlen: int, prefix: int, *, device: Device = None) -> ColumnMask:
     """k <= q or k < prefix: all queries see the prefix. Not causal, 2 vectors."""
-    _check_int("seqlen", seqlen)
-    _check_int("prefix", prefix)
+    check_int("seqlen", seqlen)
+    check_int("prefix", prefix)
     indices = torch.full((1, 1, seqlen, 2), seqlen, dtype=torch.int32, device=device)
     indices[..., 1] = _positions(seqlen, device)
     indices[:, :, :prefix, 1] = 0
@@ -110,13 +121,13 @@ def causal_document(
     lengths: Lengths, seqlen: int | None = None, *, device: Device = None
 ) -> ColumnMask:
     """k <= q, both in the same document. Causal, 1 vector."""
-    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     return _causal_segments(_ends(sizes, seqlen), seqlen, device)
 
 
 def document(lengths: Lengths, seqlen: int | None = None, *, device: Device = None) -> ColumnMask:
     """Query and key in the same document. Not causal, 2 vectors."""
-    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     return _full_segments(_ends(sizes, seqlen), seqlen, device)
 
 
@@ -128,8 +139,8 @@ def prefix_lm_document(
     prefixes: tokens of each prefix, one number for each document; a prefix longer than its document
     covers the whole document.
     """
-    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
-    prefix_sizes, _, _ = _sizes("prefixes", prefixes, seqlen, device, depth=1, adds_up=False)
+    sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
+    prefix_sizes, _, _ = sizes_of("prefixes", prefixes, seqlen, device, depth=1, adds_up=False)
     if prefix_sizes.shape != sizes.shape or prefix_sizes.device != sizes.device:
         raise ValueError(
             f"prefixes has shape {tuple(prefix_sizes.shape)} on {prefix_sizes.device}, lengths "
@@ -159,7 +170,7 @@ def share_question(
     [question, answer, answer, ...]; a tensor is (documents, parts) or (batch, documents, parts),
     padded at the end with zeros. Causal, 1 vector.
     """
-    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=2)
+    sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=2)
     ends = _ends(sizes.flatten(1), seqlen)
     row_ends = ends.view(sizes.shape).clone()
     row_ends[..., 0] = row_ends[..., -1]
@@ -176,7 +187,7 @@ def causal_blockwise(
     at the end sees everything. Tokens past the last length belong to the test example. Causal, 2
     vectors.
     """
-    sizes, seqlen, device = _sizes("lengths", lengths, seqlen, device, depth=1)
+    sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     before_last = _ends(sizes, seqlen)[:, :-1]
     test_start = F.pad(before_last, (1, 0))[:, -1:]
     # the blocks from which nothing is hidden start at seqlen
@@ -194,16 +205,16 @@ def qk_sparse(
     dropped: (start, length) of each range, ascending, not overlapping. Tokens of a range still see
     the keys before it, and later queries see them. Causal, 2 vectors.
     """
-    _check_int("seqlen", seqlen)
-    if not _is_list(dropped):
+    check_int("seqlen", seqlen)
+    if not is_list(dropped):
         raise TypeError(f"dropped={dropped!r} is not a list of (start, length)")
     end = 0
     for i, span in enumerate(dropped):
-        if not _is_list(span) or len(span) != 2:
+        if not is_list(span) or len(span) != 2:
             raise ValueError(f"dropped[{i}]={span!r} is not (start, length)")
         start, length = span
-        _check_int(f"dropped[{i}][0]", start)
-        _check_int(f"dropped[{i}][1]", length)
+        check_int(f"dropped[{i}][0]", start)
+        check_int(f"dropped[{i}][1]", length)
         if start < end or start + length > seqlen:
             raise ValueError(
                 f"dropped[{i}]=({start}, {length}) starts before {end}, where the range before it "
@@ -215,7 +226,7 @@ def qk_sparse(
     rows = [(seqlen, 0), *((0, start + length) for start, length in dropped)]
     starts = torch.tensor([[start for start, _ in dropped]], dtype=torch.int32, device="cpu")
     table = torch.tensor([rows], dtype=torch.int32, device="cpu")
-    return _self_attention(_look_up(starts, table, seqlen, _device(device)), causal=True)
+    return _self_attention(_look_up(starts, table, seqlen, device_of(device)), causal=True)
 
 
 def random_eviction(
@@ -233,10 +244,10 @@ def random_eviction(
     later query sees the replaced key. So q sees min(q + 1, cache_size) keys. Keys are drawn anew
     for each batch entry and head. Causal, 1 vector.
     """
-    _check_int("seqlen", seqlen)
-    _check_int("cache_size", cache_size, at_least=1)
-    _check_int("batch", batch, at_least=1)
-    _check_int("heads", heads, at_least=1)
+    check_int("seqlen", seqlen)
+    check_int("cache_size", cache_size, at_least=1)
+    check_int("batch", batch, at_least=1)
+    check_int("heads", heads, at_least=1)
     shape = (batch, heads, seqlen)
     num_places = min(cache_size, max(seqlen, 1))  # the others are never reached
     place = torch.randint(num_places, shape, generator=generator, dtype=torch.int32, device=device)
@@ -248,6 +259,105 @@ def random_eviction(
     successor[..., :-1] = torch.where(is_same, order[..., 1:].int(), successor[..., :-1])
     evicted_by = torch.empty_like(successor).scatter_(-1, order, successor)
     return _self_attention(evicted_by[..., None], causal=True)
+
+
+def prefix_tree(
+    parents: Sequence[int] | Sequence[Sequence[int]],
+    lengths: Lengths,
+    seqlen: int | None = None,
+    *,
+    device: Device = None,
+) -> ColumnMask:
+    """k <= q, and k is in the node of q or in one of its ancestors.
+
+    Sequences that share prefixes (roll-outs of one prompt, turns of one conversation) as a forest
+    in which each shared part stands once. parents: the parent of each node, -1 for a root; lists,
+    nested for a batch. lengths: the tokens of each node. Nodes are in depth-first order, so each
+    subtree is a run of tokens, whose end hides a key from all later rows. Causal, 1 vector.
+
+    Raises:
+        ValueError: also if nodes are in another order; the message names the first such node.
+    """
+    sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
+    trees = _trees(parents, lengths, sizes)
+    batch, width = sizes.shape
+    last = torch.zeros((batch, width), dtype=torch.int64, device="cpu")
+    for i, tree in enumerate(trees):
+        # lists of a batch have empty nodes before the others
+        first = width - len(tree)
+        last[i, first:] = torch.tensor(_last_descendants(tree), dtype=torch.int64) + first
+    ends = _ends(sizes, seqlen)
+    row_ends = ends.gather(1, _move(last, sizes.device))[..., None]
+    indices = _look_up(ends[:, :-1], row_ends, seqlen, device)
+    has_documents = any(tree.count(-1) > 1 for tree in trees)
+    return _self_attention(indices, causal=True, documents=has_documents)
+
+
+def from_tin_tout(tout: Tensor) -> ColumnMask:
+    """k <= q < tout[k]: the mask of `prefix_tree` from an Euler tour of its tokens.
+
+    tout: an integer tensor (seqlen,) or (batch, seqlen), the position after the last token of each
+    token's subtree. A token's own position is its tin, so tokens are in depth-first order. Causal,
+    1 vector.
+
+    Raises:
+        ValueError: also if tout of a CPU tensor is no such order; the message names the token.
+            A CUDA tensor is not read.
+    """
+    ends = token_rows("tout", tout)
+    if ends.device.type == "cpu":
+        for i, row in enumerate(ends.tolist()):
+            _check_depth_first(row, f"tout[{i}, " if tout.dim() == 2 else "tout[")
+    return _self_attention(ends[:, None, :, None].int(), causal=True)
+
+
+def image_blocks(ids: Tensor, window: int | None = None) -> ColumnMask:
+    """k <= q, or both in the same image. With a window, q - window <= k <= q, or the same image.
+
+    An image is a run of equal ids >= 0; an id that returns later (0, -1, 0) is another image.
+    Negative ids are text. ids: an integer tensor (seqlen,) or (batch, seqlen). Not causal, 2
+    vectors.
+    """
+    of_tokens = token_rows("ids", ids)
+    if window is not None:
+        check_int("window", window)
+    seqlen, place = of_tokens.shape[1], _positions(of_tokens.shape[1], of_tokens.device)
+    changes = (of_tokens[:, 1:] != of_tokens[:, :-1]) | (of_tokens[:, 1:] < 0)
+    is_first, is_last = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
+    first = torch.where(is_first, place, 0).cummax(1).values
+    end = torch.where(is_last, place + 1, seqlen).flip(1).cummin(1).values.flip(1)
+    if window is None:
+        hidden_from = torch.full_like(end, seqlen)
+    else:
+        hidden_from = torch.maximum(end, _window_end(seqlen, window, of_tokens.device))
+    indices = torch.stack((hidden_from, first), dim=-1)[:, None].int()
+    return _self_attention(indices, causal=False)
+
+
+def block_diffusion(seqlen: int, block: int, *, device: Device = None) -> ColumnMask:
+    """Training of block diffusion: seqlen noisy tokens before the same seqlen clean ones.
+
+    Both copies have blocks of `block` tokens, the last one perhaps fewer. A noisy query sees its
+    own noisy block, and the clean blocks before it. A clean query sees the clean blocks up to its
+    own. So the mask is for 2 * seqlen tokens. Not causal, 4 vectors.
+    """
+    check_int("seqlen", seqlen)
+    check_int("block", block, at_least=1)
+    block = min(block, max(seqlen, 1))
+    start = _positions(seqlen, device) // block * block
+    end = (start + block).clamp_(max=seqlen)
+    zero = torch.zeros_like(start)
+    noisy = torch.stack((zero, start, end, zero + 2 * seqlen), dim=-1)
+    # from a clean key, noisy rows are hidden up to its block, and clean ones before it. The last
+    # block has all of them in one range as well, for tiles with rows of both copies
+    clean_start = start + seqlen
+    first_end = torch.where(end == seqlen, clean_start, end)
+    # no clean row is before the first block: that range touches no tile
+    is_first = start == 0
+    second_start = (zero + seqlen).masked_fill(is_first, 2 * seqlen)
+    second_end = clean_start.masked_fill(is_first, 0)
+    clean = torch.stack((zero, first_end, second_start, second_end), dim=-1)
+    return _self_attention(torch.cat((noisy, clean))[None, None], causal=False)
 
 
 def from_cu_seqlens(
@@ -262,7 +372,7 @@ def from_cu_seqlens(
     A list, or an int tensor (documents + 1,) or (batch, documents + 1). The form is that of
     `causal_document` or `document`.
     """
-    bounds, seqlen, device = _sizes(
+    bounds, seqlen, device = sizes_of(
         "cu_seqlens", cu_seqlens, seqlen, device, depth=1, adds_up=False
     )
     if bounds.shape[1] < 2:
@@ -271,7 +381,7 @@ def from_cu_seqlens(
         bool(bounds[:, 0].any()) or bool((bounds.diff() < 0).any()) or int(bounds.max()) > seqlen
     ):
         raise ValueError(f"cu_seqlens={cu_seqlens} does not ascend from 0 to at most {seqlen}")
-    segments = _causal_segments if _check_bool("causal", causal) else _full_segments
+    segments = _causal_segments if check_bool("causal", causal) else _full_segments
     return segments(bounds[:, 1:], seqlen, device)
 
 
@@ -284,8 +394,8 @@ def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMas
 
     The form is that of `causal_document` or `document`.
     """
-    ids = _rows("document_ids", document_ids)
-    return _from_starts(ids[:, 1:] != ids[:, :-1], _check_bool("causal", causal))
+    ids = token_rows("document_ids", document_ids)
+    return _from_starts(ids[:, 1:] != ids[:, :-1], check_bool("causal", causal))
 
 
 def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMask:
@@ -295,8 +405,8 @@ def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMas
     `document`.
     """
     # in the dtype that is given, the position after the largest one might be the smallest one
-    positions = _rows("position_ids", position_ids).long()
-    return _from_starts(positions[:, 1:] != positions[:, :-1] + 1, _check_bool("causal", causal))
+    positions = token_rows("position_ids", position_ids).long()
+    return _from_starts(positions[:, 1:] != positions[:, :-1] + 1, check_bool("causal", causal))
 
 
 def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
@@ -315,7 +425,7 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
         mask = builders.key_padding(batch["attention_mask"])  # (batch, seqlen_k)
         out = flash_attn_func(q, k, v, startend_row_indices=mask)
     """
-    _check_bool("causal", causal)
+    check_bool("causal", causal)
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask is a {type(mask).__name__}, not a tensor")
     if mask.is_floating_point() or mask.is_complex():
@@ -338,6 +448,51 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
     vectors = (start,) if causal else (start, torch.zeros_like(start))
     indices = torch.stack(vectors, dim=-1)[:, None]
     return ColumnMask(_counted(indices), causal, documents=False, seqlen_q=ANY)
+
+
+def from_mask_mod(
+    mask_mod: Callable[..., Tensor],
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    batch: int = 1,
+    device: Device = None,
+) -> ColumnMask | None:
+    """The column intervals of a mask_mod written in torch, or None if it has others.
+
+    mask_mod(b, h, q_idx, kv_idx) -> bool, as FlexAttention takes it: documents, packed positions,
+    windows, chunks, prefixes, padding, groups of image tokens, and what joins them
+    (docs/masks.md#masks-of-transformers lists them). It is traced once for its code, and no dense
+    mask is made. The mask has the contents that the captured tensors have now. If there are any,
+    the call waits for their device once. None: a key is seen by several ranges of queries, or the
+    mask depends on the head; `flash_attn_func(mask_mod=mask_mod)` takes it.
+
+    batch: entries, if the mod uses b. device: where the mask will be; by default that of the
+    captured tensors.
+
+    Raises:
+        TypeError, NotImplementedError: mask_mod is no such function, or does what no kernel can.
+        ValueError: a captured tensor is too small for these lengths or this batch, which names it;
+            or it has several batch entries, and batch is 1.
+        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import builders
+        >>> group = torch.tensor([-1, 0, 0, -1])  # an image inside of text
+        >>> def image(b, h, q, k):
+        ...     return (k <= q) | ((group[q] == group[k]) & (group[q] >= 0))
+        >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
+        [True, True, True, False]
+    """
+    # what traces is loaded when there is something to trace
+    from flash_mask_cute.masks.mask_mods import mask_of_mod
+
+    check_int("seqlen_q", seqlen_q)
+    check_int("seqlen_k", seqlen_k)
+    check_int("batch", batch, at_least=1)
+    at = None if device is None else torch.empty(0, device=device).device
+    return mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
 
 
 def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
@@ -393,7 +548,7 @@ def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
     """Refuse a dense mask whose rows may not be queries, or are not seqlen_q many."""
     rows, keys = mask.shape[-2:]
     if seqlen_q is not None:
-        _check_int("seqlen_q", seqlen_q)
+        check_int("seqlen_q", seqlen_q)
         if seqlen_q != rows:
             raise ValueError(f"seqlen_q={seqlen_q} of a mask with {rows} rows: {tuple(mask.shape)}")
     elif rows != keys and (mask.dim() == 2 or rows == 1):
@@ -436,118 +591,82 @@ def _counted(indices: Tensor) -> Tensor:
         return indices.clone()
 
 
-# -- arguments ----------------------------------------------------------------------------------
+# -- trees --------------------------------------------------------------------------------------
 
 
-def _check_int(name: str, value: Any, at_least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, INTS):
-        raise TypeError(f"{name}={value!r} is not an int")
-    if value < at_least:
-        raise ValueError(f"{name}={value} is less than {at_least}")
+def _trees(parents: Any, lengths: Any, sizes: Tensor) -> list[list[int]]:
+    """The parents of each batch entry, as many as it has lengths.
 
-
-def _check_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not a bool")
-    return value
-
-
-def _device(device: Device) -> torch.device:
-    return torch.get_default_device() if device is None else torch.device(device)
-
-
-def _sizes(
-    name: str,
-    value: Any,
-    seqlen: int | None,
-    device: Device,
-    *,
-    depth: int,
-    adds_up: bool = True,
-) -> tuple[Tensor, int, torch.device]:
-    """An argument as int32 (batch, ...) with `depth` more dimensions, with seqlen and the mask's
-    device.
-
-    Lists stay on the CPU. adds_up: all numbers of a batch entry make up seqlen or less.
+    Raises:
+        TypeError, ValueError: they are no lists of ints, or not as many.
     """
-    if seqlen is not None:
-        _check_int("seqlen", seqlen)
-    if isinstance(value, Tensor):
-        if seqlen is None:
-            raise ValueError(f"seqlen is needed where {name} is a tensor")
-        _check_integers(name, value, (depth, depth + 1))
-        if device is not None and torch.empty(0, device=device).device != value.device:
-            raise ValueError(f"{name} is on {value.device}, device={device}")
-        if 0 in value.shape:
-            raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
-        sizes = value.to(torch.int32)
-        return (sizes if value.dim() > depth else sizes[None]), seqlen, value.device
-    if not _is_list(value):
-        raise TypeError(f"{name}={value!r} is no list of ints and no integer tensor")
-    levels = _levels(name, value)
-    if levels not in (depth, depth + 1):
-        raise ValueError(f"{name}={value!r} is not {depth} or {depth + 1} lists deep")
-    rows = _rectangle(value if levels > depth else [value], depth)
-    sizes = torch.tensor(rows, dtype=torch.int32, device="cpu")
-    if 0 in sizes.shape:
-        raise ValueError(f"{name}={value!r} is empty")
-    flat = sizes.flatten(1)
-    needed = int((flat.sum(1) if adds_up else flat.amax(1)).max())
-    if seqlen is None:
-        seqlen = needed
-        if seqlen > MAX_INT32:
-            raise ValueError(f"{name} adds up to {needed}, more than {MAX_INT32}")
-    elif adds_up and needed > seqlen:
-        raise ValueError(f"{name} adds up to {needed}, more than seqlen={seqlen}")
-    return sizes, seqlen, _device(device)
+    if not is_list(parents):
+        raise TypeError(
+            f"parents is a {type(parents).__name__}, not a list of ints; from_tin_tout takes a "
+            "forest as a tensor"
+        )
+    is_nested = len(parents) > 0 and is_list(parents[0])
+    trees = [list(tree) if is_list(tree) else tree for tree in parents] if is_nested else [parents]
+    if isinstance(lengths, Tensor):
+        counts = [sizes.shape[1]] * len(sizes)
+    else:
+        counts = [len(row) for row in (lengths if is_list(lengths[0]) else [lengths])]
+    if len(trees) != len(counts):
+        raise ValueError(f"parents has {len(trees)} forests, lengths {len(counts)}")
+    for i, (tree, count) in enumerate(zip(trees, counts, strict=True)):
+        where = f"parents[{i}]" if is_nested else "parents"
+        if not is_list(tree):
+            raise TypeError(f"{where}={tree!r} is not a list of ints")
+        if len(tree) != count:
+            raise ValueError(f"{where} has {len(tree)} nodes, lengths {count}")
+        for node, parent in enumerate(tree):
+            check_int(f"{where}[{node}]", parent, at_least=-1)
+        _check_parents(where, tree)
+    return [[int(parent) for parent in tree] for tree in trees]
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _check_parents(name: str, parents: Sequence[int]) -> None:
+    """Refuse parents of nodes that are not in depth-first order."""
+    path = [-1]  # from no node to the node before
+    for node, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if not path:
+            raise ValueError(
+                f"{name}[{node}]={parent} is neither node {node - 1} nor an ancestor of it: nodes "
+                "must be in depth-first order"
+            )
+        path.append(node)
 
 
-def _levels(name: str, value: Any) -> int:
-    """Depth of nested lists, which must be the same everywhere and hold non-negative numbers."""
-    if not _is_list(value):
-        _check_int(f"a number in {name}", value)
-        if value > MAX_INT32:
-            raise ValueError(f"a number in {name}={value} is more than {MAX_INT32}")
-        return 0
-    levels = {_levels(name, item) for item in value}
-    if len(levels) > 1:
-        raise ValueError(f"{name}={value!r} mixes numbers and lists")
-    return 1 + max(levels, default=0)
+def _last_descendants(parents: Sequence[int]) -> list[int]:
+    """The last node of each node's subtree."""
+    last = list(range(len(parents)))
+    for node in range(len(parents) - 1, -1, -1):
+        if parents[node] >= 0:
+            last[parents[node]] = max(last[parents[node]], last[node])
+    return last
 
 
-def _rectangle(rows: Any, depth: int) -> list[Any]:
-    """Pad lists with zeros to equal length, which changes nothing.
-
-    Empty documents go before the others, empty answers behind the others.
-    """
-    filler: Any = 0
-    if depth == 2:
-        width = max((len(parts) for row in rows for parts in row), default=0)
-        filler = [0] * width
-        rows = [[[*parts, *filler[len(parts) :]] for parts in row] for row in rows]
-    longest = max((len(row) for row in rows), default=0)
-    return [[*[filler] * (longest - len(row)), *row] for row in rows]
-
-
-def _check_integers(name: str, value: Tensor, dims: tuple[int, int]) -> None:
-    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-        raise TypeError(f"{name} has dtype {value.dtype}; it holds integers")
-    if value.dim() not in dims:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, not {dims[0]} or {dims[1]} dims")
-
-
-def _rows(name: str, value: Any) -> Tensor:
-    """A tensor with an integer for each token, as (batch, seqlen)."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
-    _check_integers(name, value, (1, 2))
-    if 0 in value.shape:
-        raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
-    return value if value.dim() == 2 else value[None]
+def _check_depth_first(ends: Sequence[int], prefix: str) -> None:
+    """Refuse ends of subtrees that are not nested. prefix: how messages name an element."""
+    inside: list[int] = []  # the tokens whose subtrees are open
+    for token, end in enumerate(ends):
+        if not token < end <= len(ends):
+            raise ValueError(
+                f"{prefix}{token}]={end} is not a position after token {token} and up to "
+                f"{len(ends)}"
+            )
+        while inside and ends[inside[-1]] <= token:
+            inside.pop()
+        if inside and end > ends[inside[-1]]:
+            outer = inside[-1]
+            raise ValueError(
+                f"{prefix}{token}]={end} is past {prefix}{outer}]={ends[outer]}, where the subtree "
+                f"of token {outer} ends, in which token {token} is: tokens must be in depth-first "
+                "order"
+            )
+        inside.append(token)
 
 
 # -- segments of the sequence -------------------------------------------------------------------

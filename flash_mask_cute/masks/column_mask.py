@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from flash_mask_cute.limits import MAX_POSITION
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
 from flash_mask_cute.masks.runs import MAX_INT32, fit_vectors, hidden_runs, in_form
@@ -333,6 +334,46 @@ class ColumnMask:
             visible &= key <= row + (seqlen_k - seqlen_q)
         return visible
 
+    def window(self, rows: tuple[int, int], keys: tuple[int, int]) -> tuple[ColumnMask, int]:
+        """The mask between queries [a, b) and keys [c, d), and the `q_start` of a call with them.
+
+        So `flash_attn_func(q[:, a:b], k[:, c:d], v[:, c:d], startend_row_indices=part,
+        q_start=q_start)` scores what the whole call scores there, also beside causal= and a window.
+        Rows of the part count from its first key, so q_start is negative for queries before that;
+        with causal masking these see nothing. Parts of the keys are merged by
+        `flash_attn_combine`. Nothing waits for the device. The part shares no kept data.
+
+        Row r of a mask is at key r. If the mask was made for another number of queries than keys,
+        the last row is at the last key, as in a call without q_start.
+
+        Raises:
+            TypeError: rows or keys is no pair of integers.
+            ValueError: a range ends before it begins, or is not inside the mask.
+
+        Example:
+            >>> from flash_mask_cute import builders
+            >>> part, q_start = builders.causal_document([6, 10]).window((8, 12), (4, 16))
+            >>> part.startend_row_indices[0, 0, :, 0].tolist(), q_start
+            ([4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8], 4)
+        """
+        indices = self.startend_row_indices
+        num_keys = indices.shape[2]
+        counted = self.seqlen_q if isinstance(self.seqlen_q, INTS) else None
+        most = MAX_POSITION if counted is None else int(counted)
+        first, end = _range("rows", rows, most, f"the {most} queries of the mask")
+        first_key, end_key = _range("keys", keys, num_keys, f"the {num_keys} keys of the mask")
+        # from rows of the mask to rows that count from the first key of the part
+        shift = (0 if counted is None else num_keys - int(counted)) - first_key
+        # what is outside of the rows makes no difference, and might not fit in an int32
+        part = indices[:, :, first_key:end_key].clamp(first, end) + shift
+        rows_of_part = max(end + shift, 0)
+        return (
+            ColumnMask(
+                part, self.causal, self.documents, rows_of_part, one_sequence=self.one_sequence
+            ),
+            first + shift,
+        )
+
     def bounds(self, tile_n: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
         """Minimum and maximum of each vector over each block of tile_n keys.
 
@@ -503,6 +544,17 @@ class ColumnMask:
                     )
                 )
         kept.versions = versions
+
+
+def _range(name: str, value: Any, most: int, what: str) -> tuple[int, int]:
+    """A pair of integers inside [0, most]. what: in words."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if not is_pair or not all(isinstance(x, INTS) and not isinstance(x, bool) for x in value):
+        raise TypeError(f"{name}={value!r} is not (begin, end), two integers")
+    begin, end = value
+    if not 0 <= begin <= end <= most:
+        raise ValueError(f"{name}={tuple(value)} is not a range inside {what}")
+    return int(begin), int(end)
 
 
 def _common_rows(masks: Sequence[ColumnMask]) -> int | Literal["any"] | None:

@@ -1,7 +1,6 @@
 """The position of the first query: the argument `q_start`, from the public functions to a kernel.
 
-A number in its place means `AT_END` if it is negative: for a kernel (`core/lengths.py`), and for a
-torch operator.
+Of a kernel (`core/lengths.py`) and of a torch operator it is a number, of which `AT_END` is "end".
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from flash_mask_cute.limits import MAX_POSITION
+from flash_mask_cute.limits import AT_END, MAX_POSITION
 from flash_mask_cute.runtime.checks import INTS
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
@@ -20,10 +19,9 @@ NUMBER: Final = "number"
 END: Final = "end"
 EACH: Final = "each"
 StartKind: TypeAlias = Literal["none", "number", "end", "each"]
-AT_END: Final = -1
 
 QStartArgument: TypeAlias = int | str | Tensor | None
-_ALLOWED = 'an int >= 0, "end", an int32 tensor (batch,) or None'
+_ALLOWED = 'an int, "end", an int32 tensor (batch,) or None'
 
 
 class QStart(NamedTuple):
@@ -113,7 +111,7 @@ def split_q_start(q_start: QStartArgument) -> tuple[Tensor | None, QStart]:
 
     Raises:
         TypeError: no int, None, "end" or tensor.
-        ValueError: a string other than "end", or an int that is negative or too large.
+        ValueError: a string other than "end", or an int that is too large or too small.
     """
     if q_start is None:
         return _NOT_GIVEN
@@ -133,9 +131,10 @@ def check_position(position: Any, where: str) -> None:
     """Refuse what is no position. where: in what it was given.
 
     Raises:
-        ValueError: it is negative or too large.
+        ValueError: it is too far from 0.
     """
-    if not 0 <= position < MAX_POSITION:
+    if not -MAX_POSITION < position < MAX_POSITION:
         raise ValueError(
-            f"q_start must be at least 0 and below {MAX_POSITION} {where}, got {position}"
+            f"q_start must be above {-MAX_POSITION} and below {MAX_POSITION} {where}, got "
+            f"{position}"
         )

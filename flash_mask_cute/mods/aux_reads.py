@@ -108,6 +108,22 @@ def answered_reads(answer: Answer | None) -> Iterator[None]:
         _answer = before
 
 
+# what `last_at_most` has limited, if not None
+_limits: dict[int, ir.Value] | None = None
+
+
+@contextmanager
+def noted_limits() -> Iterator[dict[int, ir.Value]]:
+    """Context around a call of a callable in a kernel: finds the indices that `last_at_most` has
+    limited, by the hashes of the results."""
+    global _limits
+    before, _limits = _limits, {}
+    try:
+        yield _limits
+    finally:
+        _limits = before
+
+
 # whether reads are marked as those of memory that nothing writes to
 _merges = False
 
@@ -400,6 +416,8 @@ class _AuxTensor(_Tensor):
         number = index if isinstance(index, cutlass.Numeric) else Int32(index)
         limited = cutlass.min(number, type(number)(last))
         self.limited[ir.Value.__hash__(limited.ir_value())] = self._place_of(index)
+        if _limits is not None:
+            _limits[ir.Value.__hash__(limited.ir_value())] = number.ir_value()
         return limited
 
     def _answer(self, indices: tuple[Any, ...]) -> cutlass.Numeric | None:

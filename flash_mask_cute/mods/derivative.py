@@ -426,6 +426,15 @@ def _partials(operation: ir.Operation) -> tuple[Callable[[_Step], Float32] | Non
     return _PARTIALS[name]
 
 
+def is_known_function(operation: ir.Operation) -> bool:
+    """Whether an operation is a function of floating-point numbers that has a derivative here."""
+    try:
+        _partials(operation)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _constant(value: ir.Value) -> float | None:
     """The compile-time constant that a value is, if that is visible."""
     operation = value.owner.operation if isinstance(value.owner, ir.OpView) else None

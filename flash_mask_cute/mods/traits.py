@@ -8,9 +8,10 @@ compiling a kernel with it then reports the reason.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from flash_mask_cute.mods.read_classes import ModReads, ReadClass, TensorReads
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_streams
@@ -40,6 +41,7 @@ _Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
 
 _functions: dict[_Key, bool] = Recent(4096)
 _reliance: dict[_Key, Reliance] = Recent(4096)
+_reads: dict[tuple[_Key, tuple[int, ...]], ModReads] = Recent(4096)
 
 
 def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
@@ -62,6 +64,45 @@ def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance
         with compile_lock():
             found = _reliance[key] = _trace_mask_mod(mask_mod, problem)
     return found
+
+
+def find_reads(
+    score_mod: Callable[..., Any], problem: HasScoreMod, wants_aux: Sequence[int]
+) -> ModReads:
+    """The classes of reads of the aux tensors with numbers in wants_aux, floating-point ones, by
+    the score_mod of a problem.
+
+    All are OTHER if it cannot be traced or differentiated; `why` has the reason.
+    """
+    key = (problem.score_mod, problem.aux), tuple(wants_aux)
+    found = _reads.get(key)
+    if found is None:
+        with compile_lock():
+            found = _reads[key] = _trace_reads(score_mod, problem, tuple(wants_aux))
+    return found
+
+
+@tells_what_to_install()
+def _trace_reads(
+    score_mod: Callable[..., Any], problem: HasScoreMod, wants_aux: tuple[int, ...]
+) -> ModReads:
+    from flash_mask_cute.mods.read_analysis import analyse_reads
+
+    found: list[ModReads] = []
+    why = "score_mod cannot be traced"
+
+    def evaluate(aux_tensors: Any) -> None:
+        nonlocal why
+        try:
+            found.append(analyse_reads(score_mod, aux_tensors, wants_aux))
+        except NotImplementedError as error:
+            why = str(error)
+            raise
+
+    _trace(evaluate, fake_tensors.aux_tensors(problem))
+    if found:
+        return found[0]
+    return ModReads(dict.fromkeys(wants_aux, TensorReads(ReadClass.OTHER, why)))
 
 
 @tells_what_to_install()

@@ -7,9 +7,34 @@ Importing this module imports neither cutlass nor torch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from flash_mask_cute.index_math import IntLike, imax, imin
+from flash_mask_cute.limits import OPEN_WINDOW
+
+
+def right_side(window_right: IntLike, is_causal: IntLike) -> IntLike:
+    """The right side of a sequence's band, which causal masking closes at the diagonal.
+
+    window_right: of the call. is_causal: 0 or 1, at run time.
+    """
+    return imin(window_right, window_right * (1 - is_causal))
+
+
+def side_of_sequence(
+    window_right: int | None, causals: Sequence[Any] | None, batch_idx: int
+) -> int | None:
+    """`right_side` of one sequence on the host; None: that of the call, window_right.
+
+    causals: for each sequence a number that is not 0 if it is causal; None: all are alike.
+    """
+    if causals is None:
+        return None
+    side: int = right_side(
+        OPEN_WINDOW if window_right is None else window_right, int(causals[batch_idx] != 0)
+    )
+    return side
 
 
 class Band(NamedTuple):

@@ -93,11 +93,12 @@ class BlockInfo:
 
     def band(self, seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK) -> Band:
         """The rule for single elements; the methods below project it to tiles."""
+        right = seqlen_info.window_right
         return Band(
             seqlen_q=seqlen_info.seqlen_q,
             seqlen_k=seqlen_info.seqlen_k,
             window_left=self.window_size_left,
-            window_right=self._right_edge(),
+            window_right=self._right_edge() if right is None else right,
             shift=seqlen_info.q_start,
         )
 

@@ -76,7 +76,7 @@ class ForwardMask(MaskRules):
     def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
         """The key blocks [min, max) that a work tile may visit."""
         if self.skip:
-            return self.block_info.get_n_block_min_max(work.seqlen, work.block)
+            return self.block_info.get_n_block_min_max(self.seqlen_of(work), work.block)
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
 
     def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
@@ -87,7 +87,7 @@ class ForwardMask(MaskRules):
         if self.skip:
             of_splits = replace(self.block_info, is_split_kv=True)
             first, end = of_splits.get_n_block_min_max(
-                work.seqlen, work.block, split_idx, num_splits
+                self.seqlen_of(work), work.block, split_idx, num_splits
             )
         else:
             of_split = cute.ceil_div(end, num_splits)
@@ -226,7 +226,7 @@ class ForwardMask(MaskRules):
         Only the edges that cross the block are applied; one row of the tile decides which do.
         """
         info = self.block_info
-        band = info.band(work.seqlen)
+        band = info.band(self.seqlen_of(work))
         first, end = info.query_range(work.seqlen, work.block)
         first_k_idx = n_block * info.tile_n
         words = warp_rows.fill(ALL)
@@ -241,7 +241,7 @@ class ForwardMask(MaskRules):
         self, work: Work, first_k_idx: Int32, warp_rows: MaskWarpRows, is_upper: bool
     ) -> tuple:
         """Bits of the keys below each row's upper edge of the band, or from its lower edge on."""
-        band = self.block_info.band(work.seqlen)
+        band = self.block_info.band(self.seqlen_of(work))
         bits = bit_tile.low_bits if is_upper else bit_tile.bits_from
         words = []
         for group in range(warp_rows.num_groups):

@@ -20,9 +20,11 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_warp
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import call_mask_mod
+from flash_mask_cute.rules.band import right_side
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.rules.intervals import Intervals, rows_of_call
+from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
 class ColumnArgs(NamedTuple):
@@ -139,7 +141,8 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 class MaskArgs(NamedTuple):
     """The tensors of a launch's masks; any may be absent.
 
-    mask_bits: replaces block lists and a mask_mod.
+    mask_bits: replaces block lists and a mask_mod. causals: int32 (batch,), not 0 where a sequence
+    is causal, beside a window_right; absent if all are alike.
     """
 
     window_left: Int32 | None
@@ -149,6 +152,7 @@ class MaskArgs(NamedTuple):
     bits: BitArgs | None
     aux_tensors: Any
     mask_bits: MaskBitsArgs | None = None
+    causals: cute.Tensor | None = None
 
     @staticmethod
     def create(
@@ -160,6 +164,7 @@ class MaskArgs(NamedTuple):
         block_bits: tuple | None,
         aux_tensors: Any,
         mask_bits: MaskBitsArgs | None = None,
+        causals: cute.Tensor | None = None,
     ) -> "MaskArgs":
         """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
         tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
@@ -171,6 +176,8 @@ class MaskArgs(NamedTuple):
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
             check_given("mask_bit_tensors", mask_bits, False)
+        if causals is not None:
+            check_given("window_size_right", window[1], True)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
             indices, bounds = column_tensors
@@ -182,7 +189,7 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*tensors, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
-        return MaskArgs(*window, columns, lists, bits, aux_tensors, mask_bits)
+        return MaskArgs(*window, columns, lists, bits, aux_tensors, mask_bits, causals)
 
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
         """Whether intervals, lists or a callable may shorten walks a lot."""
@@ -268,10 +275,18 @@ class MaskRules:
         args = self.args
         return self.mask_mod is not None or args.bits is not None or args.mask_bits is not None
 
+    def seqlen_of(self, work: Work) -> SeqlenInfoQK:
+        """The lengths of a work tile's sequence, as `block_info` takes them."""
+        args = self.args
+        if args.causals is None:
+            return work.seqlen
+        is_causal = cutlass.select_(args.causals[work.batch_idx] != 0, Int32(1), Int32(0))
+        return replace(work.seqlen, window_right=right_side(args.window_right, is_causal))
+
     @cute.jit
     def _judge(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> TileVerdict:
         """The verdict on a tile; each lane of a warp may judge another tile."""
-        info, seqlen = self.block_info, work.seqlen
+        info, seqlen = self.block_info, self.seqlen_of(work)
         n_block_min, n_block_max = info.get_n_block_min_max(seqlen, m_block)
         is_visible = (n_block >= n_block_min) & (n_block < n_block_max)
         is_band = n_block >= info.get_n_block_min_causal_local_mask(seqlen, m_block, n_block_min)

@@ -295,10 +295,11 @@ class FlashAttentionBackwardSm100:
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = traits.channels(storage, predecessors, lengths.work_fields)
+        cute.arch.mbarrier_init_fence()
+        traits.group.meet()
         if warp_idx == Role.MMA:
             traits.group.allocate(storage.tmem.ptr)
-        cute.arch.mbarrier_init_fence()
-        traits.group.sync()
+        cute.arch.sync_threads()
         tiles = traits.tiles(storage)
 
         # -- roles
@@ -408,9 +409,11 @@ class FlashAttentionBackwardSm100:
         traits = self.traits
         if half == 0:
             channels.q.wait(first)
+            umma.fence_after_wait()
             self._hold(tiles.k, traits.column_k, traits.tile_d)
         else:
             channels.do.wait(first)
+            umma.fence_after_wait()
             self._hold(tiles.v, traits.column_v, traits.tile_dv)
         umma.wait_stores()
         umma.fence_before_arrival()
@@ -504,6 +507,7 @@ class FlashAttentionBackwardSm100:
             staged = cute.make_tensor(tiles.dq.iterator, layout)
             fill = number * len(parts) + i
             channels.out.acquire(fill)
+            umma.fence_after_wait()
             # not unrolled, since ptxas would fetch all at once
             for c in cutlass.range(parts[i] // umma.CHUNK, unroll=1):
                 at = traits.column_dq + first + c * umma.CHUNK
@@ -512,9 +516,9 @@ class FlashAttentionBackwardSm100:
                 quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
                 for g in cutlass.range_constexpr(num_quads):
                     cute.autovec_copy(quads[None, g], staged[None, row, c * num_quads + g])
+            umma.fence_before_arrival()
             # -- after the last part, dQ of the next block may replace this one in TMEM
             if const_expr(i + 1 == len(parts)):
-                umma.fence_before_arrival()
                 cute.arch.sync_warp()
                 channels.dq.release(number)
             # -- the send warp may add the part

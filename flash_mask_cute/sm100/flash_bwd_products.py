@@ -42,7 +42,6 @@ class BlockProducts:
             first = number
             if const_expr(self.traits.holds_keys):
                 self.channels.kv.wait(tile)
-                umma.fence_after_wait()
             step = self._step(tile, first)
             chunk, number = self.channels.walk.visit(chunk, number, step)
             # -- dK and dQ of the last block; then dV and dK of the tile are complete
@@ -94,6 +93,7 @@ class BlockProducts:
 
     @cute.jit
     def _issue_scores(self, number: Int32):
+        umma.fence_after_wait()
         q_tile = self.products.s_q[None, None, None, self.channels.q.index(number)]
         s_k = self.products.s_k
         umma.issue(self.traits.mma_scores(), self.products.s, s_k, q_tile, False, MOST_STEPS)
@@ -104,7 +104,7 @@ class BlockProducts:
         if const_expr(self.traits.dq_shares):
             # dQ of the block before has been taken from there
             self.channels.dq.acquire(number)
-            umma.fence_after_wait()
+        umma.fence_after_wait()
         do_tile = self.products.dp_do[None, None, None, self.channels.do.index(number)]
         dp_v = self.products.dp_v
         umma.issue(self.traits.mma_scores(), self.products.dp, dp_v, do_tile, False, MOST_STEPS)

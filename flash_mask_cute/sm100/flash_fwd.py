@@ -218,9 +218,13 @@ class FlashAttentionForwardSm100:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
+        mCausal: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
-        for name, given in (("mask_bit_tensors", mask_bit_tensors), ("query_chunk", query_chunk)):
+        refused = {
+            "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausal": mCausal,
+        }  # fmt: skip
+        for name, given in refused.items():
             if const_expr(given is not None):
                 raise NotImplementedError(f"FlashAttentionForwardSm100 does not support {name}")
         if const_expr(self.score_mod is None):
@@ -294,10 +298,11 @@ class FlashAttentionForwardSm100:
         if const_expr(self.split is not None):
             fields = (*fields, *SPLIT_FIELDS)
         channels = traits.channels(storage, fields)
+        cute.arch.mbarrier_init_fence()
+        group.meet()
         if warp_idx == Role.MMA:
             group.allocate(storage.tmem.ptr)
-        cute.arch.mbarrier_init_fence()
-        group.sync()
+        cute.arch.sync_threads()
         tiles = traits.tiles(storage)
         if const_expr(self.score_mod is not None):
             self.score_traits = ScoreModTraits.create(self.score_mod, masks.aux_tensors)

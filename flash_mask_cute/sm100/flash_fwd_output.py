@@ -178,10 +178,10 @@ class OutputWarps:
                     value = cutlass.select_(is_used, value, Float32(0.0))
                 values[0, i] = value
             self._keep_chunk(values, sO[None, c], at, column, is_row)
+        umma.fence_before_arrival()
 
     def _release_output(self, half_tile: Int32) -> None:
         """Signal that this warp has its rows of O in registers or staged."""
-        umma.fence_before_arrival()
         cute.arch.sync_warp()
         self.channels.o.release(half_tile)
 

@@ -5,6 +5,11 @@ Warp w of a warpgroup reaches only lanes 32 w .. 32 w + 31, so each thread holds
 Products are issued by one thread, complete in the order of issue, and signal an mbarrier when they
 are complete (`commit`) (PTX ISA, "tcgen05 instructions").
 
+The order is more than PTX promises. PTX orders products only if they have the same accumulator and
+shape, and a commit behind all products before it. The kernels here also rely on the order of a
+product that reads P or dS and a later one that overwrites these columns. CUTLASS and flash-attn-4
+rely on the same.
+
 Two CTAs of a cluster can compute a product together (`Group`).
 """
 
@@ -94,6 +99,12 @@ class Group:
         """Whether this CTA issues the products."""
         return Boolean(self.rank() == LEADER)
 
+    def meet(self) -> None:
+        """Run by all threads before `allocate`: a pair may allocate only when both CTAs have
+        started."""
+        if self.is_pair:
+            self.sync()
+
     def sync(self) -> None:
         """Wait until all threads of the group have arrived."""
         if self.is_pair:
@@ -103,7 +114,8 @@ class Group:
             cute.arch.sync_threads()
 
     def allocate(self, address: cute.Pointer) -> None:
-        """Run by one warp of each CTA: allocate all of its TMEM; no other kernel may have any."""
+        """Run by one warp of each CTA, after `meet`: allocate all of its TMEM; no other kernel may
+        have any. The other threads of the CTA wait for it."""
         cute.arch.alloc_tmem(NUM_COLUMNS, address, is_two_cta=self.is_pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.is_pair)
 
@@ -191,6 +203,11 @@ def issue(
             k = first + i
             mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+
+
+# By rule the last wait before work in TMEM and the first arrival behind it have a fence between,
+# whatever the barrier is for: a fence is no instruction of the machine, and the rule can be checked
+# in the text of a kernel.
 
 
 def fence_after_wait() -> None:

@@ -222,6 +222,7 @@ class FlashAttentionForwardSm90:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
+        mCausal: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -242,6 +243,8 @@ class FlashAttentionForwardSm90:
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+
+        mCausal (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
 
         mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
@@ -277,6 +280,7 @@ class FlashAttentionForwardSm90:
             block_bits,
             aux_tensors,
             mask_bits,
+            mCausal,
         )
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)

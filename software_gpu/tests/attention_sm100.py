@@ -8,6 +8,7 @@ import cutlass.utils.blackwell_helpers as sm100
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.experimental import primitives
 
 M, N, D, ST = 128, 128, 64, 2
 
@@ -187,6 +188,7 @@ class Attn100:
                 ps.producer_commit(ss)
                 ss.advance()
                 pp.consumer_wait(cp)
+                primitives.tcgen05_fence("after_thread_sync")
                 for k in cutlass.range_constexpr(cute.size(rP, mode=[2])):
                     cute.gemm(m2, tO, rP[None, None, k, 0], rV[None, None, k, ck.index], tO)
                     m2.set(tcgen05.Field.ACCUMULATE, True)
@@ -221,6 +223,7 @@ class Attn100:
             for _ in cutlass.range(nb, unroll=1):
                 ps.consumer_wait(cs)
                 pp.producer_acquire(sp)
+                primitives.tcgen05_fence("after_thread_sync")
                 r = cute.make_rmem_tensor(tSr_shape, Float32)
                 cute.copy(ld, thl.partition_S(tSf), r)
                 cute.arch.fence_view_async_tmem_load()
@@ -230,12 +233,14 @@ class Attn100:
                 rb.store(r.load().to(BFloat16))
                 cute.copy(sd, rp, ths.partition_D(tPf))
                 cute.arch.fence_view_async_tmem_store()
+                primitives.tcgen05_fence("before_thread_sync")
                 ps.consumer_release(cs)
                 cs.advance()
                 pp.producer_commit(sp)
                 sp.advance()
             co = pl.make_pipeline_state(U.Consumer, 1)
             po.consumer_wait(co)
+            primitives.tcgen05_fence("after_thread_sync")
             tOf = tO[(None, None), 0, 0]
             lo = tcgen05.make_tmem_copy(
                 cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x16), Float32), tOf
@@ -246,6 +251,7 @@ class Attn100:
             ro = cute.make_rmem_tensor(tg.shape, Float32)
             cute.copy(lo, thO.partition_S(tOf), ro)
             cute.arch.fence_view_async_tmem_load()
+            primitives.tcgen05_fence("before_thread_sync")
             rob = cute.make_rmem_tensor_like(ro, BFloat16)
             rob.store(ro.load().to(BFloat16))
             cute.autovec_copy(rob, tg)

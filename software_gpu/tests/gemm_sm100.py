@@ -11,6 +11,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.experimental import primitives
 from cutlass.tensor_utils import LayoutEnum
 
 
@@ -159,6 +160,7 @@ class Gemm:
             tC = cute.make_tensor(ta.retrieve_ptr(Float32), lC)
             s4 = pl.make_pipeline_state(U.Consumer, 1)
             pc.consumer_wait(s4)
+            primitives.tcgen05_fence("after_thread_sync")
             n = 2 if self.two else 1
             tile = (M // n, N)
             tCf = tC[(None, None), 0, 0]
@@ -175,6 +177,7 @@ class Gemm:
             r = cute.make_rmem_tensor(g.shape, Float32)
             cute.copy(tc, th.partition_S(tCf), r)
             cute.arch.fence_view_async_tmem_load()
+            primitives.tcgen05_fence("before_thread_sync")
             cute.autovec_copy(r, g)
             ta.relinquish_alloc_permit()
             cute.arch.barrier(barrier_id=2, number_of_threads=128)

@@ -8,6 +8,7 @@ from printed_layouts import byte_offsets, mode, parse
 from test_tma_tiles import cute_layouts
 
 from software_gpu import ptx, umma
+from software_gpu.missing_fences import missing_fences
 from software_gpu.unwaited_loads import unwaited_loads
 
 
@@ -318,8 +319,59 @@ def test_loads_read_too_early():
     wait = "tcgen05.wait::ld.sync.aligned;"
     for w0, w1 in ((wait, wait), ("", wait), (wait, ""), ("", "")):
         k = ptx.parse(LOADS.replace("WAIT0", w0).replace("WAIT1", w1)).kernels["k"]
-        got = {i.mods[0] + "." + repr(i.args[0]) for i, _ in unwaited_loads(k.instrs)}
+        got = {i.mods[0] + "." + repr(i.args[0]) for i, _ in unwaited_loads(k.instrs)[0]}
         assert got == {x for x, w in (("add.%r6", w0), ("add.%r8", w1)) if not w}, (w0, w1, got)
+
+
+def test_loads_that_are_only_stored():
+    """Apart from the others: proven kernels do this."""
+    text = LOADS.replace("WAIT0", "").replace("WAIT1", "")
+    text = text.replace("add.s32 %r8, %r1, 1;", "st.global.b32 [%rd2], %r1;")
+    computed, stored = unwaited_loads(ptx.parse(text).kernels["k"].instrs)
+    assert [i.mods[0] for i, _ in computed] == ["add"]
+    assert [i.mods[0] for i, _ in stored] == ["st"]
+
+
+FENCES = """
+.version 8.8
+.target sm_100a
+.address_size 64
+.visible .entry k()
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<9>;
+    .reg .b64 %rd<9>;
+AGAIN:
+    mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;
+    @!%p1 bra AGAIN;
+    AFTER
+    tcgen05.mma.cta_group::1.kind::f16 [%r3], [%r4], %rd1, %r5, %p1;
+    mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], %r2;
+    tcgen05.mma.cta_group::1.kind::f16 [%r3], %rd2, %rd1, %r5, %p1;
+    AFTER
+    tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r6, %r7}, [%r3];
+    tcgen05.wait::ld.sync.aligned;
+    @%p2 bra AGAIN;
+    BEFORE
+    bar.warp.sync 0xffffffff;
+    mbarrier.arrive.shared::cta.b64 %rd3, [%r1];
+    ret;
+}
+"""
+
+
+def test_fences_beside_barriers():
+    """One is missing on each side of a barrier; what shared memory holds needs none."""
+    before, after = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
+    expected = {
+        (before, after): [],
+        ("", after): ["mbarrier.arrive"],
+        (before, ""): ["tcgen05.ld", "tcgen05.mma"],
+    }
+    for (first, second), names in expected.items():
+        k = ptx.parse(FENCES.replace("BEFORE", first).replace("AFTER", second)).kernels["k"]
+        found = [".".join(i.mods[:2]) for i, _ in missing_fences(k.instrs)]
+        assert sorted(found) == names, (first, second, found)
 
 
 def test_broken_kernels():

@@ -44,5 +44,6 @@ class Recorder:
             "partials",
             "kv_batch_idx",
             "leftpad_k",
+            "causals",
         )
         return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}

@@ -52,7 +52,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "sm90": ("rules", "mods", "core", *INDEX_RULES),
     "sm100": ("rules", "mods", "core", *INDEX_RULES),
     "mask_prep": ("rules", "mods", "core", "runtime", *INDEX_RULES),
-    "masks": ("mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
+    "masks": ("lowering", "mask_prep", "runtime.checks", "runtime.plain_tensors", *INDEX_RULES),
     "block_sparsity": ("runtime.plain_tensors",),
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
@@ -103,7 +103,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "masks.column_mask", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
-    "interface": ("call", "lowering.pair", "masks.column_mask", "masks.q_start", "runtime", "mods"),
+    "interface": (
+        *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "masks.q_start"),
+        *("runtime", "mods"),
+    ),
     "autograd": (
         *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
         *("block_sparsity", "mask_prep"),
@@ -116,9 +119,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # torch's FlexAttention call
     "flex": (
-        *("autograd", "call.arguments", "lowering", "masks.column_mask", "block_sparsity"),
-        *("mask_prep.block_lists", "mods", "runtime"),
+        *("autograd", "call.arguments", "lowering", "masks.column_mask", "masks.mask_mods"),
+        *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
+    # doors into other libraries; only users import them
+    "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -138,14 +143,19 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
+    "mods.read_analysis",
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
+    "integrations.transformers.table_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
 # Modules that may import cutlass, or device code, inside a function.
-LAZY = ("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call")
+LAZY = (
+    *("block_sparsity", "index_math", "runtime", "mods", "lowering", "mask_prep", "call"),
+    "integrations",
+)
 # Modules that work on ints of either world.
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
@@ -155,14 +165,21 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
+        "mods.read_analysis",
     ),
-    "mods.score_chain",
+    *("mods.score_chain", "mods.read_classes", "mods.spans"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.
 FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
+# Doors, which are for those who have that library, and need it in order to be imported.
+DOORS = {
+    "integrations.transformers": "transformers",
+    "integrations.vllm": "vllm",
+    "integrations.sglang": "sglang",
+}
 
 
 class Import(NamedTuple):
@@ -233,6 +250,7 @@ def faults(module: str, source: str) -> list[str]:
         else:
             needs_compiler = top in ("cutlass", "cuda")
             is_extra = is_lazy and top in (EXTRAS.get(module), FOR_CHECKERS)
+            is_extra |= any(covers((door,), module) and top == DOORS[door] for door in DOORS)
             if top not in THIRD_PARTY and top not in sys.stdlib_module_names and not is_extra:
                 found.append(f"{module} imports {target}, which is no dependency")
             is_int_only = covers(WITHOUT_TORCH, module) or is_device_code(module)
@@ -301,6 +319,10 @@ def test_no_arrow_points_up() -> None:
         ("functional", "from typing_extensions import Unpack"),
         ("call.run.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
+        ("functional", "from flash_mask_cute.integrations import transformers"),
+        ("functional", "def f():\n    import transformers"),
+        ("integrations.transformers.masks", "import vllm"),
+        ("integrations", "import transformers"),
         ("newcomer", "import math"),
     ],
 )

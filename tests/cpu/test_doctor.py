@@ -13,6 +13,7 @@ import torch
 
 import flash_mask_cute
 from flash_mask_cute import __main__ as doctor
+from flash_mask_cute.runtime import packages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,6 +59,9 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     assert told["nvidia-cutlass-dsl"].startswith("4.")
     assert told["torch's CUDA"].startswith(torch.version.cuda or "none")
     assert told["compile cache"] == f"{folder}: 1 kernels, 4.0 MiB"
+    release = packages.release_of_extra("transformers") or "not installed"
+    takes = "integrations.transformers takes 5.17 or later, tested up to 5.24"
+    assert told["transformers"] == f"{release} ({takes})"
     for name in ("out", "dq", "dk", "dv"):
         assert told[name].startswith("ok, error ")
     assert told["self-test"] == "passed"

@@ -174,6 +174,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         "page_table",
         "return_lse",
         "return_max_logit",
+        "out",
     }
     given: dict[str, Any] = {
         name: object()

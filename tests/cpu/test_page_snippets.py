@@ -14,7 +14,7 @@ import torch
 from example_modules import ROOT, load_example
 
 ALONE = ("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md")
-IN_ORDER = ("docs/masks.md", "docs/pytorch.md")
+IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md")
 
 
 def blocks(page: str) -> list[str]:

@@ -32,12 +32,17 @@ BUILDS: dict[str, Callable[[Any], ColumnMask]] = {
     "prefix_lm_causal": lambda to: builders.prefix_lm_causal(SEQLEN, 400, **to),
     "prefix_lm_document": lambda to: builders.prefix_lm_document(LENGTHS, [9, 0, 300, 200], **to),
     "qk_sparse": lambda to: builders.qk_sparse(SEQLEN, [(100, 300), (900, 64)], **to),
+    "prefix_tree": lambda to: builders.prefix_tree([-1, 0, 0, -1], LENGTHS, **to),
+    "block_diffusion": lambda to: builders.block_diffusion(SEQLEN // 2, 100, **to),
 }
 # what is made of tensors lies where they lie
 FROM_TENSORS: dict[str, tuple[Callable[[Any], ColumnMask], torch.Tensor]] = {
     "from_cu_seqlens": (lambda x: builders.from_cu_seqlens(x, SEQLEN), STARTS),
     "from_document_ids": (builders.from_document_ids, IDS),
     "from_position_ids": (builders.from_position_ids, POSITIONS),
+    "from_tin_tout": (builders.from_tin_tout, torch.full((SEQLEN,), SEQLEN)),
+    "image_blocks": (builders.image_blocks, IDS % 2 - 1),
+    "image_blocks, window": (lambda x: builders.image_blocks(x, 300), IDS % 2 - 1),
     "key_padding": (builders.key_padding, torch.arange(SEQLEN)[None] % 7 > 2),
     "key_padding, causal": (
         lambda x: builders.key_padding(x, causal=True),

@@ -7,24 +7,20 @@ which say so by `ARCH`, are skipped too.
 
 from __future__ import annotations
 
-import base64
 import os
 import sys
 import tempfile
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
+from bench.simulated import run_what_caches_load
 from flash_mask_cute.runtime import cache
 
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"
 ACTIVE_ARCH = os.environ.get("FLASH_MASK_SIM_ARCH", HOPPER)
-PTX = "ptx"  # of a compiled kernel, in its `meta`
 SMS = 2  # few, so that small problems give every persistent CTA several work tiles
 
 
@@ -66,41 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import software_gpu
 
     software_gpu.activate(ACTIVE_ARCH, sms=SMS)
-    _run_what_caches_load(software_gpu)
-
-
-class _Loaded:
-    """A function from an object file, and the PTX of its kernels."""
-
-    def __init__(self, function: Callable[..., Any], ptx: str | None) -> None:
-        self._function, self.__ptx__ = function, ptx
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-
-def _run_what_caches_load(software_gpu: ModuleType) -> None:
-    """The software GPU knows what `cute.compile` returns; a cache exports that and loads it. So
-    the PTX goes with it, as one of the facts about the code."""
-    build_now, attempt = cache._built, cache.CompileCache._attempt
-
-    def built_with_ptx(build: Callable[[], cache.Compiled]) -> cache.Compiled:
-        built = build_now(build)
-        compiled: Any = built.function
-        if not isinstance(compiled, software_gpu.Compiled):
-            return built  # without kernels, it runs on the CPU
-        packed = base64.b85encode(zlib.compress(compiled.__ptx__.encode(), 1)).decode()
-        return built._replace(meta={**built.meta, PTX: packed})
-
-    def attempt_runnable(self: cache.CompileCache, *arguments: Any) -> cache.Compiled | None:
-        found = attempt(self, *arguments)
-        if found is None or PTX not in found.meta:
-            return found
-        ptx = zlib.decompress(base64.b85decode(found.meta[PTX])).decode()
-        return found._replace(function=software_gpu.Compiled(_Loaded(found.function, ptx)))
-
-    cache._built = built_with_ptx
-    cache.CompileCache._attempt = attempt_runnable  # type: ignore[method-assign]
+    run_what_caches_load(software_gpu)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,12 @@ DROPPED = [(10, 60), (130, 90)]
 # a block of padding, one of a mixture, and padding at the end
 REAL = [100 <= k < 210 and k % 7 != 0 for k in range(SEQLEN)]
 CACHE_SIZE = 50
+# of the documents, as nodes of a forest: what each sees
+PARENTS = [-1, 0, 0, -1]
+SEEN = [{0}, {0, 1}, {0, 2}, {3}]
+# the number of each document, as an image or as text
+IMAGES = [0, -1, -1, 5]
+DIFFUSED = 40
 Rule = Callable[[int, int], bool]
 
 
@@ -57,6 +63,18 @@ def in_same_document(q: int, k: int) -> bool:
 
 def in_prefix(k: int) -> bool:
     return k - START[DOCUMENT[k]] < PREFIXES[DOCUMENT[k]]
+
+
+def in_same_image(q: int, k: int) -> bool:
+    return in_same_document(q, k) and IMAGES[DOCUMENT[k]] >= 0
+
+
+def in_diffusion(q: int, k: int) -> bool:
+    n = SEQLEN // 2
+    of_q, of_k = q % n // DIFFUSED, k % n // DIFFUSED
+    if q < n:
+        return of_q == of_k if k < n else of_k < of_q
+    return k >= n and of_k <= of_q
 
 
 def in_same_dropped_range(q: int, k: int) -> bool:
@@ -105,6 +123,25 @@ MASKS = {
         lambda: builders.qk_sparse(SEQLEN, DROPPED),
         lambda q, k: k <= q and not in_same_dropped_range(q, k),
     ),
+    "prefix_tree": Named(
+        lambda: builders.prefix_tree(PARENTS, LENGTHS),
+        lambda q, k: k <= q and DOCUMENT[k] in SEEN[DOCUMENT[q]],
+    ),
+    "from_tin_tout": Named(
+        lambda: builders.from_tin_tout(
+            torch.tensor([k + 50 - k % 50 for k in range(200)] + [SEQLEN] * 30)
+        ),
+        lambda q, k: k <= q and (k // 50 == q // 50 or min(k, q) >= 200),
+    ),
+    "image_blocks": Named(
+        lambda: builders.image_blocks(torch.tensor([IMAGES[i] for i in DOCUMENT])),
+        lambda q, k: k <= q or in_same_image(q, k),
+    ),
+    "image_blocks, window": Named(
+        lambda: builders.image_blocks(torch.tensor([IMAGES[i] for i in DOCUMENT]), 40),
+        lambda q, k: q - 40 <= k <= q or in_same_image(q, k),
+    ),
+    "block_diffusion": Named(lambda: builders.block_diffusion(SEQLEN // 2, DIFFUSED), in_diffusion),
     "key_padding": Named(lambda: builders.key_padding(padding()), lambda q, k: REAL[k]),
     "key_padding, causal": Named(
         lambda: builders.key_padding(padding(), causal=True), lambda q, k: k <= q and REAL[k]

@@ -24,16 +24,20 @@ SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 # Seed of `Draw` and number of calls with intervals and lists: "end" with a score_mod; a tensor; and
 # queries before position 0 with a mask_mod.
 DRAWN = (0, 8), (1, 11), (5, 3)
+# The same of draws whose positions begin at EARLIEST: a number with a mask_mod and lists; a number
+# with intervals, causal and a score_mod; a tensor with lists.
+BEFORE = (0, 4), (5, 12), (4, 1)
+EARLIEST = -130
 
 pytestmark = pytest.mark.sim
 
 
-def calls(drawn: tuple[tuple[int, int], ...]) -> Iterator[PlacedCall]:
+def calls(drawn: tuple[tuple[int, int], ...], earliest: int = 0) -> Iterator[PlacedCall]:
     if SEED != "0":
         rng = random.Random(f"q_start {SEED}")
         drawn = tuple((rng.randrange(1 << 30), number) for number in range(12))
     for seed, number in drawn:
-        *_, call = Draw(seed, torch.bfloat16, 64, 200).calls(number + 1)
+        *_, call = Draw(seed, torch.bfloat16, 64, 200, earliest).calls(number + 1)
         yield call
 
 
@@ -43,15 +47,17 @@ def run_forward(call: PlacedCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def test_forward(simulator: ModuleType) -> None:
-    for delay, call in enumerate(calls(DRAWN)):
+@pytest.mark.parametrize(("drawn", "earliest"), [(DRAWN, 0), (BEFORE, EARLIEST)])
+def test_forward(simulator: ModuleType, drawn: tuple[tuple[int, int], ...], earliest: int) -> None:
+    for delay, call in enumerate(calls(drawn, earliest)):
         with quiet_run(simulator, delay):
             out, lse = run_forward(call)
         call.assert_output(out, lse)
 
 
-def test_backward(simulator: ModuleType) -> None:
-    for delay, call in enumerate(calls(DRAWN[1:])):
+@pytest.mark.parametrize(("drawn", "earliest"), [(DRAWN[1:], 0), (BEFORE[:2], EARLIEST)])
+def test_backward(simulator: ModuleType, drawn: tuple[tuple[int, int], ...], earliest: int) -> None:
+    for delay, call in enumerate(calls(drawn, earliest)):
         out, lse = call.attend(call.q.double(), call.k.double(), call.v.double())
         dout = torch.randn_like(out).bfloat16()
         operands = call.q, call.k, call.v, out.bfloat16(), dout, lse.float()

@@ -29,7 +29,7 @@ def verdicts(
 
     inputs, expected: fp32 vectors. slow: warps that run only when no other can. Of each run:
     SILENCE if `out` is as expected and nothing was said, else WRONG_RESULT, the texts of warnings,
-    or the name of the error.
+    or the name of the error and what it says first.
     """
     out = expected.new_empty(expected.shape)
     vectors = [
@@ -45,7 +45,7 @@ def verdicts(
             with patch.dict(simulator.OPTIONS, delay=seed, slow=slow):
                 compiled(*inputs, out)
         except simulator.SimError as error:
-            reported.add(type(error).__name__)
+            reported.add(f"{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         found = {text for text, _, _ in compiled.last["warnings"]}
         if not out.equal(expected):

@@ -182,6 +182,7 @@ FORWARD = (
     KernelOperand("mPartials", "partials", _partials),
     KernelOperand("mKvBatchIdx", "kv_batch_idx", lambda x, _: int32_vector(x.has_kv_batch_idx)),
     KernelOperand("mLeftpadK", "leftpad_k", lambda x, _: int32_vector(x.has_leftpad_k)),
+    KernelOperand("mCausal", "causals", lambda x, _: int32_vector(x.causal_each)),
 )
 
 # -- the backward --------------------------------------------------------------------------------

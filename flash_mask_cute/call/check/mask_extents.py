@@ -36,8 +36,8 @@ def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
 
     Raises:
         TypeError: it is not int32.
-        ValueError: it is not (batch,), it is on another device than q, or a position is negative or
-            too large.
+        ValueError: it is not (batch,), it is on another device than q, or a position is too far
+            from 0.
     """
     check_batch_vector("q_start", q_starts, batch, device)
     if q_starts.device.type == "cpu":
@@ -93,7 +93,9 @@ class CallExtents(NamedTuple):
             )
         # of packed queries some sequences can have fewer than that, and others more
         all_rows = int(rows) if self.packs_k and self.packs_q else self.batch * int(rows)
-        if self.total_q > all_rows or self._known_end(packed_end=None) > rows:
+        # queries before row 0 need no row
+        is_more = self.total_q > all_rows and not (self.q_start.number or 0) < 0
+        if is_more or self._known_end(packed_end=None) > rows:
             raise ValueError(f"{made_for}, and does not cover this call ({self}{self._start_text})")
         if self.total_q < all_rows and not self.q_start.is_given:
             self._refuse_part(made_for)

@@ -28,11 +28,12 @@ from flash_mask_cute.call.arguments import (
     Tensors,
 )
 from flash_mask_cute.call.check import axis_order
-from flash_mask_cute.call.check.lengths import Side, check_lengths
+from flash_mask_cute.call.check.inputs import inputs_of
+from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_lengths
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import MOST_SPLITS
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
@@ -63,8 +64,8 @@ _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # kernels multiply it by log2(e) in float32
 _LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
-_MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
+CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
 
 
 def check_inputs(call: AttentionCall) -> FwdShapes:
@@ -109,6 +110,9 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
+    if of.causals is not None:
+        check_batch_vector("causal", of.causals, shapes.batch, device)
+        _check_beside_causals(call)
     _check_options(options)
     if x.learnable_sink is not None:
         _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
@@ -124,10 +128,23 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     )
     _check_masks(masks, options.causal, keys, shapes, extents, device)
     if call.direction is Direction.FORWARD:
-        _check_outputs(x, shapes, masks.score_mod)
+        _check_outputs(call, shapes, masks.score_mod)
     else:
         _check_gradients(x, shapes, masks, call.backward)
     return shapes
+
+
+def _check_beside_causals(call: AttentionCall) -> None:
+    """Refuse what a call has not whose sequences differ in being causal."""
+    left = call.options.window_size_left
+    if call.direction is Direction.BACKWARD:
+        given = brief(call.tensors.lengths.causals)
+        raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
+    if left is not None and left < 0:
+        # which of the sequences then see nothing, kernels do not find out
+        raise NotImplementedError(
+            f"window_size_left must be at least 0 beside causal as a tensor, got {left}"
+        )
 
 
 def _check_options(options: Options) -> None:
@@ -325,13 +342,12 @@ def _check_operands(
     _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
     _check_k_and_v(shape_q[-1], shape_k, shape_v)
     _check_heads(shape_q[-2], shape_v[-2], shape_k)
-    _check_head_dim("head_dim", "q", shape_q[-1])
-    _check_head_dim("head_dim_v", "v", shape_v[-1])
+    check_head_dims(shape_q[-1], shape_v[-1], runs_kernels=q.is_cuda)
 
 
-def _check_outputs(tensors: Tensors, shapes: FwdShapes, score_mod: object) -> None:
+def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) -> None:
     """Check the caller's output tensors, and that none overlaps an input."""
-    x, q = tensors, tensors.q
+    x, q = call.tensors, call.tensors.q
     if x.out is not None:
         out_shape = (*q.shape[:-1], shapes.head_dim_v)
         _check_output("out", x.out, out_shape, "the shape of q with head_dim_v", q)
@@ -342,7 +358,9 @@ def _check_outputs(tensors: Tensors, shapes: FwdShapes, score_mod: object) -> No
     for name, of_rows in rows.items():
         if of_rows is not None:
             _check_lse(name, of_rows, lse_shape, q.device)
-    check_outputs_apart({"out": x.out, **rows}, {"q": q, "k": x.k, "v": x.v})
+    outputs = {"out": x.out, **rows}
+    if any(y is not None for y in outputs.values()):
+        check_outputs_apart(outputs, inputs_of(call))
 
 
 def _refuse_positions(**lengths: object) -> None:
@@ -432,12 +450,16 @@ def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
         raise ValueError("; ".join(filter(None, (wrong, axis_order.hint("k", shape_k)))))
 
 
-def _check_head_dim(name: str, tensor_name: str, value: int) -> None:
-    if not _MIN_HEAD_DIM <= value <= _MAX_HEAD_DIM or value % _HEAD_DIM_STEP:
-        raise ValueError(
-            f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} from "
-            f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {value}"
-        )
+def check_head_dims(head_dim: int, head_dim_v: int, *, runs_kernels: bool) -> None:
+    """Raises ValueError. Only kernels have a largest head dimension; the CPU path has none."""
+    for name, tensor_name, value in (("head_dim", "q", head_dim), ("head_dim_v", "v", head_dim_v)):
+        is_too_large = runs_kernels and value > MAX_HEAD_DIM
+        if value < _MIN_HEAD_DIM or is_too_large or value % _HEAD_DIM_STEP:
+            most = f"from {_MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            raise ValueError(
+                f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} "
+                f"{most if runs_kernels else f'from {_MIN_HEAD_DIM} on'}, got {value}"
+            )
 
 
 def _check_window(name: str, value: object) -> None:

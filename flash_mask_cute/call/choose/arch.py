@@ -38,10 +38,12 @@ class AttentionKernel:
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
-    or a warp's; packed heads must divide them."""
+    or a warp's; packed heads must divide them. causal_each: sequences may differ in being
+    causal."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
+    causal_each: bool
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ SM90 = ArchSpec(
         _forward_traits_sm90,
         SM90_FWD,
         packed_rows=64,
+        causal_each=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,
@@ -166,6 +169,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             _forward_traits_sm100,
             SM100_FWD,
             packed_rows=32,
+            causal_each=False,
         ),
         BackwardKernel(
             "FlashAttentionBackwardSm100",

@@ -64,14 +64,6 @@ def split_group(
     )
 
 
-def partial_sums_bytes(choice: BwdChoice, shapes: FwdShapes, num_key_blocks: int) -> int:
-    """Bytes of scratch for partial sums. num_key_blocks: of a head, over all sequences."""
-    if choice.group_splits == 1:
-        return 0
-    parts = shapes.heads_kv * choice.group_splits
-    return parts * num_key_blocks * choice.tile_n * (choice.tile_d + choice.tile_dv) * 4
-
-
 def _divisors(group: int) -> list[int]:
     return [n for n in range(1, group + 1) if group % n == 0]
 

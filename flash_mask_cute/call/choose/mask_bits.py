@@ -86,6 +86,7 @@ def shares_mask_bits(
         and shapes.heads_q >= MIN_HEADS
         and problem.packed_heads == 1
         and problem.q_start is None
+        and not problem.causal_each
         and not (problem.has_seqused_q or problem.has_seqused_k)
         and problem.varlen_q == problem.varlen_k
         and (lists is None or lists.mask_block_cnt.shape[1] == 1)

@@ -12,7 +12,7 @@ import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_inputs
+from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
@@ -57,10 +57,12 @@ from flash_mask_cute.call.problem import (
 )
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
+from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -215,9 +217,11 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
+    causal_each, window = _with_causal_sequences(call.tensors.lengths.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
+    plain = replace(plain, causal_each=causal_each)
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -225,6 +229,7 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
+    _refuse_causal_sequences(chosen, call.tensors.lengths.causals)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -245,6 +250,26 @@ def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
 
 
 _FoldedWindow: TypeAlias = tuple[bool, int | None, int | None]
+
+
+def _with_causal_sequences(
+    causals: torch.Tensor | None, window: _FoldedWindow
+) -> tuple[bool, _FoldedWindow]:
+    """Whether a kernel asks which sequences are causal, and the window, of which they shorten the
+    right side. The window of all others may be as wide as any sequence."""
+    is_causal, left, right = window
+    if causals is None or is_causal or (right is not None and right <= 0):
+        return False, window
+    return True, (False, left, OPEN_WINDOW if right is None else right)
+
+
+def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None) -> None:
+    spec = arch_spec(chosen.target)
+    if chosen.problem.causal_each and not spec.forward.causal_each:
+        raise NotImplementedError(
+            f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
+            f"each kind of sequences, got {brief(causals)}"
+        )
 
 
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
@@ -339,6 +364,8 @@ def _choose_tiles(
     backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
     if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
         backend = Backend.CPU
+    elif backend is Backend.KERNEL:
+        check_head_dims(problem.head_dim, problem.head_dim_v, runs_kernels=True)
     target = target or target_of(q)
     _, window_left, window_right = window
     gradients = sink = None
@@ -355,7 +382,7 @@ def _choose_tiles(
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = _gradient_facts(call, problem, sink)
-    choice = choose(problem)
+    choice = choose(_within_tables(problem))
     chosen = ExecutionPlan(
         direction=call.direction,
         backend=backend,
@@ -412,6 +439,15 @@ def _with_split(
     return replace(problem, split=split, is_causal=is_causal)
 
 
+def _within_tables(problem: AttentionProblem) -> AttentionProblem:
+    """The problem with head dimensions that kernels have, whose tiles the CPU path takes."""
+    head_dims = (problem.head_dim, problem.head_dim_v)
+    if max(head_dims) <= MAX_HEAD_DIM:
+        return problem
+    head_dim, head_dim_v = (min(x, MAX_HEAD_DIM) for x in head_dims)
+    return replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
 def _may_pack(call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target) -> bool:
     """Whether query heads of a group can share a tile."""
     can_pack = shapes.heads_q // shapes.heads_kv <= arch_spec(target).forward.packed_rows
@@ -460,8 +496,8 @@ def _bwd_chooser(
 
     def choose(problem: AttentionProblem) -> BwdChoice:
         choice = select_bwd_config(
-            shapes.head_dim,
-            shapes.head_dim_v,
+            problem.head_dim,
+            problem.head_dim_v,
             problem.tuning_class,
             override=override,
             seqlen_k=shapes.seqlen_k,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import Masks, Tensors
-from flash_mask_cute.call.build.backward import BwdKernels, num_row_blocks
-from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
+from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.forward import (
@@ -50,26 +50,19 @@ class KernelBackward:
         kernels: BwdKernels,
         make_mask_bits: MakeMaskBits | None = None,
     ) -> None:
-        choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
+        problem, facts, scratch = plan.problem, plan.gradients, BwdScratch.of(plan)
         assert facts is not None
-        tile_m = choice.tiles.tile_m
-        row_blocks = num_row_blocks(
-            shapes.total_q if problem.varlen_q else shapes.seqlen_q,
-            shapes.batch,
-            problem.varlen_q,
-            tile_m,
-        )
         self._kernels = kernels
         self._make_mask_bits = make_mask_bits
         self._has_aux = bool(problem.aux)
-        words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
-        self._stats_shape = shapes.heads_q, row_blocks, words
+        self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
         self._reads_query_early = problem.may_empty_rows
-        self._accum_shape = shapes.heads_q, row_blocks, tile_m * choice.tile_d
-        self._parts_shape = (shapes.heads_q, row_blocks) if facts.sink_dtype else None
-        self._partial_shapes = _partial_shapes(plan) if choice.tiles.splits_group else None
+        self._parts_shape = scratch.sink_parts
+        self._partial_shapes = None
+        if scratch.dk_parts is not None and scratch.dv_parts is not None:
+            self._partial_shapes = scratch.dk_parts, scratch.dv_parts
         self._padding = facts.padding
-        self._clears_dq = choice.tiles.clears_dq
+        self._clears_dq = plan.bwd_choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
@@ -88,7 +81,7 @@ class KernelBackward:
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, sink, lengths, out, lse, lse_low, _, gradients = tensors
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _ = lengths
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _, _ = lengths
         dout, dlse, dq, dk, dv, dsink, daux = gradients
         index = q.get_device()
         if index >= 0 and index != current_device():
@@ -170,22 +163,6 @@ class KernelBackward:
         if daux is not None and aux_sums is not None:
             _write_aux_gradients(daux, aux_sums)
         return result
-
-
-def _partial_shapes(plan: ExecutionPlan) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of the partial sums of dK and dV: parts of groups, key blocks, sums."""
-    choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
-    blocks = num_row_blocks(
-        shapes.total_k if problem.varlen_k else shapes.seqlen_k,
-        shapes.batch,
-        problem.varlen_k,
-        choice.tile_n,
-    )
-    parts = shapes.heads_kv * choice.group_splits
-    return (
-        (parts, blocks, choice.tile_n * choice.tile_d),
-        (parts, blocks, choice.tile_n * choice.tile_dv),
-    )
 
 
 class EmptyBackward:

@@ -40,8 +40,8 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_q_starts", "_scale",
-        "_softcap", "_make_mask_bits", "_window_left", "_window_right",
+        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_causals",
+        "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class KernelForward:
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()
         self._reads_q_starts = plan.q_start.kind == EACH
+        self._reads_causals = plan.problem.causal_each
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -81,7 +82,7 @@ class KernelForward:
         q, k, v, sink, lengths, out, lse, lse_low, max_scores, _ = tensors
         (
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            page_table, q_starts, kv_batch_idx, leftpad_k,
+            page_table, q_starts, kv_batch_idx, leftpad_k, causals,
         ) = lengths  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -121,7 +122,7 @@ class KernelForward:
                 page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
                 self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
                 max_scores, q_starts if self._reads_q_starts else self._q_start, partials,
-                kv_batch_idx, leftpad_k,
+                kv_batch_idx, leftpad_k, causals if self._reads_causals else None,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None

@@ -7,7 +7,7 @@ import torch
 
 import flash_mask_cute as fmc
 from flash_mask_cute.call.choose.config import BwdChoice, select_bwd_config
-from flash_mask_cute.call.choose.group_splits import partial_sums_bytes, split_group
+from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.interface import _flash_attn_bwd
 
@@ -76,20 +76,11 @@ def test_what_a_config_asks_for() -> None:
 
 def test_scratch_memory_is_bounded_by_the_sums_of_dq() -> None:
     """There are no more parts than query heads, and each has two sums for one of dQ."""
-    for call in ((1, 4096, 8, 1), (2, 2048, 28, 4)):
-        batch, seqlen, heads_q, _ = call
-        choice = split(*call)
-        dims = 128, 128
-        shapes = FwdShapes(batch, seqlen, seqlen, batch * seqlen, batch * seqlen, *call[2:], *dims)
-        num_bytes = partial_sums_bytes(choice, shapes, batch * seqlen // 128)
-        assert 0 < num_bytes <= 2 * batch * heads_q * seqlen * 128 * 4
-
-
-def test_explain_tells() -> None:
-    q, k = torch.empty(1, 4096, 8, 64), torch.empty(1, 4096, 1, 64)
-    note = fmc.explain(q.bfloat16(), k.bfloat16(), k.bfloat16(), causal=True).note
-    assert "a backward splits each group of heads over 8 CTAs, with 16777216 bytes" in note
-    assert "splits each" not in fmc.explain(q.bfloat16(), q.bfloat16(), q.bfloat16()).note
+    for batch, seqlen, heads_q, heads_kv in ((1, 4096, 8, 1), (2, 2048, 28, 4)):
+        q, k = (torch.empty(batch, seqlen, n, 128).bfloat16() for n in (heads_q, heads_kv))
+        told = fmc.explain(q, k, k, causal=True, target="sm_90a").backward
+        assert told is not None
+        assert 0 < told.partial_sums_bytes <= 2 * batch * heads_q * seqlen * 128 * 4
 
 
 def test_a_split_that_a_call_cannot_have_is_refused() -> None:

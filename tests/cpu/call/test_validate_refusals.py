@@ -94,12 +94,6 @@ REFUSALS = {
         ValueError,
         ("head_dim (", "60"),
     ),
-    "head_dim_large": Refusal(
-        "dense",
-        {"q": zeros(2, 24, 6, 264), "k": zeros(2, 40, 2, 264)},
-        ValueError,
-        ("head_dim (", "264"),
-    ),
     "head_dim_zero": Refusal(
         "dense",
         {"q": zeros(2, 24, 6, 0), "k": zeros(2, 40, 2, 0)},

@@ -3,6 +3,7 @@ positions by itself, forward and backward."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from flash_mask_cute.call import explain as explain_module
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 
+@pytest.mark.parametrize("earliest", [0, -200])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_calls(seed: int) -> None:
-    draw = Draw(seed, torch.float64, 8, 260)
+def test_random_calls(seed: int, earliest: int) -> None:
+    draw = Draw(seed, torch.float64, 8, 260, earliest)
     for call in draw.calls(14):
         out, lse = _flash_attn_fwd(call.q, call.k, call.v, **call.keywords)
         assert lse is not None
@@ -29,7 +31,8 @@ def test_random_calls(seed: int) -> None:
 def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles without a visible score may count as visited, tiles with one are."""
     monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
-    for call in Draw(7, torch.bfloat16, 64, 300).calls(30):
+    calls = (Draw(7, torch.bfloat16, 64, 300, earliest).calls(30) for earliest in (0, -200))
+    for call in chain(*calls):
         found = explain(call.q, call.k, call.v, **call.keywords)
         assert found.full_key_tiles is not None and found.partial_key_tiles is not None, found.note
         tiles, pack = found.tiles, found.packed_heads
@@ -62,6 +65,26 @@ def test_a_decode_step_is_the_last_row() -> None:
             assert torch.allclose(out, expected), start
             (found,) = torch.autograd.grad(out.sum(), chunk)
             assert found.isfinite().all() and found.any()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_queries_before_the_first_key_see_nothing() -> None:
+    """Under causal masking, by a number, a tensor, and by torch.compile; -1 is no "end"."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 9, 2, 16, generator=generator).double() for _ in "qkv")
+    compiled = torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True)
+    for first in (-1, -4, -9):
+        starts: list[Any] = [first, torch.tensor([first], dtype=torch.int32)]
+        expected = flash_attn_func(q[:, -first:], k, v, causal=True, q_start=0)
+        for start in starts:
+            for call in (flash_attn_func, compiled):
+                chunk = q.clone().requires_grad_()
+                out = call(chunk, k, v, causal=True, q_start=start)
+                assert not out[:, :-first].any()
+                assert torch.allclose(out[:, -first:], expected)
+                (found,) = torch.autograd.grad(out.sum(), chunk)
+                assert not found[:, :-first].any()
+                assert first == -9 or found[:, 1 - first :].any()
 
 
 def test_a_tensor_that_changes_before_the_backward_is_noticed() -> None:

@@ -29,6 +29,7 @@ PADDED = torch.where(torch.arange(N) < 120, torch.arange(N) // 50, -1)
 LENGTHS = torch.tensor([150, 90])
 PREFIX = torch.tensor([13, 70], dtype=torch.int32)
 VALID = torch.rand((2, N), generator=torch.Generator().manual_seed(0)) < 0.7
+FALLING = torch.arange(N).flip(0)
 PARTS = torch.arange(N) // 30
 SHUFFLED = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(0))
 
@@ -53,16 +54,19 @@ FOUND: dict[str, Mod] = {
     "prefix": lambda b, h, q, k: (k < PREFIX[b]) | (q >= k),
     "shared question": lambda b, h, q, k: (q >= k) & ((PARTS[q] == PARTS[k]) | (PARTS[k] == 0)),
     "two sides of one direction": lambda b, h, q, k: (q >= k) | (q >= 100),
-    "a diagonal": lambda b, h, q, k: q == k + 5,
+    "a diagonal of some keys": lambda b, h, q, k: (q == k + 5) & VALID[b, k],
     "nothing for a key": lambda b, h, q, k: (q >= k) & (k % 3 != 1),
     "a table of ends": lambda b, h, q, k: q < LENGTHS[b] - PREFIX[b] + k,
+    "parts near the diagonal": or_masks(documents, lambda b, h, q, k: (q - k).abs() < 9),
+    "two tables": lambda b, h, q, k: IDS[b, q] == PARTS[k],
+    "what rises": lambda b, h, q, k: IDS[b, q] >= IDS[b, k],
 }
 LEFT: dict[str, Mod] = {
     "ids without runs": lambda b, h, q, k: SHUFFLED[q] == SHUFFLED[k],
     "of heads": lambda b, h, q, k: (q >= k) & (k > h),
-    "two ranges": or_masks(documents, lambda b, h, q, k: (q - k).abs() < 9),
-    "two tables": lambda b, h, q, k: IDS[b, q] == PARTS[k],
-    "of two tables": lambda b, h, q, k: IDS[b, q] >= IDS[b, k],
+    "two ranges": or_masks(documents, lambda b, h, q, k: (q - k).abs() == 60),
+    "a table that falls": lambda b, h, q, k: FALLING[q] >= FALLING[k],
+    "of two tables": lambda b, h, q, k: IDS[b, q] >= PARTS[k] + 1,
     "remainder": lambda b, h, q, k: (q - k) % 3 == 0,
     "a row of a table": lambda b, h, q, k: (q >= k) & (k == PREFIX).any(),
 }
@@ -105,7 +109,7 @@ def test_intervals_are_found_and_are_right(name: str, calls: list[Any]) -> None:
     check(made(FOUND[name]), visible_of(FOUND[name]))
     assert calls[-1].mask_mod is calls[-1].block_sparse_tensors_torch is None
     mask = calls[-1].startend_row_indices
-    is_documents = "document" in name or name in ("blocks", "keys first")
+    is_documents = name.startswith(("documents", "causal documents", "blocks", "keys first"))
     assert mask.documents is is_documents and mask.startend_row_indices.shape[1] == 1
 
 
@@ -132,7 +136,7 @@ def test_what_is_none_stays_a_mod(name: str, calls: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["documents", "valid keys", "prefix", "nothing for a key"])
 def test_unequal_lengths(name: str, lq: int, lk: int, calls: list[Any]) -> None:
     check(made(FOUND[name], lq, lk), visible_of(FOUND[name], lq, lk), lq, lk)
-    assert (calls[-1].mask_mod is None) is (name != "documents")
+    assert calls[-1].mask_mod is None
 
 
 def test_found_once_for_an_object(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +186,19 @@ def test_explain_says_the_form() -> None:
     q = torch.randn(2, N, 2, 64)
     for mod, said in (
         (causal, "a window, keys 0 to q + 0"),
+        (FOUND["blocks"], "documents, by column intervals"),
         (documents, "documents, by column intervals"),
         (FOUND["prefix"], "column intervals"),
         (LEFT["remainder"], "a mask_mod"),
     ):
         assert lower_mod(mod, "mask_mod").form == said
         note = explain(q, q, q, mask_mod=mod).note
-        if said != "a mask_mod":
-            said += " if its block mask is kept (keep_block_mask)"
-        assert note.endswith(f"flex_attention would run it as {said}")
+        if mod in (causal, FOUND["blocks"]):
+            assert note.endswith(f"mask_mod is torch's, and runs as {said}")
+        elif said == "a mask_mod":
+            assert note.endswith("flex_attention would run it as a mask_mod")
+        else:
+            assert note.endswith(
+                f"flex_attention would run it as {said} if its block mask is kept "
+                "(keep_block_mask); builders.from_mask_mod makes this mask"
+            )

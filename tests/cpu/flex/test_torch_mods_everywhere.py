@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from flash_mask_cute import (
+    builders,
     create_block_mask,
     explain,
     flash_attn_func,
     flash_attn_varlen_func,
+    interface,
     plot,
 )
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 
 B, H, S, D = 2, 4, 90, 16
 IDS = torch.stack([torch.arange(S) // 40, torch.arange(S) // 23])
@@ -90,8 +94,13 @@ def test_a_cute_mod_beside_one_of_torch() -> None:
 
 def test_explain_takes_them() -> None:
     q = torch.zeros(1, 300, 4, 64, dtype=torch.bfloat16)
-    told = explain(q, q, q, mask_mod=lambda b, h, q, k: q >= k)
+    told = explain(q, q, q, mask_mod=lambda b, h, q, k: (q - k) % 3 == 0)
     assert "mask_mod is evaluated once for all heads" in told.masks
+    assert told.note.endswith("flex_attention would run it as a mask_mod")
+    told = explain(q, q, q, mask_mod=lambda b, h, q, k: q >= k)
+    by_keyword = explain(q, q, q, causal=True)
+    assert told.masks == "" and told.full_key_tiles == by_keyword.full_key_tiles
+    assert told.note.endswith("mask_mod is torch's, and runs as a window, keys 0 to q + 0")
 
 
 def test_the_wrong_number_of_arguments_is_named() -> None:
@@ -130,3 +139,138 @@ def test_an_index_outside_is_told_by_the_name_of_what_is_captured() -> None:
         flash_attn_func(q, k, v, score_mod=bias)
     with pytest.raises(IndexError, match=r"cute_bias .*reads aux_tensors\[0\] at index 10 of"):
         flash_attn_func(q, k, v, mask_mod=documents, score_mod=cute_bias, aux_tensors=[of_10])
+
+
+# -- a mask_mod that reads no tensors ------------------------------------------------------------
+
+
+WITHOUT_TENSORS: dict[str, tuple[Any, str]] = {
+    "causal": (lambda b, h, q, k: k <= q, "window"),
+    "sliding": (lambda b, h, q, k: (k <= q) & (k > q - 9), "window"),
+    "two-sided": (lambda b, h, q, k: (abs(q - k) <= 5) & (q >= 0), "window"),
+    "no side of a window": (lambda b, h, q, k: k < q, "intervals"),
+    "chunks": (lambda b, h, q, k: (k // 16 == q // 16) & (k <= q), "intervals"),
+    "prefix": (lambda b, h, q, k: (k < 20) | (k <= q), "intervals"),
+    "remainders": (lambda b, h, q, k: (q - k) % 3 == 0, "mod"),
+    "of heads": (lambda b, h, q, k: k <= q + h, "mod"),
+    "documents": (documents, "mod"),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
+    """What the host call is asked."""
+    seen: list[AttentionCall] = []
+    forward = interface.forward
+
+    def record(call: AttentionCall, *key: Any) -> Any:
+        seen.append(call)
+        return forward(call, *key)
+
+    monkeypatch.setattr(interface, "forward", record)
+    return seen
+
+
+def kind_of(call: AttentionCall) -> str:
+    masks = call.masks or NO_MASKS
+    if masks.mask_mod is not None:
+        return "mod"
+    return "window" if masks.startend_row_indices is None else "intervals"
+
+
+def expected(
+    qkv: list[Tensor], mod: Any, sees: Tensor | None = None, scores_of: Any = None
+) -> Tensor:
+    q, k, v = (x.double() for x in qkv)
+    visible = create_mask(mod, B, H, q.shape[1], k.shape[1], "cpu")
+    if sees is not None:
+        visible = visible & sees
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
+    if scores_of is not None:
+        scores = scores_of(scores)
+    p = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num()
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+@pytest.mark.parametrize("name", WITHOUT_TENSORS)
+@pytest.mark.parametrize("lengths", [(S, S), (40, S), (S, 40)])
+def test_its_window_or_its_intervals(
+    name: str, lengths: tuple[int, int], calls: list[AttentionCall]
+) -> None:
+    mod, kind = WITHOUT_TENSORS[name]
+    q, k, v = (x[:, :n] for x, n in zip(tensors(), (*lengths, lengths[1]), strict=True))
+    for _ in range(2):
+        out = flash_attn_func(q, k, v, mask_mod=mod)
+        torch.testing.assert_close(out, expected([q, k, v], mod), rtol=1e-9, atol=1e-9)
+        # a side of -1 is one of a window for some lengths
+        assert (kind_of(calls[-1]) == "mod") is (kind == "mod")
+        assert lengths[0] != lengths[1] or kind_of(calls[-1]) == kind
+    if name == "causal" and lengths == (S, S):
+        assert calls[-1].options.causal and calls[-1].masks is None
+
+
+def test_gradients_of_intervals_of_a_mod() -> None:
+    mod, _ = WITHOUT_TENSORS["chunks"]
+    leaves = [x.requires_grad_() for x in tensors()]
+    grads = torch.autograd.grad(flash_attn_func(*leaves, mask_mod=mod).square().sum(), leaves)
+    wanted = torch.autograd.grad(expected(leaves, mod).square().sum(), leaves)
+    for found, exact in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6)
+
+
+def test_beside_other_masks(calls: list[AttentionCall]) -> None:
+    """A window joins a window. Intervals join no others, and what counts rows otherwise, or says
+    where the mod holds, keeps the mod."""
+    q, k, v = tensors()
+    sliding, chunks = WITHOUT_TENSORS["two-sided"][0], WITHOUT_TENSORS["chunks"][0]
+    at = torch.arange(S)
+    distance = at[:, None] - at
+    columns = builders.causal_document([30, 60])
+    sees_document = columns.dense(S)
+    lists = create_block_mask(chunks, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+    cases = (
+        (sliding, {"causal": True}, distance >= 0, "window"),
+        (sliding, {"window_size": (3, 9)}, (distance <= 3) & (distance >= -9), "window"),
+        (sliding, {"startend_row_indices": columns}, sees_document, "intervals"),
+        (sliding, {"score_mod": lambda s, b, h, q, k: s * 2}, None, "window"),
+        (chunks, {"window_size": (9, None)}, distance <= 9, "intervals"),
+        (chunks, {"startend_row_indices": columns}, sees_document, "mod"),
+        (chunks, {"block_sparse_tensors": lists}, None, "mod"),
+        (chunks, {"q_start": 0}, None, "mod"),
+    )
+    for mod, keywords, sees, kind in cases:
+        out = flash_attn_func(q, k, v, mask_mod=mod, **keywords)
+        doubled = (lambda s: s * 2) if "score_mod" in keywords else None
+        wanted = expected([q, k, v], mod, sees, doubled)
+        torch.testing.assert_close(out, wanted, rtol=2e-6, atol=2e-6)
+        assert kind_of(calls[-1]) == kind, keywords
+    found = flash_attn_func(q[:, 50:60], k, v, mask_mod=chunks, q_start=50)
+    assert kind_of(calls[-1]) == "mod" and found.shape[1] == 10
+
+
+def test_a_number_that_changes(calls: list[AttentionCall]) -> None:
+    size = 3
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k).abs() <= size
+
+    qkv = tensors()
+    for new in (3, 8, 3, 20):
+        size = new
+        out = flash_attn_func(*qkv, mask_mod=near)
+        torch.testing.assert_close(out, expected(qkv, near), rtol=1e-9, atol=1e-9)
+        assert calls[-1].options.window_size_left == new and kind_of(calls[-1]) == "window"
+
+
+def test_contents_are_followed(calls: list[AttentionCall]) -> None:
+    """However they were written: a mod that reads tensors stays one."""
+    ids, qkv = torch.arange(S) // 30, tensors()
+
+    def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ids[q] == ids[k]
+
+    for step in (30, 45):
+        ids.data.copy_(torch.arange(S) // step)
+        out = flash_attn_func(*qkv, mask_mod=same)
+        torch.testing.assert_close(out, expected(qkv, same), rtol=1e-9, atol=1e-9)
+        assert kind_of(calls[-1]) == "mod"

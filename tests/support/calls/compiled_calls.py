@@ -50,6 +50,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: ColumnMask) -> Any:
     return flash_attn_func(q, k, v, startend_row_indices=mask)
 
 
+def _attend_copies(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """As in training of block diffusion: a noisy copy before the clean one."""
+    mask = builders.block_diffusion(q.shape[1], 5)
+    return _attend(*(torch.cat((x * 0.5, x), 1) for x in (q, k, v)), mask)
+
+
 def _parts(n: int) -> list[int]:
     return [n // 3, n // 4, n - n // 3 - n // 4]
 
@@ -73,6 +79,9 @@ BUILDERS: dict[str, Callable[[int], ColumnMask]] = {
     "causal_blockwise": lambda n: builders.causal_blockwise(_parts(n)),
     "qk_sparse": lambda n: builders.qk_sparse(n, [(n // 4, n // 5)]),
     "random_eviction": lambda n: builders.random_eviction(n, n // 3),
+    "prefix_tree": lambda n: builders.prefix_tree([-1, 0, 0], _parts(n)),
+    "from_tin_tout": lambda n: builders.from_tin_tout(torch.full((n,), n)),
+    "image_blocks": lambda n: builders.image_blocks(_ids(n) % 3 - 1),
     "from_cu_seqlens": lambda n: builders.from_cu_seqlens([0, n // 3, n]),
     "from_document_ids": lambda n: builders.from_document_ids(_ids(n)),
     "from_position_ids": lambda n: builders.from_position_ids(torch.arange(n) % 13),
@@ -88,6 +97,7 @@ INSIDE: dict[str, Callable[[int, Tensor], ColumnMask]] = {
     "global_sliding_window": lambda n, x: builders.global_sliding_window(n, 3, n // 3),
     "prefix_lm_causal": lambda n, x: builders.prefix_lm_causal(n, n // 2),
     "causal_document": lambda n, x: builders.causal_document(x.new_full((4,), n // 5), n),
+    "image_blocks": lambda n, x: builders.image_blocks(x, n // 3),
     "from_document_ids": lambda n, x: builders.from_document_ids(x),
     "from_position_ids": lambda n, x: builders.from_position_ids(x % 13),
     "key_padding": lambda n, x: builders.key_padding(x[None] < 3),
@@ -224,6 +234,7 @@ class _Layer(torch.nn.Module):
 
 def _table() -> dict[str, Row]:
     rows = {}
+    rows["flash_attn_func block_diffusion"] = Row(_attend_copies)
     for name, build in BUILDERS.items():
         rows[f"flash_attn_func {name}"] = Row(_attend, lambda n, build=build: (build(n),))
     for name, inside in INSIDE.items():

@@ -122,12 +122,18 @@ class PlacedCall:
 
 
 class Draw:
-    """Draws one call after the other from a seed."""
+    """Draws one call after the other from a seed.
 
-    def __init__(self, seed: int, dtype: torch.dtype, head_dim: int, longest: int) -> None:
+    earliest: the least position of a first query that is given.
+    """
+
+    def __init__(
+        self, seed: int, dtype: torch.dtype, head_dim: int, longest: int, earliest: int = 0
+    ) -> None:
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.head_dim, self.longest = dtype, head_dim, longest
+        self.earliest = earliest
 
     def calls(self, count: int) -> Iterator[PlacedCall]:
         for number in range(count):
@@ -177,9 +183,9 @@ class Draw:
             keywords["q_start"] = "end"
             return [n - m for n, m in zip(used_k, lengths_q, strict=True)]
         if kind == "number":
-            keywords["q_start"] = rng.choice((0, rng.randint(0, self.longest)))
+            keywords["q_start"] = rng.choice((0, rng.randint(self.earliest, self.longest)))
             return [keywords["q_start"]] * len(lengths_q)
-        starts = [rng.randint(0, self.longest) for _ in lengths_q]
+        starts = [rng.randint(self.earliest, self.longest) for _ in lengths_q]
         keywords["q_start"] = torch.tensor(starts, dtype=INT)
         return starts
 

@@ -1,0 +1,65 @@
+"""The scratch memory that the kernels of a backward share, by its plan."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from flash_mask_cute.call.build.backward import num_row_blocks
+from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+
+Shape = tuple[int, ...]
+
+
+class BwdScratch(NamedTuple):
+    """Shapes of tensors of 4-byte elements that each call allocates; None: not there.
+
+    stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
+    semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
+    dk_parts, dv_parts: partial sums of dK and dV, where CTAs share the query heads of a group.
+    """
+
+    stats: Shape
+    dq_sums: Shape
+    semaphores: Shape | None
+    sink_parts: Shape | None
+    dk_parts: Shape | None
+    dv_parts: Shape | None
+
+    @staticmethod
+    def of(plan: ExecutionPlan) -> BwdScratch:
+        """plan: of a backward that runs kernels."""
+        choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
+        assert facts is not None
+        tile_m = choice.tiles.tile_m
+        rows = shapes.total_q if problem.varlen_q else shapes.seqlen_q
+        blocks = shapes.heads_q, num_row_blocks(rows, shapes.batch, problem.varlen_q, tile_m)
+        words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
+        parts_k = parts_v = None
+        if choice.tiles.splits_group:
+            keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
+            key_blocks = num_row_blocks(keys, shapes.batch, problem.varlen_k, choice.tile_n)
+            parts = shapes.heads_kv * choice.group_splits, key_blocks
+            parts_k = *parts, choice.tile_n * choice.tile_d
+            parts_v = *parts, choice.tile_n * choice.tile_dv
+        return BwdScratch(
+            stats=(*blocks, words),
+            dq_sums=(*blocks, tile_m * choice.tile_d),
+            semaphores=None if choice.tiles.clears_dq else blocks,
+            sink_parts=blocks if facts.sink_dtype else None,
+            dk_parts=parts_k,
+            dv_parts=parts_v,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(*self)
+
+    @property
+    def partial_sums_bytes(self) -> int:
+        return _num_bytes(self.dk_parts, self.dv_parts)
+
+
+def _num_bytes(*shapes: Shape | None) -> int:
+    return sum(4 * math.prod(shape) for shape in shapes if shape is not None)

@@ -1,0 +1,36 @@
+"""The tensors that a call reads, of which its outputs must be apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import from_block_mask
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Lengths, Masks
+
+_OF_FORWARD = "q", "k", "v", "learnable_sink", *Lengths._fields
+_OF_BACKWARD = "q", "k", "v", "out", "dout"
+
+
+def inputs_of(call: AttentionCall) -> dict[str, Tensor | None]:
+    """By name, for messages. Of a backward those of the size of q, k and v."""
+    given, is_forward = call.tensors.by_name(), call.direction is Direction.FORWARD
+    found = {name: given[name] for name in (_OF_FORWARD if is_forward else _OF_BACKWARD)}
+    if is_forward and call.masks is not None:
+        found |= dict(tensors_of_masks(call.masks))
+    return found
+
+
+def tensors_of_masks(masks: Masks) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that masks hold, by name."""
+    for position, tensor in enumerate(masks.aux_tensors or ()):
+        yield f"aux_tensors[{position}]", tensor
+    columns = masks.startend_row_indices
+    if columns is not None:
+        name = "startend_row_indices"
+        yield name, columns if isinstance(columns, Tensor) else columns.startend_row_indices
+    if masks.block_sparse_tensors_torch is not None:
+        for name, given in from_block_mask(masks.block_sparse_tensors_torch)._asdict().items():
+            if isinstance(given, Tensor):
+                yield name, given

@@ -1,0 +1,120 @@
+"""Description of the backward of a call, in words and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
+from flash_mask_cute.call.build.scratch import BwdScratch
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import BwdTiles
+from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
+from flash_mask_cute.runtime.named_tuples import replaced
+
+
+@dataclass(frozen=True)
+class BackwardExplanation:
+    """Description of the backward of a forward call; nothing is compiled for it.
+
+    kernel: of the three and more that run, the one that computes dK, dV and the sums of dQ. tile_n:
+    keys of a CTA's work tile. cols, cols_v: columns of a tile of queries and keys, and of values:
+    those beyond the head dimensions are zeros that are multiplied all the same. group_splits: CTAs
+    that share the query heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device
+    that a call takes until its end, besides the gradients; None where no kernel runs.
+    partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. aux_gradients:
+    of aux tensors, through score_mod.
+    """
+
+    kernel: str
+    tiles: BwdTiles
+    tile_n: int
+    cols: int
+    cols_v: int
+    group_splits: int
+    reason: str
+    smem_bytes: int
+    scratch_bytes: int | None
+    partial_sums_bytes: int
+    aux_gradients: tuple[AuxGradient, ...] = ()
+
+    def lines(self) -> dict[str, str]:
+        """By what they are about."""
+        tiles = self.tiles
+        scratch = "none" if self.scratch_bytes is None else f"{self.scratch_bytes} bytes"
+        if self.partial_sums_bytes:
+            scratch += f", {self.partial_sums_bytes} of them for partial sums of dK and dV"
+        splits = f", each for a group's heads over {self.group_splits} CTAs"
+        lines = {
+            "backward": self.kernel,
+            "backward tiles": f"{self.tile_n} keys x blocks of {tiles.tile_m} queries"
+            + (", two that sum dQ together" if tiles.cta_pair else "")
+            + (splits if self.group_splits > 1 else ""),
+            "backward columns": f"{self.cols} of queries and keys, {self.cols_v} of values",
+            "backward because": self.reason,
+            "backward smem": f"{self.smem_bytes} bytes",
+            "backward scratch": scratch,
+        }
+        if self.aux_gradients:
+            lines["aux gradients"] = "; ".join(map(str, self.aux_gradients))
+        return lines
+
+
+def explain_backward(
+    call: AttentionCall, run: ExecutionPlan
+) -> tuple[BackwardExplanation | None, str]:
+    """Explain the backward of a forward whose plan is `run`; or None, and why there is none."""
+    if call.tensors.lengths.page_table is not None:
+        return None, "keys in pages have no gradients"
+    try:
+        backward = plan(_backward_call(call, run), run.target)
+    except NotImplementedError as error:
+        return None, str(error)
+    backward = backward.packed or backward
+    choice, scratch_bytes, parts_bytes = backward.bwd_choice, None, 0
+    if backward.backend is Backend.KERNEL:
+        scratch = BwdScratch.of(backward)
+        scratch_bytes, parts_bytes = scratch.num_bytes, scratch.partial_sums_bytes
+        if backward.mask_bits is not None:
+            scratch_bytes += backward.mask_bits.num_bytes
+    aux_tensors = (call.masks or NO_MASKS).aux_tensors
+    if scratch_bytes is not None and aux_tensors is not None:
+        # sums in fp32
+        scratch_bytes += 4 * sum(aux_tensors[i].numel() for i in backward.problem.wants_aux)
+    explained = BackwardExplanation(
+        kernel=arch_spec(run.target).backward.class_name,
+        tiles=choice.tiles,
+        tile_n=choice.tile_n,
+        cols=choice.tile_d,
+        cols_v=choice.tile_dv,
+        group_splits=choice.group_splits,
+        reason=choice.reason,
+        smem_bytes=choice.smem_bytes,
+        scratch_bytes=scratch_bytes,
+        partial_sums_bytes=parts_bytes,
+        aux_gradients=explain_reads(backward, aux_tensors),
+    )
+    return explained, ""
+
+
+def _backward_call(call: AttentionCall, run: ExecutionPlan) -> AttentionCall:
+    """The backward of a call, with stand-ins for its results and their gradients, which take no
+    memory: plans read no contents."""
+    x, masks = call.tensors, call.masks or NO_MASKS
+    out = x.q.new_empty(()).expand(run.out_shape)
+    lse = torch.empty((), dtype=torch.float32, device=x.q.device).expand(run.lse_shape)
+    sink, aux_tensors = x.learnable_sink, masks.aux_tensors
+    daux: list[Tensor | None] | None = None
+    if aux_tensors is not None and any(y.requires_grad for y in aux_tensors):
+        daux = [torch.empty_like(y) if y.requires_grad else None for y in aux_tensors]
+    nothing: dict[str, Any] = {"max_scores": None, "lse_low": None}
+    dsink = None if sink is None else torch.empty_like(sink)
+    gradients = Gradients(dout=out, dsink=dsink, daux=daux)
+    tensors = replaced(x, **nothing, out=out, lse=lse, gradients=gradients)
+    return AttentionCall(
+        tensors, call.masks, call.options.of_backward(), call.backward, Direction.BACKWARD
+    )

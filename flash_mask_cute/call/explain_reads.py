@@ -1,0 +1,71 @@
+"""Description of the gradients of aux tensors: the class of each, and what its gradient costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, TensorReads
+from flash_mask_cute.mods.traits import find_reads
+
+# What a gradient costs, by the class of its tensor. Additions to one element wait for each other.
+_COSTS = {
+    ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
+    ReadClass.KEY: "an addition to memory for each 8 queries and a key",
+    ReadClass.QUERY: "an addition to memory for each score",
+    ReadClass.DIFFERENCE: "an addition to memory for each score, fewer if neighbours agree",
+    ReadClass.PLACES: "an addition to memory for each score",
+    ReadClass.OTHER: "an addition to memory for each score, fewer if neighbours agree",
+    ReadClass.UNREAD: "nothing, for it is 0",
+}
+
+
+class AuxGradient(NamedTuple):
+    """The gradient of an aux tensor through score_mod.
+
+    number: of the tensor. is_wanted: it requires grad. cost: of its gradient, in words.
+    """
+
+    number: int
+    reads: TensorReads
+    is_wanted: bool
+    cost: str
+
+    def __str__(self) -> str:
+        kind = self.reads.read_class
+        text = "is not read" if kind is ReadClass.UNREAD else f"is read by {kind.value}"
+        if more := self.reads.difference or self.reads.why:
+            text += f" ({more})"
+        costs = "its gradient costs" if self.is_wanted else "a gradient would cost"
+        return f"aux_tensors[{self.number}] {text}; {costs} {self.cost}"
+
+
+def explain_reads(
+    run: ExecutionPlan, aux_tensors: Sequence[Tensor] | None
+) -> tuple[AuxGradient, ...]:
+    """Of the tensors that require grad; if there are none, of each floating-point tensor that
+    score_mod reads, as if it alone did. run: the plan of the backward."""
+    score_mod = run.masks.score_mod
+    if score_mod is None or aux_tensors is None or run.problem.score_mod_bwd is not None:
+        return ()
+    wanted = run.problem.wants_aux
+    if wanted:
+        together = find_reads(score_mod, run.problem, wanted)
+        return tuple(_told(run, i, reads, True) for i, reads in together.tensors.items())
+    found = []
+    for i, tensor in enumerate(aux_tensors):
+        if tensor.dtype.is_floating_point:
+            alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
+            if alone.read_class is not ReadClass.UNREAD:
+                found.append(_told(run, i, alone, False))
+    return tuple(found)
+
+
+def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) -> AuxGradient:
+    is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
+    if is_long and reads.read_class is ReadClass.DIFFERENCE:
+        reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")
+    return AuxGradient(number, reads, is_wanted, _COSTS[reads.read_class])

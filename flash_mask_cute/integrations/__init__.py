@@ -1,0 +1,2 @@
+"""Doors into other libraries; each module imports its library, and is imported by its user
+alone."""

@@ -1,0 +1,113 @@
+"""Attention of transformers models by this package: `register`, and masks for compiled models.
+
+    from flash_mask_cute.integrations.transformers import register
+    from transformers import AutoModelForCausalLM
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="mask_cute")
+
+docs/integrations.md says what is computed, what is refused, and what is fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flash_mask_cute.runtime.packages import require_extra
+
+require_extra("transformers")
+
+# ruff: noqa: E402
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+
+from flash_mask_cute.integrations.transformers.attention import attention
+from flash_mask_cute.integrations.transformers.masks import AttentionMask, make_mask
+
+__all__ = ["AttentionMask", "masks_for", "register"]
+
+_THEIRS = ("eager", "sdpa", "flex_attention")
+
+
+def register(name: str = "mask_cute") -> str:
+    """Make an `attn_implementation` of transformers, of this package, known by a name.
+
+    It registers attention and masks: an attention without its masks would get none for padding,
+    windows and packed documents, and transformers would not say so. Calling it again changes
+    nothing.
+
+    Returns:
+        The name.
+
+    Raises:
+        TypeError: name is no string.
+        ValueError: name has "flash" in it, or "paged|", or is one of transformers' own.
+
+    Example:
+        >>> from flash_mask_cute.integrations.transformers import register  # doctest: +SKIP
+        >>> model = AutoModel.from_config(config, attn_implementation=register())  # doctest: +SKIP
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    if "flash" in name:
+        raise ValueError(
+            f"name={name!r} has 'flash' in it, and transformers takes such names for packages of "
+            "flash attention: it asks for a kernel of its hub and makes other masks. Take another "
+            "name, such as 'mask_cute'"
+        )
+    if not name or name in _THEIRS or name.startswith("paged|"):
+        raise ValueError(f"name={name!r} means something else in transformers: take another name")
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)
+    return name
+
+
+def masks_for(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **more: Any,
+) -> AttentionMask | dict[str, AttentionMask]:
+    """The masks of a decoder for a batch, to be given to it, compiled or not, as attention_mask.
+
+    model: loaded with the registered attn_implementation. input_ids: (batch, queries); only its
+    shape and device count. attention_mask: (batch, queries) of the padding, or None. position_ids:
+    (batch or 1, queries); they begin anew with each packed document, which counts if there is no
+    attention_mask. more: other arguments that the masks of the model depend on, such as
+    token_type_ids.
+
+    A model that is compiled with its masks makes a dense one of each. Masks that are made before
+    are windows and intervals, as without compilation. They hold for one batch without a cache.
+
+    Returns:
+        A mask, or a dict of masks for models with several kinds of layers.
+
+    Raises:
+        ValueError: the model has another attn_implementation, or is no decoder.
+
+    Example:
+        >>> masks = masks_for(model, input_ids, position_ids=position_ids)  # doctest: +SKIP
+        >>> compiled(input_ids, attention_mask=masks, position_ids=position_ids)  # doctest: +SKIP
+    """
+    config = model.config.get_text_config(decoder=True)
+    implementation = config._attn_implementation
+    if AttentionMaskInterface._global_mapping.get(implementation) is not make_mask:
+        raise ValueError(
+            f"model has attn_implementation={implementation!r}, which register() did not make: "
+            "masks_for makes masks for that of register()"
+        )
+    decoder = model.get_decoder()
+    is_encoder = any(getattr(x, "is_causal", True) is False for x in decoder.modules())
+    if config.is_encoder_decoder or is_encoder:
+        raise ValueError(
+            f"masks_for is for decoders, and {type(model).__name__} has layers that are not causal"
+        )
+    # where a model has its own way of making masks for generation, it takes more into account
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    batch, num_rows = input_ids.shape
+    embeds = torch.empty((batch, num_rows, 0), dtype=model.dtype, device=input_ids.device)
+    # the fourth argument, the cache, has another name in older releases
+    return make(model.config, embeds, attention_mask, None, position_ids=position_ids, **more)

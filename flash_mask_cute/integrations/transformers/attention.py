@@ -1,0 +1,279 @@
+"""The attention half: a layer's attention by the functions of this package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
+
+MOST_HEAD_DIM = 256  # of kernels
+# Arguments that some models give to attention, and that say more about it than is computed here.
+REFUSED = {
+    "indices": "the keys that an indexer chose for each query",
+    "block_indices": "the blocks of keys that an indexer chose for each query",
+    "sinks": "a sink for each query",
+    "head_mask": "a factor for each head",
+}
+Shape = tuple[int, int, int, int]
+
+
+class Packed(NamedTuple):
+    """Documents of a packed row: cu_seqlens (documents + 1,) and the longest documents, if known,
+    of queries and of keys."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+    def same_document(self, num_rows: int, num_keys: int) -> Tensor:
+        """Bool (1, 1, queries, keys)."""
+        of_rows = document_ids(self.cu_seqlens_q, num_rows)
+        of_keys = document_ids(self.cu_seqlens_k, num_keys)
+        return (of_rows[:, None] == of_keys)[None, None]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: AttentionMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention half, with the arguments of `AttentionInterface`.
+
+    query: (batch, heads_q, queries, head_dim). key, value: (batch, heads_kv, keys, head_dim) and
+    (..., head_dim_v). attention_mask: of the mask half; or a tensor (batch or 1, heads or 1,
+    queries or 1, keys or more), in which False hides a score and a number is added to it, with
+    gradients; or None. A mask says all: only without one do is_causal and sliding_window count.
+    cu_seq_lens_*: documents of one packed row, which do not see each other, besides the mask.
+    softcap, s_aux (a sink of each head), position_bias (added to scores after the soft cap, with
+    gradients): as in transformers.
+
+    Returns:
+        (batch, queries, heads_q, head_dim_v), and None for the weights.
+
+    Raises:
+        NotImplementedError: what would be computed wrongly: output_attentions, dropout in training,
+            head dimensions above 256 on a GPU, the arguments of `REFUSED`.
+        TypeError, ValueError: shapes or dtypes do not fit; the message names the argument.
+    """
+    _refuse(module, query, value, dropout, others)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    dtype = _dtype_of(module, query, key, value)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    bias = None
+    if position_bias is not None:
+        bias = _fitted(position_bias, "position_bias", shape).expand(shape)
+    packed = None
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        packed = _documents_of(*given, shape)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        options = _without_mask(bool(causal), sliding_window, shape)
+    elif isinstance(attention_mask, AttentionMask):
+        _check_extents(attention_mask, shape)
+        if packed is not None and (bias is not None or attention_mask.found.window is None):
+            # a call of packed sequences takes a window, and none of what counts in the whole row
+            attention_mask, packed = attention_mask.packed(packed.cu_seqlens_k), None
+        options = _of_mask(attention_mask)
+    else:
+        options = _of_table(_fitted(attention_mask, "attention_mask", shape), shape, packed, bias)
+        packed = bias = None
+    options |= {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    if bias is not None:
+        if packed is not None:
+            options["mask_mod"] = _mods().visible_to_all
+            options["aux_tensors"] = [packed.same_document(*shape[2:])]
+            packed = None
+        options["score_mod"] = _mods().added
+        options["aux_tensors"] = [bias, *options.get("aux_tensors", ())]
+    if packed is not None:
+        documents = packed._replace(
+            cu_seqlens_q=packed.cu_seqlens_q.int(), cu_seqlens_k=packed.cu_seqlens_k.int()
+        )
+        out = flash_attn_varlen_func(q[0], k[0], v[0], *documents, **options)[None]
+    elif "seqused_k" in options:
+        out = flash_attn_varlen_func(q, k, v, **options)
+    else:
+        out = flash_attn_func(q, k, v, **options)
+    return out, None
+
+
+def _refuse(
+    module: torch.nn.Module, query: Tensor, value: Tensor, dropout: float, others: dict[str, Any]
+) -> None:
+    if dropout and module.training:
+        raise NotImplementedError(
+            f"dropout={dropout} in training: probabilities are never stored here; set the "
+            "config's attention dropout to 0 (attention_dropout, attention_probs_dropout_prob, "
+            "attn_pdrop or dropout_rate)"
+        )
+    if others.get("output_attentions"):
+        raise NotImplementedError(
+            "output_attentions=True: probabilities are never stored here; call "
+            "model.set_attn_implementation('eager') first"
+        )
+    for name, meaning in REFUSED.items():
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} gives {name}, {meaning}, which is not computed here: "
+                "load the model with attn_implementation='sdpa' or 'eager'"
+            )
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if head_dim > MOST_HEAD_DIM and query.is_cuda:
+        raise NotImplementedError(
+            f"{type(module).__name__} has head dimension {head_dim}, and kernels have up to "
+            f"{MOST_HEAD_DIM}: load the model with attn_implementation='sdpa'"
+        )
+
+
+def _dtype_of(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
+) -> torch.dtype | None:
+    """The dtype to compute in if it is not that of the tensors.
+
+    Norms in float32, as PEFT keeps them, or rotary embeddings in it, give queries and keys of
+    another dtype than the model's: that of its weights, or of autocast.
+    """
+    is_mixed = not query.dtype == key.dtype == value.dtype
+    if query.dtype != torch.float32 and not is_mixed:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "_is_quantized"):
+        dtype: torch.dtype = config.dtype
+        return dtype
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            return layer.weight.dtype
+    return value.dtype if is_mixed else None
+
+
+def _fitted(table: Tensor, name: str, shape: Shape) -> Tensor:
+    """A table that broadcasts to (batch, heads, queries, keys), without more keys than that."""
+    if table.dim() != 4:
+        raise ValueError(
+            f"{name} must have shape (batch, heads, queries, keys), got {tuple(table.shape)}"
+        )
+    if table.shape[3] > shape[3]:
+        table = table[..., : shape[3]]
+    for size, wanted in zip(table.shape, shape, strict=True):
+        if size != wanted and size != 1:
+            raise ValueError(
+                f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got shape "
+                f"{tuple(table.shape)}"
+            )
+    if not table.is_floating_point() and (name == "position_bias" or table.dtype != torch.bool):
+        kinds = "a floating-point dtype" + ("" if name == "position_bias" else " or bool")
+        raise TypeError(f"{name} must have {kinds}, got {table.dtype}")
+    return table
+
+
+def _documents_of(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    most_q: int | Tensor | None,
+    most_k: int | Tensor | None,
+    shape: Shape,
+) -> Packed:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        missing = "cu_seq_lens_q" if cu_seqlens_q is None else "cu_seq_lens_k"
+        raise ValueError(f"{missing} is None, and the other is given: pass both")
+    if shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens_q says where documents of one packed row begin, got a batch of "
+            f"{shape[0]}: pass all tokens as one row, (1, tokens), or a mask or position_ids "
+            "instead of cu_seq_lens_q and cu_seq_lens_k"
+        )
+    most = (None if x is None else int(x) for x in (most_q, most_k))
+    return Packed(cu_seqlens_q, cu_seqlens_k, *most)
+
+
+def _without_mask(causal: bool, sliding_window: int | None, shape: Shape) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": causal}
+    if sliding_window is not None:
+        options["window_size"] = sliding_window - 1, None if causal else sliding_window - 1
+    num_rows, num_keys = shape[2:]
+    if 1 < num_rows != num_keys and (causal or sliding_window is not None):
+        raise ValueError(
+            f"attention_mask is None, {num_rows} queries and {num_keys} keys are given, and "
+            f"is_causal={causal}, sliding_window={sliding_window} do not say which keys the "
+            "first query sees: pass a mask"
+        )
+    return options
+
+
+def _check_extents(mask: AttentionMask, shape: Shape) -> None:
+    batch, _, *lengths = mask.shape
+    if (batch, *lengths) != (shape[0], *shape[2:]):
+        raise ValueError(
+            f"attention_mask was made for batch {batch}, {lengths[0]} queries and {lengths[1]} "
+            f"keys, and {type(mask).__name__} has no other extents; the layer has batch "
+            f"{shape[0]}, {shape[2]} queries and {shape[3]} keys"
+        )
+
+
+def _of_mask(mask: AttentionMask) -> dict[str, Any]:
+    found = mask.found
+    if found.window is not None:
+        left, right = found.window
+        # a side of 0 by another name, under which the choice of tiles knows it
+        causal = right == 0
+        return {"causal": causal, "window_size": (left, None if causal else right)}
+    if found.columns is not None:
+        return {"startend_row_indices": found.columns}
+    if found.row is not None:
+        options: dict[str, Any] = {"mask_mod": _mods().visible_to_all, "aux_tensors": [found.row]}
+        if found.used is not None:
+            options["seqused_k"] = found.used
+        return options
+    return {"mask_mod": found.mask_mod}
+
+
+def _mods() -> Any:
+    # loads the compiler
+    from flash_mask_cute.integrations.transformers import table_mods
+
+    return table_mods
+
+
+def _of_table(
+    table: Tensor, shape: Shape, packed: Packed | None, bias: Tensor | None
+) -> dict[str, Any]:
+    """A dense mask and all that is said besides."""
+    shown = None if packed is None else packed.same_document(*shape[2:])
+    if table.dtype == torch.bool:
+        shown = table if shown is None else table & shown
+    else:
+        bias = table if bias is None else table + bias
+    options: dict[str, Any] = {}
+    aux_tensors = []
+    if bias is not None:
+        options["score_mod"] = _mods().added
+        aux_tensors.append(bias.expand(shape))
+    if shown is not None:
+        by_head = shown.shape[1] > 1
+        options["mask_mod"] = _mods().visible if by_head else _mods().visible_to_all
+        aux_tensors.append(shown.expand(shape[0], -1, *shape[2:]))
+    return options | {"aux_tensors": aux_tensors}

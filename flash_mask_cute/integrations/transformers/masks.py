@@ -1,0 +1,260 @@
+"""The mask half: what transformers says about a mask, as arguments of attention.
+
+transformers composes a mask function of indices (causal, sliding, chunked, packed, overlays) and
+gives it to the mask half with the padding and with offsets of a cache. No (queries, keys) mask is
+made of it: it becomes a window, column intervals, or a mask_mod, once for all layers that share the
+mask. For one query it is evaluated for all keys, with a few small operators and without a wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils
+
+from flash_mask_cute.lowering.lower import lower_mod
+from flash_mask_cute.lowering.watch import is_capturing
+from flash_mask_cute.masks.builders import from_mask_mod
+from flash_mask_cute.masks.column_mask import ColumnMask
+
+MaskFunction = Callable[..., Any]
+
+
+class Found(NamedTuple):
+    """A mask as arguments of attention.
+
+    form: in words. window: window_size. columns: startend_row_indices. mask_mod: a torch function.
+    row: (batch, 1, 1, keys), what the only query sees. used: the keys of each batch entry that it
+    may see, int32 (batch,), in a cache that is longer.
+    """
+
+    form: str
+    window: tuple[int | None, int | None] | None = None
+    columns: ColumnMask | None = None
+    mask_mod: MaskFunction | None = None
+    row: Tensor | None = None
+    used: Tensor | None = None
+
+
+class AttentionMask(BlockMask):
+    """A mask of transformers, as the attention half takes it.
+
+    It is a `BlockMask` only because transformers passes nothing else on to the layers, and has none
+    of its lists. shape: (batch, 1, queries, keys). form: what it became, in words. A model that
+    computes with its mask, as with a tensor, gets an error.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        function: MaskFunction,
+        found: Found,
+        device: torch.device,
+    ) -> None:
+        # not that of BlockMask, which wants lists
+        self.seq_lengths = shape[2:]
+        self.found = found
+        self.device = device
+        self._shape = shape
+        self._function = function
+        self._packed: tuple[Any, AttentionMask] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def form(self) -> str:
+        return self.found.form
+
+    def __repr__(self) -> str:
+        return f"AttentionMask(shape={self._shape}, {self.form})"
+
+    __str__ = __repr__
+
+    def __getitem__(self, index: Any) -> AttentionMask:
+        """The mask of some rows, mask[:, :, rows, :] with a slice of step 1; nothing else."""
+        whole = slice(None)
+        is_of_rows = isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)
+        if not is_of_rows or (index[0], index[1], index[3]) != (whole,) * 3:
+            raise NotImplementedError(f"attention_mask[{index!r}]: {_NO_TENSOR}")
+        batch, heads, num_rows, num_keys = self._shape
+        first, end, step = index[2].indices(num_rows)
+        if step != 1:
+            raise NotImplementedError(f"attention_mask[{index!r}]: {_NO_TENSOR}")
+        count = max(end - first, 0)
+        function = placed(self._function, None, first, 0)
+        found = find_form(function, batch, (count, num_keys), self.device)
+        return AttentionMask((batch, heads, count, num_keys), function, found, self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"attention_mask.{name}: {_NO_TENSOR}")
+
+    def to(self, device: Any, *others: Any, **more: Any) -> AttentionMask:
+        """The mask on a device: itself if it is there, else made anew there.
+
+        accelerate moves the arguments of layers so, where layers are on several devices.
+        """
+        target = torch.empty(0, device=device).device
+        if target == self.device:
+            return self
+        found = self.found
+        moved = found._replace(
+            columns=None if found.columns is None else found.columns.to(target),
+            row=None if found.row is None else found.row.to(target),
+            used=None if found.used is None else found.used.to(target),
+        )
+        if found.mask_mod is not None:
+            raise NotImplementedError(
+                f"attention_mask is {self.form} on {self.device}, whose function reads tensors "
+                f"there, and a layer is on {target}: put all layers on one device"
+            )
+        return AttentionMask(self._shape, self._function, moved, target)
+
+    def packed(self, cu_seqlens: Tensor) -> AttentionMask:
+        """This mask and the documents of cu_seqlens; made once for a tensor."""
+        if self._packed is None or self._packed[0] is not cu_seqlens:
+            _, _, num_rows, num_keys = self._shape
+            if num_rows != num_keys:
+                raise ValueError(
+                    "cu_seq_lens_q and cu_seq_lens_k are for packed rows without a cache, got "
+                    f"{num_rows} queries and {num_keys} keys"
+                )
+            ids = document_ids(cu_seqlens, num_keys)
+            function = self._function
+
+            def in_documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+                return function(b, h, q, k) & (ids[q] == ids[k])
+
+            found = find_form(in_documents, self._shape[0], self._shape[2:], self.device)
+            made = AttentionMask(self._shape, in_documents, found, self.device)
+            self._packed = cu_seqlens, made
+        return self._packed[1]
+
+
+_NO_TENSOR = (
+    "masks of flash_mask_cute are no tensors, and this model computes with its mask; load it with "
+    "attn_implementation='sdpa'"
+)
+
+
+def document_ids(cu_seqlens: Tensor, num_keys: int) -> Tensor:
+    """The number of the document of each token, int64 (num_keys,)."""
+    place = torch.arange(num_keys, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(place, cu_seqlens, right=True)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> AttentionMask | Tensor | None:
+    """The mask half, with the arguments of `AttentionMaskInterface`.
+
+    In a region that torch.compile traces the mask is a dense tensor, as that of sdpa, or None for a
+    causal mask without padding over as many keys as queries.
+
+    Raises:
+        ValueError: attention_mask is no (batch, keys) tensor.
+    """
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            "attention_mask must have shape (batch, keys), or (batch, 1 or heads, queries, keys), "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        # elsewhere transformers hides keys behind the first ones by the alignment of a None
+        skips = others.pop("allow_is_causal_skip", True) and q_length == kv_length
+        made: Tensor | None = masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=skips, use_vmap=use_vmap, device=device, **others,
+        )  # fmt: skip
+        return made
+    device = torch.device(device)
+    shape = batch_size, 1, q_length, kv_length
+    padding = attention_mask
+    if padding is not None:
+        missing = kv_length + kv_offset - padding.shape[1]
+        if missing > 0:
+            # keys of a static cache that are not there yet
+            padding = torch.nn.functional.pad(padding, (0, missing))
+    function = placed(mask_function, padding, q_offset, kv_offset)
+    if q_length == 1 and not use_vmap:
+        found = _find_row(function, batch_size, kv_length, isinstance(q_offset, Tensor), device)
+    else:
+        found = find_form(function, batch_size, (q_length, kv_length), device)
+    return AttentionMask(shape, function, found, device)
+
+
+def placed(
+    function: MaskFunction, padding: Tensor | None, q_offset: int | Tensor, kv_offset: int
+) -> MaskFunction:
+    """A mask function of places in the whole sequence, and the padding there, as one of rows and
+    keys of a call."""
+    is_at_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
+    if padding is None:
+        if is_at_start:
+            return function
+
+        def shifted(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return function(b, h, q + q_offset, k + kv_offset)
+
+        return shifted
+    if is_at_start:
+
+        def padded(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return function(b, h, q, k) & padding[b, k]
+
+        return padded
+
+    def shifted_and_padded(b: Any, h: Any, q: Any, k: Any) -> Any:
+        k = k + kv_offset
+        return function(b, h, q + q_offset, k) & padding[b, k]
+
+    return shifted_and_padded
+
+
+def _find_row(
+    function: MaskFunction, batch: int, num_keys: int, is_static: bool, device: torch.device
+) -> Found:
+    """What the only query of a decoding step sees. is_static: of a cache with room for more."""
+    places = torch.arange(max(batch, num_keys + 1), device=device)
+    b, k = places[:batch, None, None, None], places[:num_keys]
+    zero = places[:1, None, None, None]
+    row = function(b, zero, zero, k).expand(batch, 1, 1, num_keys)
+    used = None
+    if is_static:
+        used = (row[:, 0, 0] * places[1 : num_keys + 1]).amax(1).int()
+    return Found("a row of keys", row=row, used=used)
+
+
+def find_form(
+    function: MaskFunction, batch: int, lengths: tuple[int, int], device: torch.device
+) -> Found:
+    """A window or column intervals where these express a mask function, else the function.
+
+    lengths: of queries and keys. It waits for the device at most once, and not in the capture of a
+    CUDA graph, where only windows are found.
+    """
+    lowered = lower_mod(function, "mask_mod", device)
+    window = None if lowered.band is None else lowered.band.as_window(*lengths)
+    if window is not None:
+        return Found(lowered.form, window=window)
+    columns = None
+    if lowered.columns is not None and not (lowered.columns.captured and is_capturing()):
+        columns = from_mask_mod(function, *lengths, batch=batch, device=device)
+    if columns is None:
+        return Found("a mask_mod", mask_mod=function)
+    documents = "documents, by " if columns.documents else ""
+    return Found(f"{documents}column intervals", columns=columns)

@@ -1,0 +1,530 @@
+"""Analysis of the indices of reads in the trace of a score_mod: on which places they depend, how.
+
+It follows the operations from an index back to the place of the score. The mod's source does not
+matter: mods written with the DSL and lowered torch mods leave the same operations. Whatever is not
+known here depends on everything, so the class of such a read is OTHER.
+
+An index is described by its form: fixed for a batch entry and head; a sum of multiples of terms
+that depend on one place each; or a function of such a sum. Equal terms are found by value
+numbering, as the same operations of the same operands.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from cutlass import Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith
+
+from flash_mask_cute.mods import derivative, ir_analysis
+from flash_mask_cute.mods.aux_reads import Place, noted_limits
+from flash_mask_cute.mods.read_classes import MOST_POSITION, ModReads, ReadClass, TensorReads
+from flash_mask_cute.mods.spans import Span, span_of
+
+_POSITION: Span = 0, MOST_POSITION - 1
+# Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
+# read is one of these, because no kernel writes to aux tensors.
+_PURE = {
+    "builtin.unrealized_conversion_cast",
+    "cute.add_offset",
+    "cute.crd2idx",
+    "cute.get_iter",
+    "cute.get_layout",
+    "cute.get_leaves",
+    "cute.get_scalars",
+    "cute.get_shape",
+    "cute.make_coord",
+    "cute.make_int_tuple",
+    "cute.make_layout",
+    "cute.make_shape",
+    "cute.make_view",
+    "cute.memref.load",
+    "cute.size",
+    "cute.to_int_tuple",
+    "cute.tuple.product",
+    "cute.tuple_add",
+    "cute.tuple_sub",
+    "vector.broadcast",
+    "vector.extract",
+    "vector.shape_cast",
+}
+# Of these the result is the operand, if it is one number.
+_SAME = {
+    "cute.get_scalars",
+    "cute.to_int_tuple",
+    "vector.broadcast",
+    "vector.extract",
+    "vector.shape_cast",
+}
+# And of these, if no bit is lost.
+_WIDER_OR_NOT = {"arith.extsi", "arith.index_cast", "arith.trunci"}
+
+
+def analyse_reads(
+    score_mod: Callable[..., Any], aux_tensors: Any, wants_aux: Sequence[int]
+) -> ModReads:
+    """The reads of the aux tensors with numbers in wants_aux.
+
+    Called while a function is traced. Differentiates the callable, and removes the operations.
+
+    Raises:
+        NotImplementedError, ValueError: as `differentiate`.
+    """
+    with ir_analysis.draft(), noted_limits() as limits:
+        places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in Place]
+        score = Float32(arith.constant(Float32.mlir_type, 0.0))
+        _, slope, terms = derivative.differentiate(
+            score_mod, score, *places, aux_tensors, wants_aux
+        )
+        origins = {_key(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
+        values = _Values(origins, limits)
+        found = {}
+        for number in wants_aux:
+            own = [(coordinates, factor) for i, coordinates, factor in terms if i == number]
+            indices = [tuple(values.of(x.ir_value()) for x in crd) for crd, _ in own]
+            needs_score = any(_depends_on(factor.ir_value(), score) for _, factor in own)
+            read_class, why = values.classify(indices)
+            is_difference = read_class is ReadClass.DIFFERENCE
+            difference = values.describe(indices[0]) if is_difference else ""
+            found[number] = TensorReads(read_class, why, needs_score, difference)
+        return ModReads(found, ir_analysis.constant(slope) == 1.0)
+
+
+class _Kind(Enum):
+    FIXED = 0  # for a batch entry and head
+    SUM = 1  # of multiples of terms, and something fixed
+    FUNCTION = 2  # of such a sum, and of something fixed
+    UNKNOWN = 3
+
+
+class _Value(NamedTuple):
+    """What is known of a number.
+
+    terms: (number of a term, its factor) of a sum, or of the sum that it is a function of, there in
+    lowest terms. offset: what is added to the sum, if that is a constant. span: its least and
+    greatest value, if they follow from lengths and extents. number: equal for equal values. text:
+    for readers, if it is short.
+    """
+
+    kind: _Kind
+    number: int
+    terms: tuple[tuple[int, int], ...] = ()
+    offset: int | None = None
+    span: Span | None = None
+    text: str = ""
+
+    @property
+    def constant(self) -> int | None:
+        return self.offset if self.kind is _Kind.FIXED else None
+
+
+class _Term(NamedTuple):
+    place: Place
+    span: Span | None
+    text: str
+
+
+class _Values:
+    """The values of one trace. origins: places by the keys of their values. limits: values that
+    were limited to an extent, and what they were before."""
+
+    def __init__(self, origins: dict[int, Place], limits: dict[int, ir.Value]) -> None:
+        self._origins, self._limits = origins, limits
+        self._known: dict[int, _Value] = {}
+        self._numbers: dict[Any, int] = {}
+        # by the number of the value
+        self._terms: dict[int, _Term] = {}
+
+    # -- classes --------------------------------------------------------------------------------
+
+    def describe(self, indices: tuple[_Value, ...]) -> str:
+        """The difference that all indices depend on, in words."""
+        terms = self._difference_of(indices) or ()
+        parts = [("-" if n < 0 else "+", abs(n), self._terms[i].text) for i, n in terms]
+        texts = [f"{sign} {text if n == 1 else f'{n} * {text}'}" for sign, n, text in parts]
+        return " ".join(texts).removeprefix("+ ")
+
+    def classify(self, reads: list[tuple[_Value, ...]]) -> tuple[ReadClass, str]:
+        """The class of a tensor by its reads, given by their indices, and why it is OTHER."""
+        if not reads:
+            return ReadClass.UNREAD, ""
+        found = [self._classify(indices) for indices in reads]
+        for read_class, why in found:
+            if read_class is ReadClass.OTHER:
+                return read_class, why
+        if len({read_class for read_class, _ in found}) > 1:
+            names = " and ".join(sorted({read_class.value for read_class, _ in found}))
+            return ReadClass.OTHER, f"its reads disagree: by {names}"
+        read_class = found[0][0]
+        if read_class is ReadClass.DIFFERENCE:
+            if len({self._difference_of(indices) for indices in reads}) > 1:
+                return ReadClass.OTHER, "its reads disagree: by different differences"
+        elif read_class is ReadClass.PLACES and len({self._places_of(x) for x in reads}) > 1:
+            return ReadClass.OTHER, "its reads disagree: by places in different dimensions"
+        return read_class, ""
+
+    def _classify(self, indices: tuple[_Value, ...]) -> tuple[ReadClass, str]:
+        if any(x.kind is _Kind.UNKNOWN for x in indices):
+            return ReadClass.OTHER, "an index is no function of one difference of query and key"
+        places = {self._terms[i].place for x in indices for i, _ in x.terms}
+        if not places:
+            return ReadClass.HEAD, ""
+        if len(places) == 1:
+            only = places.pop()
+            return (ReadClass.KEY if only is Place.KEY else ReadClass.QUERY), ""
+        if self._places_of(indices) is not None:
+            return ReadClass.PLACES, ""
+        difference = self._difference_of(indices)
+        if difference is None:
+            return ReadClass.OTHER, "its indices depend on query and key separately"
+        if any(self._terms[i].span is None for i, _ in difference):
+            return ReadClass.OTHER, "the range of the difference does not follow from lengths"
+        return ReadClass.DIFFERENCE, ""
+
+    def _difference_of(self, indices: tuple[_Value, ...]) -> tuple[tuple[int, int], ...] | None:
+        """The difference that all indices depend on, in lowest terms; None: there is none."""
+        found = {_lowest(x.terms) for x in indices if x.terms}
+        only = found.pop() if len(found) == 1 else None
+        if only is None or len({self._terms[i].place for i, _ in only}) == 1:
+            return None
+        return only
+
+    def _places_of(self, indices: tuple[_Value, ...]) -> tuple[Place | int, ...] | None:
+        """The indices as places and numbers, with query and key once each; None: they are not."""
+        known = [self._place_of(x) for x in indices]
+        places = [x for x in known if isinstance(x, Place)]
+        is_one_each = len(set(places)) == len(places)
+        if None in known or not is_one_each or not {Place.QUERY, Place.KEY}.issubset(places):
+            return None
+        return tuple(x for x in known if x is not None)
+
+    def _place_of(self, x: _Value) -> Place | int | None:
+        if x.constant is not None:
+            return x.constant
+        place = next((place for place in Place if x.number == self._number(place)), None)
+        return place
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def of(self, value: ir.Value) -> _Value:
+        """What is known of a value, whose operands are looked at first."""
+        pending = [value]
+        while pending:
+            last = pending[-1]
+            missing = [x for x in self._inputs(last) if _key(x) not in self._known]
+            if _key(last) not in self._known and missing:
+                pending.extend(missing)
+                continue
+            pending.pop()
+            if _key(last) not in self._known:
+                self._known[_key(last)] = self._made(last)
+        return self._known[_key(value)]
+
+    def _inputs(self, value: ir.Value) -> list[ir.Value]:
+        """The values that a value is made of."""
+        if _key(value) in self._origins:
+            return []
+        if (limited := self._limits.get(_key(value))) is not None:
+            return [limited]
+        operation = _maker(value)
+        if operation is None:
+            return []
+        if operation.name == "scf.if":
+            yields = [list(region.blocks[0].operations)[-1] for region in operation.regions]
+            i = _result_number(operation, value)
+            return [operation.operands[0], *(x.operation.operands[i] for x in yields)]
+        leaf = _leaf(operation, value)
+        return _operands(operation) if leaf is None else [leaf]
+
+    def _number(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _made(self, value: ir.Value) -> _Value:
+        place = self._origins.get(_key(value))
+        if place is not None:
+            number = self._number(place)
+            text = _NAMES[place]
+            if place in (Place.QUERY, Place.KEY):
+                self._terms[number] = _Term(place, _POSITION, text)
+                return _Value(_Kind.SUM, number, ((number, 1),), 0, _POSITION, text)
+            return _Value(_Kind.FIXED, number, span=_POSITION, text=text)
+        inputs = [self._known[_key(x)] for x in self._inputs(value)]
+        if _key(value) in self._limits:
+            return inputs[0]
+        operation = _maker(value)
+        if operation is None:
+            # a tensor of the call, unless it is a value that a loop carries
+            kind = _Kind.UNKNOWN if _is_number(value) else _Kind.FIXED
+            return _Value(kind, self._number(("argument", _key(value))))
+        name, what = operation.name, _what(operation, value)
+        if name == "arith.constant":
+            constant = _integer(operation)
+            span = None if constant is None else (constant, constant)
+            return _Value(_Kind.FIXED, self._number(what), (), constant, span, str(constant))
+        if name == "scf.if":
+            name = "arith.select"
+            what = name, str(value.type)
+        elif _leaf(operation, value) is not None or _is_same(operation, inputs):
+            return inputs[0]
+        elif not _is_pure(operation):
+            return _Value(_Kind.UNKNOWN, self._number(("opaque", _key(value))))
+        span = _span(name, operation, value, inputs)
+        number = self._number((what, tuple(x.number for x in inputs)))
+        found = self._combined(name, operation, number, inputs, span)
+        return found._replace(text=_text(name, operation, inputs))
+
+    def _combined(
+        self,
+        name: str,
+        operation: ir.Operation,
+        number: int,
+        inputs: list[_Value],
+        span: Span | None,
+    ) -> _Value:
+        summed = _sum(name, inputs)
+        if name == "arith.cmpi" and summed is None:
+            summed = _compared(operation, inputs)
+        if any(x.kind is _Kind.UNKNOWN for x in inputs):
+            return _Value(_Kind.UNKNOWN, number)
+        if summed is not None and name != "arith.cmpi":
+            terms, offset = summed
+            kind = _Kind.SUM if terms else _Kind.FIXED
+            return _Value(kind, number, terms, offset, span)
+        if summed is not None and len({self._terms[i].place for i, _ in summed[0]}) == 2:
+            return _Value(_Kind.FUNCTION, number, _lowest(summed[0]))
+        varying = [x for x in inputs if x.terms]
+        if not varying:
+            return _Value(_Kind.FIXED, number, span=span)
+        places = {self._terms[i].place for x in varying for i, _ in x.terms}
+        if len(places) == 1:
+            only = places.pop()
+            text = _text(name, operation, inputs) or f"a function of {_NAMES[only]}"
+            self._terms[number] = _Term(only, span, text)
+            return _Value(_Kind.SUM, number, ((number, 1),), 0, span)
+        sums = {_lowest(x.terms) for x in varying}
+        if len(sums) > 1:
+            return _Value(_Kind.UNKNOWN, number)
+        return _Value(_Kind.FUNCTION, number, sums.pop(), span=span)
+
+
+# -- sums ---------------------------------------------------------------------------------------
+
+
+def _sum(name: str, inputs: list[_Value]) -> tuple[tuple[tuple[int, int], ...], int | None] | None:
+    """The terms and the offset of a result that is a sum like its operands; None: it is not."""
+    if not all(x.kind in (_Kind.FIXED, _Kind.SUM) for x in inputs):
+        return None
+    if name in ("arith.addi", "arith.subi"):
+        x, y = inputs
+        sign = 1 if name == "arith.addi" else -1
+        return _added(x, 1, y, sign)
+    if name in ("arith.muli", "arith.shli"):
+        x, y = inputs
+        if name == "arith.muli" and x.constant is not None:
+            x, y = y, x
+        if y.constant is None or (name == "arith.shli" and not 0 <= y.constant < 31):
+            return None
+        factor = y.constant if name == "arith.muli" else 2**y.constant
+        return _added(x, factor, x, 0)
+    return None
+
+
+def _added(
+    x: _Value, of_x: int, y: _Value, of_y: int
+) -> tuple[tuple[tuple[int, int], ...], int | None]:
+    factors: dict[int, int] = {}
+    for value, times in ((x, of_x), (y, of_y)):
+        for term, factor in value.terms:
+            factors[term] = factors.get(term, 0) + factor * times
+    offset = None
+    if x.offset is not None and y.offset is not None:
+        offset = x.offset * of_x + y.offset * of_y
+    elif of_y == 0 and x.offset is not None:
+        offset = x.offset * of_x
+    return tuple(sorted((i, n) for i, n in factors.items() if n)), offset
+
+
+def _compared(
+    operation: ir.Operation, inputs: list[_Value]
+) -> tuple[tuple[tuple[int, int], ...], int | None] | None:
+    """The difference whose sign a comparison of two sums tells; None: nothing is known of it."""
+    if not all(x.kind in (_Kind.FIXED, _Kind.SUM) and x.span is not None for x in inputs):
+        return None
+    # equal, unequal, and signed
+    is_signed = ir.IntegerAttr(operation.attributes["predicate"]).value <= 5
+    if not is_signed and any(x.span is None or x.span[0] < 0 for x in inputs):
+        return None
+    return _added(inputs[0], 1, inputs[1], -1)
+
+
+def _lowest(terms: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Terms of which all multiples are functions of each other: without common factor and sign."""
+    if not terms:
+        return terms
+    divisor = math.gcd(*(n for _, n in terms)) * (1 if terms[0][1] > 0 else -1)
+    return tuple((i, n // divisor) for i, n in terms)
+
+
+# -- texts --------------------------------------------------------------------------------------
+
+_NAMES = dict(zip(Place, ("b_idx", "h_idx", "q_idx", "kv_idx"), strict=True))
+_TEXTS = {
+    "arith.addi": "({} + {})",
+    "arith.subi": "({} - {})",
+    "arith.muli": "({} * {})",
+    "arith.minsi": "min({}, {})",
+    "arith.maxsi": "max({}, {})",
+    "arith.floordivsi": "({} // {})",
+    "arith.shrsi": "({} >> {})",
+    "arith.shli": "({} << {})",
+    "arith.andi": "({} & {})",
+    "arith.select": "({1} if {0} else {2})",
+    "math.absi": "abs({})",
+}
+# where Python does the same if nothing is negative
+_UNSIGNED_TEXTS = {
+    "arith.divsi": "({} // {})",
+    "arith.divui": "({} // {})",
+    "arith.remsi": "({} % {})",
+    "arith.remui": "({} % {})",
+}
+_COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+_MOST_TEXT = 120
+
+
+def _text(name: str, operation: ir.Operation, inputs: list[_Value]) -> str:
+    """A Python expression of the result; empty if there is none, or if it is long."""
+    if not all(x.text for x in inputs):
+        return ""
+    form = _TEXTS.get(name, "")
+    if name in _UNSIGNED_TEXTS and all(x.span is not None and x.span[0] >= 0 for x in inputs):
+        form = _UNSIGNED_TEXTS[name]
+    elif name == "arith.cmpi":
+        predicate = ir.IntegerAttr(operation.attributes["predicate"]).value
+        form = f"({{}} {_COMPARISONS[predicate]} {{}})" if predicate < len(_COMPARISONS) else ""
+    text = form.format(*(x.text for x in inputs))
+    return text if len(text) <= _MOST_TEXT else ""
+
+
+# -- operations ---------------------------------------------------------------------------------
+
+
+def _key(value: ir.Value) -> int:
+    # `==` of the DSL's values would trace a comparison
+    return ir.Value.__hash__(value)
+
+
+def _operands(operation: ir.Operation) -> list[ir.Value]:
+    # the DSL wraps pointers and tensors
+    return [x if isinstance(x, ir.Value) else x.value for x in operation.operands]
+
+
+def _maker(value: ir.Value) -> ir.Operation | None:
+    """The operation that produced a value; None for an argument."""
+    owner = value.owner
+    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
+
+
+def _result_number(operation: ir.Operation, value: ir.Value) -> int:
+    results = (x if isinstance(x, ir.Value) else x.value for x in operation.results)
+    return next(i for i, x in enumerate(results) if _key(x) == _key(value))
+
+
+def _is_number(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.IntegerType | ir.FloatType | ir.IndexType | ir.VectorType)
+
+
+def _integer(operation: ir.Operation) -> int | None:
+    attribute = operation.attributes["value"]
+    return attribute.value if isinstance(attribute, ir.IntegerAttr) else None
+
+
+def _span(name: str, operation: ir.Operation, value: ir.Value, inputs: list[_Value]) -> Span | None:
+    """The least and the greatest number that a result of an operation on integers may be."""
+    if _is_extent(operation):
+        return _POSITION
+    if name == "cute.get_leaves":
+        return inputs[0].span
+    return span_of(name, _width(value.type), [x.span for x in inputs])
+
+
+def _width(dtype: ir.Type) -> int:
+    """Bits of an integer, which a vector may hold."""
+    if isinstance(dtype, ir.VectorType):
+        return _width(dtype.element_type)
+    return dtype.width if isinstance(dtype, ir.IntegerType) else 64
+
+
+def _is_extent(operation: ir.Operation) -> bool:
+    """Whether the result is the extent of a dimension, or of all dimensions."""
+    if operation.name == "cute.size":
+        return str(operation.attributes["mode"]) != "array<i32>"
+    return operation.name == "cute.get_shape"
+
+
+def _leaf(leaves: ir.Operation, value: ir.Value) -> ir.Value | None:
+    """The number that a value is, if it was taken out of a coordinate that numbers were made
+    into."""
+    if leaves.name != "cute.get_leaves":
+        return None
+    made = _maker(_operands(leaves)[0])
+    if made is None or made.name not in ("cute.make_coord", "cute.make_int_tuple"):
+        return None
+    # numbers known when the coordinate was made are no operands
+    dynamic = [_key(x) for x in leaves.results if "?" in str(x.type)]
+    if _key(value) not in dynamic or len(dynamic) != len(made.operands):
+        return None
+    return made.operands[dynamic.index(_key(value))]
+
+
+def _what(operation: ir.Operation, value: ir.Value) -> tuple[Any, ...]:
+    """What a result is besides its operands. Numbers in a coordinate are part of its type."""
+    attributes = tuple((name, str(operation.attributes[name])) for name in operation.attributes)
+    return operation.name, attributes, _result_number(operation, value), str(value.type)
+
+
+def _is_same(operation: ir.Operation, inputs: list[_Value]) -> bool:
+    """Whether the result is the first operand."""
+    name = operation.name
+    if name in _WIDER_OR_NOT:
+        return inputs[0].span is not None and _width(operation.results[0].type) >= 32
+    if name not in _SAME:
+        return False
+    source = operation.operands[0].type
+    return not isinstance(source, ir.VectorType) or math.prod(source.shape) == 1
+
+
+def _is_pure(operation: ir.Operation) -> bool:
+    name = operation.name
+    if name == "llvm.load":
+        return "invariant" in operation.attributes
+    if name in _PURE or name.split(".")[0] in ("arith", "math"):
+        return True
+    return derivative.is_known_function(operation)
+
+
+def _operations_behind(value: ir.Value) -> Iterator[ir.Operation]:
+    """All operations that a value is made of."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        last = pending.pop()
+        if _key(last) in seen:
+            continue
+        seen.add(_key(last))
+        operation = _maker(last)
+        if operation is None:
+            continue
+        yield operation
+        pending.extend(_operands(operation))
+        for region in operation.regions:
+            for view in (view for block in region.blocks for view in block.operations):
+                yield view.operation
+                pending.extend(_operands(view.operation))
+
+
+def _depends_on(value: ir.Value, score: Float32) -> bool:
+    origin = score.ir_value().owner.operation
+    return any(operation == origin for operation in _operations_behind(value))

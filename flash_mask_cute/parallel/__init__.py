@@ -1,0 +1,10 @@
+"""Attention over a sequence whose rows lie on several devices, with any column mask.
+
+`plan` divides the rows among ranks, and `context_parallel_attention` is attention of sharded q, k
+and v. docs/context_parallel.md shows their use.
+"""
+
+from flash_mask_cute.parallel.attention import context_parallel_attention
+from flash_mask_cute.parallel.planning import Load, Plan, plan
+
+__all__ = ["Load", "Plan", "context_parallel_attention", "plan"]

@@ -1,0 +1,72 @@
+"""Method "all_gather": the keys that own rows see are brought to them, for one call with all of
+them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_mask_cute.functional import flash_attn_func
+from flash_mask_cute.parallel.key_exchange import KeyMessages, Shard, Sums
+from flash_mask_cute.parallel.messages import Peers
+from flash_mask_cute.parallel.routes import Routes
+from flash_mask_cute.parallel.settings import Settings
+
+_WHAT = "method all_gather"
+
+
+def attend_gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    learnable_sink: Tensor | None,
+    peers: Peers,
+    routes: Routes,
+    settings: Settings,
+) -> Tensor:
+    """Attention of the own rows. One launch of each kernel, for all ranges of rows."""
+    k, v = _Gathered.apply(k, v, peers, routes)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        settings.softmax_scale,
+        learnable_sink=learnable_sink,
+        softcap=settings.softcap,
+        deterministic=settings.deterministic,
+        startend_row_indices=routes.whole,
+    )
+
+
+class _Gathered(torch.autograd.Function):
+    """The keys and values that own rows see, one rank after the other. The backward sends gradients
+    back, and sums them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, peers: Peers, routes: Routes
+    ) -> tuple[Tensor, Tensor]:
+        own = Shard(k, v)
+        ctx.own = Shard(k.detach(), v.detach())
+        ctx.peers, ctx.routes = peers, routes
+        parts = KeyMessages(own, peers, routes, _WHAT).send_keys().wait()
+        parts[peers.rank] = own.rows(routes.sends[peers.rank])
+        in_order = [parts[r] for r in range(peers.world)]
+        return torch.cat([x.k for x in in_order], 1), torch.cat([x.v for x in in_order], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        peers, routes = ctx.peers, ctx.routes
+        splits = (x.split(list(routes.receives), 1) for x in (dk, dv))
+        parts = {r: Shard(*pair) for r, pair in enumerate(zip(*splits, strict=True))}
+        own = parts.pop(peers.rank)
+        arriving = KeyMessages(ctx.own, peers, routes, _WHAT).send_gradients(parts)
+        sums = Sums(ctx.own)
+        sums.add(routes.sends[peers.rank], own)
+        for r, part in sorted(arriving.wait().items()):
+            sums.add(routes.sends[r], part)
+        return *sums.result(), None, None

@@ -1,0 +1,106 @@
+"""Keys and values on their way to the rows that see them, and their gradients on the way back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.parallel.messages import Messages, Peers
+from flash_mask_cute.parallel.routes import Routes
+
+
+class Shard(NamedTuple):
+    """The keys and values of this rank, or gradients of them: (batch, row, heads_kv, ...)."""
+
+    k: Tensor
+    v: Tensor
+
+    def rows(self, chosen: Tensor) -> Shard:
+        return Shard(*(x.index_select(1, chosen) for x in self))
+
+    def elements(self, count: int) -> int:
+        """How many elements so many rows have."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes(count))
+
+    def shapes(self, count: int) -> list[tuple[int, ...]]:
+        """Of so many rows."""
+        return [(x.shape[0], count, *x.shape[2:]) for x in self]
+
+    def packed(self) -> Tensor:
+        """As one flat tensor, for a message."""
+        return torch.cat([x.reshape(-1) for x in self])
+
+    def unpacked(self, flat: Tensor, count: int) -> Shard:
+        """So many rows of another rank, that it packed."""
+        shapes = self.shapes(count)
+        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+        return Shard(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+
+class KeyMessages:
+    """Keys of some ranks for the own rows, or gradients of them for their ranks.
+
+    own: of which messages have the dtypes and shapes. step: None for all ranks at once; else to the
+    rank that is so much further, and from the one that is as much behind.
+    """
+
+    def __init__(self, own: Shard, peers: Peers, routes: Routes, what: str) -> None:
+        self._own, self._peers, self._routes, self._what = own, peers, routes, what
+
+    def send_keys(self, step: int | None = None) -> Arriving:
+        """Start to send the own keys, and to receive those of others."""
+        targets, sources = self._partners(step)
+        sent = {r: self._own.rows(self._routes.sends[r]) for r in targets}
+        return self._start(sent, {r: self._routes.receives[r] for r in sources}, "keys")
+
+    def send_gradients(self, of_ranks: dict[int, Shard], step: int | None = None) -> Arriving:
+        """Start to send gradients of keys of other ranks, and to receive those of the own keys."""
+        targets, sources = self._partners(None if step is None else -step)
+        counts = {r: len(self._routes.sends[r]) for r in sources}
+        return self._start({r: of_ranks[r] for r in targets}, counts, "gradients of keys")
+
+    def _partners(self, step: int | None) -> tuple[list[int], list[int]]:
+        rank, world = self._peers.rank, self._peers.world
+        if step is None:
+            others = [r for r in range(world) if r != rank]
+            return others, others
+        return [(rank + step) % world], [(rank - step) % world]
+
+    def _start(self, sent: dict[int, Shard], counts: dict[int, int], name: str) -> Arriving:
+        flat = {r: shard.packed() for r, shard in sent.items() if shard.k.shape[1]}
+        lengths = {r: self._own.elements(count) for r, count in counts.items()}
+        messages = Messages(self._peers, flat, lengths, self._own.k, f"{name}, {self._what}")
+        return Arriving(messages, self._own, counts)
+
+
+class Arriving(NamedTuple):
+    """Messages that were started. counts: the rows of each rank that will come."""
+
+    messages: Messages
+    like: Shard
+    counts: dict[int, int]
+
+    def wait(self) -> dict[int, Shard]:
+        """What came from each rank."""
+        received = self.messages.wait()
+        return {r: self.like.unpacked(received[r], count) for r, count in self.counts.items()}
+
+
+class Sums:
+    """Gradients of the own keys, summed in float32 or wider."""
+
+    def __init__(self, like: Shard) -> None:
+        self._like = like
+        self._totals = Shard(
+            *(torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in like)
+        )
+
+    def add(self, chosen: Tensor, part: Shard) -> None:
+        """To these of the own rows."""
+        for total, x in zip(self._totals, part, strict=True):
+            total.index_add_(1, chosen, x.to(total.dtype))
+
+    def result(self) -> Shard:
+        return Shard(*(x.to(y.dtype) for x, y in zip(self._totals, self._like, strict=True)))

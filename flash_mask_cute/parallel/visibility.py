@@ -1,0 +1,119 @@
+"""Which rows of a sequence see which keys, for some rows and some keys of it.
+
+Column intervals, causal masking and windows all hide ranges of rows from a key. Rows of a rank are
+in ascending order. So a range of rows of the whole is a range of the rank's rows, and any choice of
+rows and keys has column intervals again, if no key is hidden from more than two ranges.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.runs import HiddenRuns, fit_vectors, hidden_runs
+from flash_mask_cute.rules.intervals import Intervals
+
+Window: TypeAlias = tuple[int | None, int | None]
+NO_WINDOW: Window = (None, None)
+
+
+def rows_before(index: Tensor, seqlen: int) -> Tensor:
+    """How many of some rows are before each row of a sequence, int64 (seqlen + 1,).
+
+    index: the rows, int64, ascending.
+    """
+    is_chosen = torch.zeros(seqlen + 1, dtype=torch.int64, device=index.device)
+    is_chosen[1:].index_fill_(0, index, 1)
+    return is_chosen.cumsum(0)
+
+
+class Visibility(NamedTuple):
+    """The ranges of rows that each key is hidden from.
+
+    starts, ends: int64 (batch, heads_mask, seqlen, ranges); a range may be empty, and ranges may
+    overlap.
+    """
+
+    starts: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(
+        mask: ColumnMask | None,
+        causal: bool,
+        window: Window,
+        seqlen: int,
+        device: torch.device | str,
+    ) -> Visibility:
+        """Of self-attention over seqlen tokens. window: sides as in `flash_attn_func`, None if
+        open."""
+        key = torch.arange(seqlen, device=device)
+        zero, end = torch.zeros_like(key), torch.full_like(key, seqlen)
+        ranges: list[tuple[Tensor, Tensor]] = []
+        if causal or (mask is not None and mask.causal):
+            ranges.append((zero, key))
+        left, right = window
+        if left is not None:
+            ranges.append((key + left + 1, end))
+        if right is not None:
+            ranges.append((zero, key - right))
+        pairs = [(x[None, None], y[None, None]) for x, y in ranges]
+        shape: tuple[int, ...] = (1, 1, seqlen)
+        if mask is not None:
+            indices = mask.startend_row_indices.to(device, torch.int64)
+            values, shape = indices.unbind(3), indices.shape[:3]
+            for first, last in Intervals(mask.num_vectors, mask.causal).hidden_rows(values, seqlen):
+                sides = (
+                    x if isinstance(x, Tensor) else torch.full_like(values[0], x)
+                    for x in (first, last)
+                )
+                pairs.append(tuple(sides))  # type: ignore[arg-type]
+        if not pairs:
+            pairs.append((zero[None, None], zero[None, None]))
+        starts, ends = (
+            torch.stack([x.expand(shape) for x in side], -1).clamp(0, seqlen)
+            for side in zip(*pairs, strict=True)
+        )
+        return Visibility(starts, ends)
+
+    def among(self, before: Tensor, keys: Tensor | slice = slice(None)) -> Visibility:
+        """The same for some keys, in the places of some rows. before: `rows_before` of these."""
+        starts, ends = self.starts[:, :, keys], self.ends[:, :, keys]
+        return Visibility(before[starts], before[ends])
+
+    def is_seen(self, num_rows: int) -> Tensor:
+        """Whether any of the rows sees a key in any batch entry and head, bool (keys,)."""
+        starts, order = self.starts.sort(dim=-1)
+        ends = self.ends.gather(-1, order).cummax(-1).values
+        reached = torch.cat((torch.zeros_like(ends[..., :1]), ends[..., :-1]), -1)
+        num_hidden = (ends - torch.maximum(starts, reached)).clamp(min=0).sum(-1)
+        return (num_hidden < num_rows).flatten(0, 1).any(0)
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether column intervals hold it: no key is hidden from more than two separate ranges."""
+        return bool((self._runs(num_rows).num_runs <= 2).all())
+
+    def mask(self, num_rows: int) -> ColumnMask:
+        """As column intervals, which must hold it."""
+        vectors = fit_vectors(self._runs(num_rows), 0, num_rows, is_causal=False)
+        return ColumnMask(vectors, False, documents=False, seqlen_q=num_rows)
+
+    def _runs(self, num_rows: int) -> HiddenRuns:
+        # each two ranges are a form of four vectors
+        starts, ends = self.starts.int(), self.ends.int()
+        if starts.shape[-1] % 2:
+            nothing = torch.zeros_like(starts[..., :1])
+            starts, ends = torch.cat((starts, nothing), -1), torch.cat((ends, nothing), -1)
+        forms = [
+            (
+                torch.stack(
+                    (starts[..., i], ends[..., i], starts[..., i + 1], ends[..., i + 1]), -1
+                ),
+                False,
+            )
+            for i in range(0, starts.shape[-1], 2)
+        ]
+        return hidden_runs(forms, num_rows)

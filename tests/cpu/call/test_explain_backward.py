@@ -1,0 +1,153 @@
+"""What `explain` tells about the backward of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import BF16
+from planned import backward_call, planned
+from torch import Tensor
+
+from flash_mask_cute import explain
+from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.run.backward import KernelBackward
+from flash_mask_cute.mods.read_classes import ReadClass
+from flash_mask_cute.runtime.target import Target
+
+GROUP = {"heads_q": 8, "heads_kv": 1, "seqlen": 4096, "head_dim": 64}
+
+
+def qkv(
+    seqlen: int = 200, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 64
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.zeros(1, seqlen, heads_q, head_dim, dtype=BF16)
+    k = torch.zeros(1, seqlen, heads_kv, head_dim, dtype=BF16)
+    return q, k, k.clone()
+
+
+class Allocations:
+    """Stands for the kernels of a backward; notes the tensors that they get."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        for x in arguments:
+            if isinstance(x, Tensor):
+                self.tensors[x.data_ptr()] = x
+
+    def num_bytes(self, given: list[Tensor]) -> int:
+        """All but the tensors of the caller, and the two counters of the scheduler."""
+        pointers = {x.data_ptr() for x in given}
+        others = [x for pointer, x in self.tensors.items() if pointer not in pointers]
+        return sum(x.numel() * x.element_size() for x in others if x.numel() > 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "keywords"),
+    [
+        ({}, {"causal": True}),
+        ({"head_dim": 160}, {}),
+        (GROUP, {"causal": True}),
+        ({"heads_kv": 4}, {"learnable_sink": torch.zeros(4, dtype=BF16)}),
+    ],
+    ids=["causal", "pairs", "group", "sink"],
+)
+def test_scratch_is_what_a_call_allocates(shape: Any, keywords: dict[str, Any]) -> None:
+    q, k, v = qkv(**shape)
+    told = explain(q, k, v, **keywords, target="sm_90a").backward
+    assert told is not None
+    out, lse = torch.zeros_like(q), torch.zeros(1, q.shape[2], q.shape[1])
+    gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    if "learnable_sink" in keywords:
+        gradients["dsink"] = torch.empty_like(keywords["learnable_sink"])
+    call = backward_call(q, k, v, out, out, lse, **keywords, **gradients)
+    found = planned(call, Target("sm_90a", num_sms=132))
+    kernels = Allocations()
+    KernelBackward(found, BwdKernels(*[kernels] * 3, add_parts=kernels))(call.tensors, call.masks)
+    given = [x for x in (*call.tensors, *gradients.values()) if isinstance(x, Tensor)]
+    assert told.scratch_bytes == kernels.num_bytes(given)
+    choice = found.bwd_choice
+    assert (told.tiles, told.tile_n, told.reason) == (choice.tiles, choice.tile_n, choice.reason)
+    assert (told.cols, told.cols_v) == (choice.tile_d, choice.tile_dv)
+
+
+def test_a_split_group_is_told() -> None:
+    found = explain(*qkv(**GROUP), causal=True, target="sm_90a")
+    told = found.backward
+    assert told is not None and told.group_splits == 8
+    assert told.partial_sums_bytes == 8 * 4096 * (64 + 64) * 4
+    assert f"{told.partial_sums_bytes} of them for partial sums" in str(found)
+    alone = explain(*qkv(heads_kv=4), target="sm_90a")
+    assert alone.backward is not None and alone.backward.partial_sums_bytes == 0
+    assert "partial sums" not in str(alone)
+
+
+def test_columns_and_kernel_of_each_target() -> None:
+    for target, kernel in (("sm_90a", "Sm90"), ("sm_100a", "Sm100")):
+        found = explain(*qkv(head_dim=72), target=target)
+        told = found.backward
+        assert told is not None and told.kernel == f"FlashAttentionBackward{kernel}"
+        assert f"{told.cols} of queries and keys, {told.cols_v} of values" in str(found)
+        assert f"{told.tile_n} keys x blocks of {told.tiles.tile_m} queries" in str(found)
+
+
+def test_the_packed_sequences_of_documents_are_told() -> None:
+    rows = torch.full((1, 1, 200, 1), 200, dtype=torch.int32)
+    found = explain(*qkv(), causal=True, startend_row_indices=rows, target="sm_90a").backward
+    assert found is not None and found.scratch_bytes is not None
+
+
+def test_float32_runs_on_the_cpu_without_scratch() -> None:
+    q, k, v = (x.float() for x in qkv())
+    found = explain(q, k, v).backward
+    assert found is not None and found.scratch_bytes is None
+
+
+def test_pages_have_no_backward() -> None:
+    q, k, _ = qkv()
+    pages = k.reshape(5, 40, 2, 64)
+    found = explain(
+        q,
+        pages,
+        pages.clone(),
+        page_table=torch.arange(5, dtype=torch.int32)[None],
+        target="sm_90a",
+    )
+    assert found.backward is None
+    assert "there is no backward: keys in pages have no gradients" in found.note
+
+
+# -- gradients of aux tensors -------------------------------------------------------------------
+
+
+def _gained(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * aux[0][h[0]] + aux[1][h[0], q[0] - k[0] + 200]
+
+
+def test_the_class_of_each_tensor_is_told() -> None:
+    gains, distances = torch.ones(4), torch.zeros(4, 400, requires_grad=True)
+    keywords = {"score_mod": _gained, "aux_tensors": [gains, distances], "target": "sm_90a"}
+    found = explain(*qkv(), **keywords)
+    assert found.backward is not None
+    (told,) = found.backward.aux_gradients
+    assert (told.number, told.is_wanted) == (1, True)
+    assert told.reads.read_class is ReadClass.DIFFERENCE
+    assert "aux_tensors[1] is read by difference (" in str(found)
+    plain = explain(*qkv(), **keywords | {"aux_tensors": [gains, distances.detach()]}).backward
+    assert plain is not None and found.backward.scratch_bytes is not None
+    assert found.backward.scratch_bytes == (plain.scratch_bytes or 0) + 4 * distances.numel()
+    kinds = [x.reads.read_class for x in plain.aux_gradients]
+    assert kinds == [ReadClass.HEAD, ReadClass.DIFFERENCE]
+    assert not any(x.is_wanted for x in plain.aux_gradients)
+
+
+def test_a_mod_written_in_torch_is_told() -> None:
+    bias = torch.zeros(4, 200, requires_grad=True)
+    ids = torch.zeros(200, dtype=torch.int32)
+    found = explain(*qkv(), score_mod=lambda s, b, h, q, k: s + bias[h, k], target="sm_90a")
+    assert "is read by key; its gradient costs" in str(found)
+    found = explain(*qkv(), score_mod=lambda s, b, h, q, k: s + bias[ids[q], ids[k]])
+    assert "is read by other (its indices depend on query and key separately)" in str(found)

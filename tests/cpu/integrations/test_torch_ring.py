@@ -1,0 +1,80 @@
+"""Torch's context-parallel ring, of two processes, on this package's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.nn import attention
+from torch_oracle import band, dense_attention
+
+from flash_mask_cute.integrations import aten_flash
+from flash_mask_cute.integrations.torch import kernels_run
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(attention, "register_flash_attention_impl"), reason="torch has no registry"
+)
+WORLD, SEQLEN = 2, 64
+# A causal call with load balance, one without, one that is not causal.
+CALLS = (True, True), (True, False), (False, False)
+
+
+def rows_of(rank: int, is_balanced: bool) -> Tensor:
+    """Of which tokens a rank has the queries and keys: with load balance, the first and the last
+    chunks of all."""
+    chunks = torch.arange(SEQLEN).chunk(2 * WORLD if is_balanced else WORLD)
+    if not is_balanced:
+        return chunks[rank]
+    return torch.cat([chunks[rank], chunks[2 * WORLD - 1 - rank]])
+
+
+def compare(rank: int, causal: bool, is_balanced: bool) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    ring._cp_options.enable_load_balance = is_balanced
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, SEQLEN, 16, requires_grad=True) for _ in range(3))
+    grad_out = torch.randn(1, 4, SEQLEN, 16)
+    visible = band(SEQLEN, SEQLEN, right=0) if causal else None
+    expected = dense_attention(q, k, v, visible)
+    wanted = torch.autograd.grad(expected.out, (q, k, v), grad_out.double())
+    rows = rows_of(rank, is_balanced)
+    local = [x.detach()[:, :, rows].contiguous() for x in (q, k, v)]
+    assert dist.group.WORLD is not None
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *state = ring._templated_ring_attention(
+        dist.group.WORLD, 2, operator, *local, is_causal=causal
+    )
+    cum_seq_q, cum_seq_k, max_q, max_k, seed, offset, _ = state
+    gradients = ring._templated_ring_attention_backward(
+        dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+        grad_out[:, :, rows].contiguous(), "grad_out", *local, out, lse, causal,
+        cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k, max_q=max_q, max_k=max_k, dropout_p=0.0,
+        philox_seed=seed, philox_offset=offset,
+    )  # fmt: skip
+    pairs = [(out, expected.out), *zip(gradients, wanted, strict=False)]
+    for actual, dense in pairs:
+        torch.testing.assert_close(
+            actual.double(), dense.detach()[:, :, rows].double(), atol=4e-6, rtol=4e-6
+        )
+
+
+def run_rank(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    handle = aten_flash.Activated("CPU")
+    with kernels_run() as ran:
+        for causal, is_balanced in CALLS:
+            compare(rank, causal, is_balanced)
+    handle.remove()
+    # forward and backward of both steps; without balance the first rank skips what comes later
+    assert len(ran) == 12 - 2 * (rank == 0) and {x.kernel for x in ran} == {"flash_mask_cute"}
+    dist.destroy_process_group()
+
+
+def test_torchs_ring(tmp_path: Path) -> None:
+    mp.spawn(run_rank, (str(tmp_path / "store"),), WORLD)

@@ -1,0 +1,125 @@
+"""Random calls of which some sequences are causal and others not, and what they should give,
+sequence by sequence. Nothing here uses the package.
+
+Rows of the cache that are not in use are NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from cache_calls import NeverFifth, never_fifth
+from oracle import OneSequence, Rule, attend_sequence
+from tolerances import assert_output_as_good
+from torch import Tensor
+
+INT = torch.int32
+
+
+@dataclass
+class MixedCall:
+    """`flash_attn_varlen_func(x.q, x.k, x.v, **x.keywords)`, with its sequences one by one.
+
+    causals: of each sequence, as numbers.
+    """
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keywords: dict[str, Any]
+    sequences: list[tuple[Tensor, Tensor, Tensor]]
+    causals: list[int]
+
+    def attend(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out, lse) of tensors of a dtype, laid out as those of the call."""
+        given, results = self.keywords, []
+        left, right = given["window_size"]
+        dense = None if given.get("mask_mod") is None else NeverFifth()
+        for is_causal, qkv in zip(self.causals, self.sequences, strict=True):
+            rule = Rule(
+                self.q.shape[-1] ** -0.5, is_causal != 0, left, right,
+                sink=given.get("learnable_sink"),
+            )  # fmt: skip
+            results.append(
+                attend_sequence(OneSequence(*(x.to(dtype) for x in qkv), 0, dense), rule)
+            )
+        outs, lses = zip(*results, strict=True)
+        if self.q.dim() == 3:
+            return torch.cat(outs), torch.cat(lses, dim=1)
+        return torch.stack(outs), torch.stack(lses)
+
+    def assert_close(self, out: Tensor, lse: Tensor) -> None:
+        exact, eager = self.attend(torch.float64), self.attend(self.q.dtype)[0]
+        assert_output_as_good(out.cpu(), lse.cpu(), *exact, eager, self.name)
+
+    def turned(self) -> MixedCall:
+        """The same, where causal sequences are not and the others are."""
+        causals = [0 if x else 1 for x in self.causals]
+        keywords = self.keywords | {"causal": torch.tensor(causals, dtype=INT)}
+        return MixedCall(
+            self.name, self.q, self.k, self.v, keywords, self.sequences, causals
+        )  # fmt: skip
+
+    def host_keywords(self) -> dict[str, Any]:
+        """As `_flash_attn_fwd` takes them."""
+        left, right = self.keywords["window_size"]
+        others = {name: x for name, x in self.keywords.items() if name != "window_size"}
+        return others | {"window_size_left": left, "window_size_right": right}
+
+
+def draw_mixed(rng: random.Random, dtype: torch.dtype, head_dim: int, longest: int) -> MixedCall:
+    """longest: keys of a sequence at most."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    batch, heads_kv, group = rng.randint(2, 4), rng.choice((1, 2)), rng.choice((1, 2, 4))
+    heads_q, is_paged, packs_q = heads_kv * group, rng.random() < 0.5, rng.random() < 0.7
+    lengths_q = [rng.choice((1, 3, rng.randint(0, longest))) for _ in range(batch)]
+    if not packs_q:
+        lengths_q = [lengths_q[0]] * batch
+    lengths_k = [rng.randint(0, longest) for _ in range(batch)]
+    causals = [rng.choice((0, 1, -3)) for _ in range(batch)]
+    causals[:2] = rng.sample((0, 1), 2)
+    sequences = [
+        (normal(n, heads_q, head_dim), *(normal(m, heads_kv, head_dim) for _ in "kv"))
+        for n, m in zip(lengths_q, lengths_k, strict=True)
+    ]
+    of_q = [x for x, _, _ in sequences]
+    q = torch.cat(of_q) if packs_q else torch.stack(of_q)
+    keywords: dict[str, Any] = {"causal": torch.tensor(causals, dtype=INT)}
+    if packs_q:
+        keywords["cu_seqlens_q"] = torch.tensor([0, *accumulate(lengths_q)], dtype=INT)
+        keywords["max_seqlen_q"] = max(1, *lengths_q)
+    page = rng.choice((3, 16, 64)) if is_paged else max(1, *lengths_k)
+    per_sequence = -(-max(1, *lengths_k) // page)
+    table = torch.randperm(batch * per_sequence, generator=generator).view(batch, per_sequence)
+    if not is_paged:
+        table = torch.arange(batch)[:, None]
+    pools = [
+        torch.full((table.numel(), page, heads_kv, head_dim), torch.nan).to(dtype) for _ in "kv"
+    ]
+    for b, (_, *keys_values) in enumerate(sequences):
+        for row in range(lengths_k[b]):
+            for pool, x in zip(pools, keys_values, strict=True):
+                pool[table[b, row // page], row % page] = x[row]
+    keywords["seqused_k"] = torch.tensor(lengths_k, dtype=INT)
+    if is_paged:
+        keywords["page_table"] = table.to(INT)
+    sides = (None, rng.randint(0, 60)), (None, rng.randint(0, 60), -rng.randint(2, 5))
+    keywords["window_size"] = tuple(rng.choice(of_side) for of_side in sides)
+    left, right = keywords["window_size"]
+    if left is not None and right is not None and left + right < 0:
+        keywords["window_size"] = left, None
+    if rng.random() < 0.3:
+        keywords |= {"mask_mod": never_fifth, "q_start": "end"}
+    if rng.random() < 0.3:
+        keywords["learnable_sink"] = torch.randn(heads_q, generator=generator)
+    name = f"{lengths_q} queries, {lengths_k} keys, page {page}, {causals}, {sorted(keywords)}"
+    return MixedCall(name, q, *pools, keywords, sequences, causals)

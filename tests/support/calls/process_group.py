@@ -1,0 +1,49 @@
+"""Processes of a group (gloo, on the CPU) that run a function, and what it returned."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_in_processes(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60
+) -> list[Any]:
+    """What `function(rank, *arguments)` returned in each process. timeout: of the group, in
+    seconds. The function is of a module, because the processes import it."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = function, arguments, world, folder, timeout
+        mp.start_processes(_work, told, nprocs=world, start_method="spawn")
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)
+        ]
+
+
+def _work(
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    world: int,
+    folder: str,
+    timeout: float,
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    result = function(rank, *arguments)
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    # a process that ends takes its connections with it
+    dist.barrier()
+    dist.destroy_process_group()
