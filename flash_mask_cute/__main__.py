@@ -1,6 +1,10 @@
 """`python -m flash_mask_cute`: what is installed, which GPUs it can use, and a self-test.
 
 The exit code is 0 if a call works here, and 1 if a package is missing or a result is wrong.
+
+`python -m flash_mask_cute hub DIR` writes the folder of a hub kernel (`integrations/hub.py`)
+instead. The exit code is then 0, or 1 with a line on stderr; 2 for other
+arguments.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +46,36 @@ class Check(NamedTuple):
         return self.error <= self.limit  # False for NaN
 
 
-def main() -> int:
+USAGE = "usage: python -m flash_mask_cute [hub DIR]"
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    if not arguments:
+        return tell()
+    if len(arguments) != 2 or arguments[0] != "hub":
+        sys.stderr.write(f"{USAGE}; got {' '.join(arguments)}\n")
+        return 2
+    return write_hub(arguments[1])
+
+
+def write_hub(directory: str) -> int:
+    """Write the folder of a hub kernel, and say how it is used."""
+    from flash_mask_cute.integrations.hub import write_hub_kernel
+
+    try:
+        folder = write_hub_kernel(directory)
+    except OSError as error:
+        sys.stderr.write(f"python -m flash_mask_cute hub: {error}\n")
+        return 1
+    sys.stdout.write(
+        f"LOCAL_KERNELS=local/flash-mask-cute={folder}\n"
+        'attn_implementation="local/flash-mask-cute"\n'
+    )
+    return 0
+
+
+def tell() -> int:
+    """The doctor."""
     _say("flash_mask_cute", __version__)
     _say("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
@@ -170,4 +203,4 @@ def self_test(device: torch.device) -> Iterator[Check]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

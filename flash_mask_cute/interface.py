@@ -39,6 +39,7 @@ from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.mask_mods import form_without_contents
 from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -390,9 +391,6 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
         # refused by name later
         return call
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.masks.mask_mods import form_without_contents
-
     form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
     if form is None or (form.mask is not None and masks.startend_row_indices is not None):
         return call

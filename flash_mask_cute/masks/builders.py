@@ -1,10 +1,11 @@
 """Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), trees, images and
 block diffusion, and conversions.
 
-Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense`). The
-mask is for self-attention over `seqlen` tokens, and records that (`ColumnMask.seqlen_q`). A mask of
-`from_dense` is for the queries of the dense mask; one of `key_padding` is for any number of
-queries. `draft_tree` is for decoding and returns a `DraftTree` (`masks/draft_tree.py`). Each
+Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense` and
+`from_mask_mod`). The mask is for self-attention over `seqlen` tokens, and records that
+(`ColumnMask.seqlen_q`). A mask of `from_dense` is for the queries of the dense mask, and one of
+`from_mask_mod` for as many as it is told; one of `key_padding` is for any number of queries.
+`draft_tree` is for decoding and returns a `DraftTree` (`masks/draft_tree.py`). Each
 docstring says which query q sees which key k, and which form stores that. This form has the fewest
 vectors whose minimum and maximum over a block of keys decide whether the block is empty or full.
 `docs/mask_gallery.md` shows the masks.
@@ -25,7 +26,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +45,7 @@ from flash_mask_cute.masks.builder_arguments import (
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 from flash_mask_cute.masks.draft_tree import DraftTree as DraftTree
 from flash_mask_cute.masks.draft_tree import draft_tree as draft_tree
+from flash_mask_cute.masks.mask_mods import from_mask_mod as from_mask_mod
 from flash_mask_cute.masks.runs import MAX_INT32, HiddenRuns, fit_vectors
 
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -448,51 +450,6 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
     vectors = (start,) if causal else (start, torch.zeros_like(start))
     indices = torch.stack(vectors, dim=-1)[:, None]
     return ColumnMask(_counted(indices), causal, documents=False, seqlen_q=ANY)
-
-
-def from_mask_mod(
-    mask_mod: Callable[..., Tensor],
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    batch: int = 1,
-    device: Device = None,
-) -> ColumnMask | None:
-    """The column intervals of a mask_mod written in torch, or None if it has others.
-
-    mask_mod(b, h, q_idx, kv_idx) -> bool, as FlexAttention takes it: documents, packed positions,
-    windows, chunks, prefixes, padding, groups of image tokens, and what joins them
-    (docs/masks.md#masks-of-transformers lists them). It is traced once for its code, and no dense
-    mask is made. The mask has the contents that the captured tensors have now. If there are any,
-    the call waits for their device once. None: a key is seen by several ranges of queries, or the
-    mask depends on the head; `flash_attn_func(mask_mod=mask_mod)` takes it.
-
-    batch: entries, if the mod uses b. device: where the mask will be; by default that of the
-    captured tensors.
-
-    Raises:
-        TypeError, NotImplementedError: mask_mod is no such function, or does what no kernel can.
-        ValueError: a captured tensor is too small for these lengths or this batch, which names it;
-            or it has several batch entries, and batch is 1.
-        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors.
-
-    Example:
-        >>> import torch
-        >>> from flash_mask_cute import builders
-        >>> group = torch.tensor([-1, 0, 0, -1])  # an image inside of text
-        >>> def image(b, h, q, k):
-        ...     return (k <= q) | ((group[q] == group[k]) & (group[q] >= 0))
-        >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
-        [True, True, True, False]
-    """
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.masks.mask_mods import mask_of_mod
-
-    check_int("seqlen_q", seqlen_q)
-    check_int("seqlen_k", seqlen_k)
-    check_int("batch", batch, at_least=1)
-    at = None if device is None else torch.empty(0, device=device).device
-    return mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
 
 
 def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.lowering.convention import check_torch_mod
-from flash_mask_cute.lowering.interval_rows import Read, Rows
-from flash_mask_cute.lowering.lower import IntervalForm, LoweredMod, lower_mod
 from flash_mask_cute.lowering.pair import memo_entry, stays_mod
-from flash_mask_cute.lowering.simplify import BandForm
-from flash_mask_cute.lowering.trace import name_of
 from flash_mask_cute.lowering.watch import Memo, MemoEntry, is_capturing
+from flash_mask_cute.masks.builder_arguments import Device, check_int
 from flash_mask_cute.masks.column_mask import ColumnMask
+
+# what traces is loaded when there is something to trace
+if TYPE_CHECKING:
+    from flash_mask_cute.lowering.interval_rows import Read, Rows
+    from flash_mask_cute.lowering.lower import IntervalForm, LoweredMod
+    from flash_mask_cute.lowering.simplify import BandForm
 
 _CPU = torch.device("cpu")
 
@@ -61,13 +64,63 @@ def mask_of_band(band: BandForm, seqlens: tuple[int, int]) -> ColumnMask:
     return ColumnMask(indices, is_causal, False, seqlen_q, one_sequence=True)
 
 
-def mask_of_mod(
+def from_mask_mod(
+    mask_mod: Callable[..., Tensor],
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    batch: int = 1,
+    device: Device = None,
+) -> ColumnMask | None:
+    """The column intervals of a mask_mod written in torch, or None if it has others.
+
+    mask_mod(b, h, q_idx, kv_idx) -> bool, as FlexAttention takes it: documents, packed positions,
+    windows, chunks, prefixes, padding, groups of image tokens, and what joins them
+    (docs/masks.md#intervals-of-a-mask_mod lists them). It is traced once for its code, and no dense
+    mask is made. The mask has the contents that the captured tensors have now. If there are any,
+    the call waits for their device once. None: a key is seen by several ranges of queries, or the
+    mask depends on the head; `flash_attn_func(mask_mod=mask_mod)` takes it.
+
+    batch: entries, if the mod uses b. device: where the mask will be; by default that of the
+    captured tensors.
+
+    Raises:
+        TypeError, NotImplementedError: mask_mod is no such function, or does what no kernel can.
+        ValueError: a captured tensor is too small for these lengths or this batch, which names it;
+            or it has several batch entries, and batch is 1.
+        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors; or torch.compile traces
+            the call.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import builders
+        >>> group = torch.tensor([-1, 0, 0, -1])  # an image inside of text
+        >>> def image(b, h, q, k):
+        ...     return (k <= q) | ((group[q] == group[k]) & (group[q] >= 0))
+        >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
+        [True, True, True, False]
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile cannot trace builders.from_mask_mod: make the mask outside of the"
+            " compiled region, and pass it"
+        )
+    check_int("seqlen_q", seqlen_q)
+    check_int("seqlen_k", seqlen_k)
+    check_int("batch", batch, at_least=1)
+    at = None if device is None else torch.empty(0, device=device).device
+    return _mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
+
+
+def _mask_of_mod(
     mask_mod: Callable[..., Any],
     seqlens: tuple[int, int],
     batch: int,
     device: torch.device | None,
 ) -> ColumnMask | None:
-    """As `builders.from_mask_mod`, whose arguments but mask_mod are checked."""
+    from flash_mask_cute.lowering.lower import lower_mod
+    from flash_mask_cute.lowering.trace import name_of
+
     check_torch_mod(mask_mod, "mask_mod")
     lowered = lower_mod(mask_mod, "mask_mod", device)
     made = mask_without_contents(lowered, seqlens)
@@ -87,7 +140,7 @@ def mask_of_mod(
         if rows is None:
             return None
         for read in rows.reads:
-            _check_entries(mask_mod, columns, read, batch)
+            _check_entries(name_of(mask_mod), columns, read, batch)
         found = mask_of_rows(rows, seqlens)
     for read, is_inside in zip(rows.reads, found.are_inside, strict=True):
         if not is_inside:
@@ -124,6 +177,8 @@ def form_without_contents(
     if entry is not None and entry.holds():
         form = entry.value
     else:
+        from flash_mask_cute.lowering.lower import lower_mod
+
         lowered = lower_mod(mask_mod, "mask_mod", device)
         form = _form_without_contents(lowered, seqlens, device)
         # of an object without weak references nothing is kept
@@ -174,12 +229,10 @@ def _table(columns: IntervalForm, read: Read) -> str:
     return f"{columns.paths[read.captured]}, which has shape {shape}"
 
 
-def _check_entries(
-    mask_mod: Callable[..., Any], columns: IntervalForm, read: Read, batch: int
-) -> None:
+def _check_entries(name: str, columns: IntervalForm, read: Read, batch: int) -> None:
     """Refuse to make one entry's mask, which serves all, of a table for several."""
     if batch == 1 and read.entries > 1:
         raise ValueError(
-            f"mask_mod {name_of(mask_mod)} reads the batch entry of {_table(columns, read)}: pass "
+            f"mask_mod {name} reads the batch entry of {_table(columns, read)}: pass "
             f"batch={read.entries}; got batch=1, and the mask of one entry would serve all"
         )

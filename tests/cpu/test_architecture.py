@@ -112,7 +112,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "masks.q_start", "runtime"),
+    "functional": (
+        *("autograd", "call", "masks.column_mask", "masks.q_start", "block_sparsity", "runtime"),
+    ),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
@@ -123,14 +125,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
-    "integrations": ("functional", "interface", "lowering", "masks", "runtime"),
+    "integrations": ("functional", "interface", "lowering", "masks", "runtime", "limits"),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", ""),
+    "__main__": ("functional", "runtime", "integrations.hub", ""),
     "": (
         *("flex", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),

@@ -1,6 +1,6 @@
 """`python fetch.py DIR NAME==VERSION ...`: the Python files of wheels, without their dependencies.
 
-An engine's wheel is up to 340 MB, nearly all of it compiled modules, which are left out.
+An engine's wheel is up to 340 MB, nearly all of it compiled modules, which stay behind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from zipfile import ZipFile
 
-KEPT = ".py", ".json", "METADATA", "RECORD", "entry_points.txt"
+LEFT_OUT = ".so", ".pyd"
 
 
 def fetch(folder: Path, wanted: str) -> None:
@@ -20,7 +20,7 @@ def fetch(folder: Path, wanted: str) -> None:
         subprocess.run([*pip, wanted], check=True)
         (wheel,) = Path(wheels).iterdir()
         with ZipFile(wheel) as archive:
-            archive.extractall(folder, [x for x in archive.namelist() if x.endswith(KEPT)])
+            archive.extractall(folder, [x for x in archive.namelist() if not x.endswith(LEFT_OUT)])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Packed(NamedTuple):
         return (of_rows[:, None] == of_keys)[None, None]
 
 
-def attention(
+def layer_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

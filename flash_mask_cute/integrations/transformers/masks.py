@@ -117,6 +117,12 @@ class AttentionMask(BlockMask):
 
     def packed(self, cu_seqlens: Tensor) -> AttentionMask:
         """This mask and the documents of cu_seqlens; made once for a tensor."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"cu_seq_lens_q beside a mask made before ({self.form}) in a compiled region: let "
+                "the mask have the documents, masks_for(..., position_ids=...), and pass no "
+                "cu_seq_lens_q and cu_seq_lens_k"
+            )
         if self._packed is None or self._packed[0] is not cu_seqlens:
             _, _, num_rows, num_keys = self._shape
             if num_rows != num_keys:
@@ -191,7 +197,13 @@ def make_mask(
             padding = torch.nn.functional.pad(padding, (0, missing))
     function = placed(mask_function, padding, q_offset, kv_offset)
     if q_length == 1 and not use_vmap:
-        found = _find_row(function, batch_size, kv_length, isinstance(q_offset, Tensor), device)
+        # a slice of the padding is cheaper than what reads it by indices
+        unpadded = placed(mask_function, None, q_offset, kv_offset)
+        if padding is not None:
+            padding = padding[:, kv_offset : kv_offset + kv_length]
+        found = _find_row(unpadded, padding, batch_size, kv_length, device)
+        if isinstance(q_offset, Tensor):
+            found = _with_used(found)
     else:
         found = find_form(function, batch_size, (q_length, kv_length), device)
     return AttentionMask(shape, function, found, device)
@@ -226,17 +238,29 @@ def placed(
 
 
 def _find_row(
-    function: MaskFunction, batch: int, num_keys: int, is_static: bool, device: torch.device
+    function: MaskFunction,
+    padding: Tensor | None,
+    batch: int,
+    num_keys: int,
+    device: torch.device,
 ) -> Found:
-    """What the only query of a decoding step sees. is_static: of a cache with room for more."""
-    places = torch.arange(max(batch, num_keys + 1), device=device)
+    """What the only query of a decoding step sees. padding: (batch, num_keys)."""
+    places = torch.arange(max(batch, num_keys), device=device)
     b, k = places[:batch, None, None, None], places[:num_keys]
     zero = places[:1, None, None, None]
-    row = function(b, zero, zero, k).expand(batch, 1, 1, num_keys)
-    used = None
-    if is_static:
-        used = (row[:, 0, 0] * places[1 : num_keys + 1]).amax(1).int()
-    return Found("a row of keys", row=row, used=used)
+    row = function(b, zero, zero, k)
+    if padding is not None:
+        row = row & padding[:, None, None]
+    return Found("a row of keys", row=row.expand(batch, 1, 1, num_keys))
+
+
+def _with_used(found: Found) -> Found:
+    """The row with the number of keys up to the last that is seen: a static cache has room for
+    more."""
+    row = found.row
+    assert row is not None
+    ends = torch.arange(1, row.shape[3] + 1, device=row.device, dtype=torch.int32)
+    return found._replace(used=(row[:, 0, 0] * ends).amax(1))
 
 
 def find_form(
