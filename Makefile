@@ -2,8 +2,9 @@
 # make test       GPU tests where there is a Hopper GPU, a share of the kernels on the software GPU (drawn anew each
 #                 day, FLASH_MASK_SIM_SEED=N draws another; none if nothing that they depend on changed), CPU tests
 # make test-all   the same, and every test of them; then those that depend on torch with the oldest and the newest
-#                 torch of docs/support.md (6 GB each), the whole table of compiled calls, those with the files of
-#                 serving engines (400 MB), and those of models of transformers with both ends of its range (2 GB each)
+#                 torch of docs/support.md (6 GB each), the whole tables of compiled calls and of groups of processes,
+#                 those with the files of serving engines (400 MB), and those of models of transformers with both ends
+#                 of its range (2 GB each)
 # make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
 # make lint       ruff check, ruff format --check, mypy
 #
@@ -54,6 +55,7 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/10_native_backward.py
 	PYTHONPATH=. $(RUN) examples/11_decode.py
 	PYTHONPATH=. $(RUN) examples/12_flex.py
+	PYTHONPATH=. $(RUN) examples/13_context_parallel.py
 	PYTHONPATH=. $(RUN) examples/14_shared_prefixes.py
 	PYTHONPATH=. $(RUN) examples/15_block_diffusion.py
 	PYTHONPATH=. $(RUN) examples/16_draft_tree.py
@@ -67,6 +69,7 @@ test: test-gpu test-sim-if-needed test-cpu
 test-all: export FLASH_MASK_SIM_SEED := all
 test-all: test-gpu test-sim test-cpu test-engines $(TORCHES:%=test-torch-%) $(TRANSFORMERS:%=test-transformers-%)
 	FLASH_MASK_COMPILED_CALLS=all $(DEV) -m pytest tests/cpu/autograd/test_compiled_calls.py -n $(WORKERS)
+	FLASH_MASK_PARALLEL_CALLS=all $(DEV) -m pytest tests/cpu/parallel/test_context_parallel.py
 
 $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
 	$(VENV)-torch-$*/bin/python -m pytest $(OF_TORCH) -n $(WORKERS)

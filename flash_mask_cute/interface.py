@@ -124,7 +124,8 @@ def _flash_attn_fwd(
     None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
     row for each query is then refused (docs/masks.md).
 
-    out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
+    out is like q with head_dim_v; an out of the caller may be fp32 for q in 16 bits, as parts that
+    are merged later should be. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
     total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
     out 0 and lse -inf (with a sink, lse is the sink). No autograd graph is recorded. A score_mod
     may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,

@@ -272,16 +272,10 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
-            self,
-            (window_size_left, window_size_right),
-            column_tensors,
-            schedule.num_heads,
+            self, (window_size_left, window_size_right), column_tensors, schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
-            block_bits,
-            aux_tensors,
-            mask_bits,
-            mCausal,
-        )
+            block_bits, aux_tensors, mask_bits, mCausal,
+        )  # fmt: skip
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)

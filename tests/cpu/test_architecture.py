@@ -119,6 +119,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
     ),
+    # sequences whose rows lie on several devices
+    "parallel": (
+        *("functional", "interface", "serving", "call.arguments", "masks.column_mask"),
+        *("masks.builders", "masks.runs", "runtime", *INDEX_RULES),
+    ),
     # torch's FlexAttention call
     "flex": (
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "masks.mask_mods"),
@@ -132,9 +137,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", "integrations.hub", ""),
+    "__main__": ("functional", "runtime", "integrations.hub", "parallel.command", ""),
     "": (
-        *("flex", "lowering", "call.settings"),
+        *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),

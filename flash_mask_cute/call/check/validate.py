@@ -350,7 +350,8 @@ def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) ->
     x, q = call.tensors, call.tensors.q
     if x.out is not None:
         out_shape = (*q.shape[:-1], shapes.head_dim_v)
-        _check_output("out", x.out, out_shape, "the shape of q with head_dim_v", q)
+        shape_name = "the shape of q with head_dim_v"
+        _check_output("out", x.out, out_shape, shape_name, q, may_be_wide=True)
     if x.lse_low is not None:
         _check_wants_low(x.lse_low, score_mod)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -538,10 +539,16 @@ def _check_columns(
 
 
 def _check_output(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    shape_name: str,
+    q: torch.Tensor,
+    *,
+    may_be_wide: bool = False,
 ) -> None:
     """A tensor like q, k, v or out that the call writes."""
-    check_shaped(name, tensor, shape, shape_name, q)
+    check_shaped(name, tensor, shape, shape_name, q, may_be_wide=may_be_wide)
     check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
     check_own_memory(name, tensor)
 

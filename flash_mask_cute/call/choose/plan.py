@@ -46,7 +46,13 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
-from flash_mask_cute.call.choose.splits import DECODE_ROWS, Splits, choose_split, decode_rows
+from flash_mask_cute.call.choose.splits import (
+    DECODE_ROWS,
+    Splits,
+    choose_split,
+    decode_rows,
+    refuse_splits,
+)
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
@@ -56,7 +62,7 @@ from flash_mask_cute.call.problem import (
     sink_dtype,
 )
 from flash_mask_cute.call.settings import given_fields
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
@@ -104,7 +110,7 @@ class ExecutionPlan:
     softmax_scale may have any sign. Window sides are None if open. q_start is NONE if it has no
     effect.
     conversions: by name, of the caller's tensors that a kernel cannot read as they are.
-    is_out_like_q: a forward's new out may be made like q.
+    is_out_like_q: a forward's new out may be made like q. out_dtype: of a forward's out.
 
     mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
@@ -129,6 +135,7 @@ class ExecutionPlan:
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
+    out_dtype: str = ""
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
@@ -360,7 +367,7 @@ def _choose_tiles(
 ) -> tuple[ExecutionPlan, Choose]:
     """The plan of a kernel that evaluates all masks itself, and a function that chooses tiles for
     other problems with the same arguments."""
-    q, scale = call.tensors.q, call.options.softmax_scale
+    q, out, scale = call.tensors.q, call.tensors.out, call.options.softmax_scale
     backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
     if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
         backend = Backend.CPU
@@ -398,6 +405,7 @@ def _choose_tiles(
         softcap=float(call.options.softcap),
         gradients=gradients,
         conversions={"learnable_sink": sink_conversion(sink)},
+        out_dtype=problem.dtype if out is None else dtype_name(out.dtype),
     )
     chosen = chosen.with_choice(choice)
     if call.tensors.lengths.page_table is not None:
@@ -409,7 +417,7 @@ def _choose_tiles(
         by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
         chosen = replace(chosen, splits=by_slots)
     elif problem.split is not None:
-        by_rows = Splits.by_rows(chosen.problem, shapes, call.options.num_splits)
+        by_rows = Splits.by_rows(chosen.problem, shapes, max(call.options.num_splits, 1))
         chosen = replace(chosen, splits=by_rows)
     return chosen, choose
 
@@ -424,6 +432,9 @@ def _with_split(
 ) -> AttentionProblem:
     """The problem with its way of computing work tiles in splits, if any.
 
+    A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
+    of one split if no more are asked for.
+
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
@@ -431,6 +442,10 @@ def _with_split(
     split = choose_split(
         options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
     )
+    out = call.tensors.out
+    if split is None and out is not None and out.dtype != call.tensors.q.dtype:
+        refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
+        split = BY_ROWS
     if split is None:
         return problem
     is_at_end = problem.q_start is None or options.q_start.kind == END

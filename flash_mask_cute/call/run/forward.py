@@ -110,7 +110,11 @@ class KernelForward:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         combine = self._combine
-        partials = None if combine is None else combine.new_partials(q)
+        partials, of_kernel = None, out
+        if combine is not None:
+            partials = combine.new_partials(q)
+            if combine.is_wide:
+                of_kernel = combine.of_kernel(partials, q)
         counter = tile_counter(q, index) if combine is None or combine.counts else None
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
@@ -118,11 +122,12 @@ class KernelForward:
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
-                q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
-                max_scores, q_starts if self._reads_q_starts else self._q_start, partials,
-                kv_batch_idx, leftpad_k, causals if self._reads_causals else None,
+                q, k, v, of_kernel, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                seqused_k, page_table, self._window_left, self._window_right, sink, lists,
+                aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
+                query_chunk, lse_low, max_scores,
+                q_starts if self._reads_q_starts else self._q_start, partials, kv_batch_idx,
+                leftpad_k, causals if self._reads_causals else None,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
