@@ -166,9 +166,9 @@ def _flash_attn_fwd(
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     lengths = lengths_of(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-        leftpad_k, causals,
+        leftpad_k,
     )  # fmt: skip
-    tensors = Tensors(q, k, v, learnable_sink, lengths, out, lse, lse_low, max_scores)
+    tensors = Tensors(q, k, v, learnable_sink, lengths, causals, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, pack_gqa, return_lse,
@@ -286,7 +286,8 @@ def _flash_attn_bwd(
     tensors = Tensors(
         q, k, v, learnable_sink,
         lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
-        out, lse, lse_low, gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
+        None, out, lse, lse_low=lse_low,
+        gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -382,7 +383,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.lengths.q_starts is not None
-        or x.lengths.causals is not None
+        or x.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):

@@ -115,7 +115,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
 
     key_of_masks: `mask_key(call.masks)`, if it is known.
     """
-    q, k, v, sink, lengths, out, lse, lse_low, max_scores, _ = call.tensors
+    q, k, v, sink, lengths, causals, out, lse, lse_low, max_scores, _ = call.tensors
     masks = call.masks
     # the first question is the cheaper one
     if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
@@ -129,7 +129,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         if start & ADDRESS_MASK:
             # to be refused, however a call with the same metadata went
             return _NO_KEY
-        others: Any = lse, lse_low, max_scores, sink, *lengths
+        others: Any = lse, lse_low, max_scores, sink, causals, *lengths
         starts = starts, start, *[x if x is None else x.data_ptr() for x in others]
         if masks is not None:
             starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
@@ -140,6 +140,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         v.shape, v.stride(), v.dtype, v.get_device(),
         sink if sink is None else metadata(sink),
         None if lengths is NO_LENGTHS else metadata_of(lengths),
+        causals if causals is None else metadata(causals),
         out if out is None else metadata(out),
         lse if lse is None else metadata(lse),
         lse_low if lse_low is None else metadata(lse_low),
@@ -174,7 +175,8 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
 def key_of_bwd(call: AttentionCall) -> tuple[Any, Any]:
     """As `key_of_fwd`, of a backward."""
     given: Any = call.tensors
-    q, k, v, sink, lengths, out, lse, lse_low, _, (dout, dlse, dq, dk, dv, dsink, daux) = given
+    q, k, v, sink, lengths, _, out, lse, lse_low, _, gradients = given
+    dout, dlse, dq, dk, dv, dsink, daux = gradients
     masks, (score_mod_bwd, deterministic, config) = call.masks, call.backward
     if not (
         type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
@@ -189,8 +191,8 @@ def key_of_bwd(call: AttentionCall) -> tuple[Any, Any]:
     if dq is dk is dv is dsink is daux is None:
         starts = None
     else:
-        gradients = dq, dk, dv, dsink, *(daux or ())
-        starts = starts, *[None if x is None else x.data_ptr() for x in gradients]
+        outputs = dq, dk, dv, dsink, *(daux or ())
+        starts = starts, *[None if x is None else x.data_ptr() for x in outputs]
         for start in starts[1:4]:
             if start is not None and start & ADDRESS_MASK:
                 # to be refused, however a call with the same metadata went

@@ -31,7 +31,7 @@ from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90, FlashAttentionF
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 # names of a launch that the tables call otherwise
-OF_LAUNCH = {"q_starts": "q_start"}
+OF_LAUNCH = {"q_starts": "q_start", "of_kernel": "out"}
 
 
 def syntax(function: Callable[..., Any]) -> ast.AST:
@@ -125,7 +125,12 @@ def test_host_calls_take_what_the_bundles_hold(
 
 def test_operators_take_every_argument_of_a_call() -> None:
     """As it is, in another form, or by position before them."""
-    bundles = {"lengths": Lengths, "options": Options, "backward": BackwardOptions}
+    bundles = {
+        "tensors": Tensors,
+        "lengths": Lengths,
+        "options": Options,
+        "backward": BackwardOptions,
+    }
     for row in OF_OPERATORS:
         assert row.name in bundles[row.bundle]._fields
     by_position = {"q", "k", "v", "learnable_sink", *torch_ops._RESULTS}
