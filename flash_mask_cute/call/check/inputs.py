@@ -9,7 +9,7 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Lengths, Masks
 
-_OF_FORWARD = "q", "k", "v", "learnable_sink", *Lengths._fields
+_OF_FORWARD = "q", "k", "v", "learnable_sink", *Lengths._fields, "causals"
 _OF_BACKWARD = "q", "k", "v", "out", "dout"
 
 
