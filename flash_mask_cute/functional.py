@@ -229,7 +229,7 @@ def flash_attn_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), out,
+            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), None, out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -346,10 +346,8 @@ def flash_attn_varlen_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            Lengths(
-                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts,
-                causals=causals,
-            ),
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
+            causals,
             out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),

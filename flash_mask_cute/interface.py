@@ -34,7 +34,7 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
-from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
+from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
@@ -61,7 +61,7 @@ def _weight(key: Any) -> int:
     return _MAX_KEPT // _MAX_KEPT_WITH_CALLABLES if has_callables(key) else 1
 
 
-# by key, as `find_fwd` and `find_bwd` look them up
+# by key, as `find` looks them up
 _prepared_fwd: dict[Any, PreparedFwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 
@@ -166,9 +166,9 @@ def _flash_attn_fwd(
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     lengths = lengths_of(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-        leftpad_k, causals,
+        leftpad_k,
     )  # fmt: skip
-    tensors = Tensors(q, k, v, learnable_sink, lengths, out, lse, lse_low, max_scores)
+    tensors = Tensors(q, k, v, learnable_sink, lengths, causals, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, pack_gqa, return_lse,
@@ -180,8 +180,8 @@ def _flash_attn_fwd(
 
 
 def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
-    """out and lse of a call; key_of_masks as in `find_fwd`."""
-    prepared, key = find_fwd(_prepared_fwd, call, key_of_masks)
+    """out and lse of a call; key_of_masks as in `key_of_fwd`."""
+    prepared, key = find(_prepared_fwd, key_of_fwd, call, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared, call)
@@ -191,7 +191,7 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
 def prepare_forward(call: AttentionCall) -> None:
     """Raise what `forward` would raise for this call, and have its kernels compiled. Nothing is
     launched."""
-    prepared, key = find_fwd(_prepared_fwd, call)
+    prepared, key = find(_prepared_fwd, key_of_fwd, call)
     if prepared is None:
         _keep(_prepared_fwd, key, prepare_fwd(call), call)
 
@@ -287,7 +287,8 @@ def _flash_attn_bwd(
     tensors = Tensors(
         q, k, v, learnable_sink,
         lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
-        out, lse, lse_low, gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
+        None, out, lse, lse_low=lse_low,
+        gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -302,7 +303,7 @@ def _flash_attn_bwd(
 
 def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call."""
-    prepared, key = find_bwd(_prepared_bwd, call)
+    prepared, key = find(_prepared_bwd, key_of_bwd, call)
     if prepared is None:
         prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared, call)
@@ -393,7 +394,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.lengths.q_starts is not None
-        or x.lengths.causals is not None
+        or x.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):

@@ -196,7 +196,7 @@ def _needs_graph(tensors: Tensors) -> bool:
 def _refuse_without_gradients(call: AttentionCall) -> None:
     """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
-    if call.tensors.lengths.causals is not None:
+    if call.tensors.causals is not None:
         raise NotImplementedError(
             f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
         )

@@ -58,7 +58,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
@@ -232,7 +232,7 @@ class FlashAttentionBackwardSm100:
         traits = self.traits
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
-        window = (window_size_left, window_size_right)
+        window = WindowArgs(window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
         )

@@ -72,7 +72,7 @@ from flash_mask_cute.mods.table_rows import LoadedRows, OwnRowColumns
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits
 from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm100 import umma
@@ -246,7 +246,7 @@ class FlashAttentionForwardSm100:
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         masks = MaskArgs.create(
             self,
-            (window_size_left, window_size_right),
+            WindowArgs(window_size_left, window_size_right),
             column_tensors,
             schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),

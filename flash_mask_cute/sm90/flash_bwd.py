@@ -71,7 +71,13 @@ from flash_mask_cute.core.walk_ring import (
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_rules import (
+    MaskArgs,
+    MaskBitsArgs,
+    MaskWarpRows,
+    WindowArgs,
+    check_given,
+)
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
@@ -261,7 +267,7 @@ class FlashAttentionBackwardSm90:
         else:
             gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
-        window = (window_size_left, window_size_right)
+        window = WindowArgs(window_size_left, window_size_right)
         mask_bits = (
             None if const_expr(mask_bit_tensors is None) else MaskBitsArgs(*mask_bit_tensors)
         )

@@ -110,8 +110,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
-    if of.causals is not None:
-        check_batch_vector("causal", of.causals, shapes.batch, device)
+    if x.causals is not None:
+        check_batch_vector("causal", x.causals, shapes.batch, device)
         _check_beside_causals(call)
     _check_options(options)
     if x.learnable_sink is not None:
@@ -138,7 +138,7 @@ def _check_beside_causals(call: AttentionCall) -> None:
     """Refuse what a call has not whose sequences differ in being causal."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
-        given = brief(call.tensors.lengths.causals)
+        given = brief(call.tensors.causals)
         raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
     if left is not None and left < 0:
         # which of the sequences then see nothing, kernels do not find out

@@ -225,7 +225,7 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.lengths.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
@@ -238,7 +238,7 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.lengths.causals)
+    _refuse_causal_sequences(chosen, call.tensors.causals)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
