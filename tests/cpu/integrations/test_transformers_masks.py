@@ -374,9 +374,14 @@ def test_masks_for_other_models_are_refused() -> None:
 # -- whole models, where other situations have no place -------------------------------------------
 
 
-def test_attentions_are_refused_by_name() -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bert", "t5"])
+def test_attentions_are_refused_by_name(name: str) -> None:
+    model = (tiny.decoder(name) if name in tiny.DECODERS else tiny.other(name)).ours
+    call = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
     with pytest.raises(NotImplementedError, match="output_attentions=True"):
-        tiny.decoder("llama").ours(IDS, output_attentions=True)
+        model(**call, output_attentions=True)
+    with pytest.raises(ValueError, match="not supported .* mask_cute.*'eager'"):
+        model.config.output_attentions = True
 
 
 def test_dropout_is_refused_by_name() -> None:
