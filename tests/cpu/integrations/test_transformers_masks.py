@@ -148,6 +148,15 @@ def test_what_masks_become() -> None:
     }
 
 
+def test_padding_that_hides_nothing_leaves_a_window() -> None:
+    """Tokenizers give a mask of ones. After padding on the left, a sliding cache has none."""
+    ones = torch.ones(2, 13, dtype=torch.bool)
+    assert make_mask(2, 13, 13, attention_mask=ones).form == "a window, keys 0 to q + 0"
+    sliding = {"mask_function": functions(2, 13)["sliding"], "attention_mask": PADDINGS["left"]}
+    assert make_mask(2, 4, 8, 9, 5, **sliding).form.startswith("a window")
+    assert make_mask(2, 13, 13, **sliding).form == "column intervals"
+
+
 def test_other_overlays_stay_functions() -> None:
     def every_third(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k) % 3 == 0
@@ -206,8 +215,8 @@ def test_waits_for_the_device(kind: str, place: str, padding: str) -> None:
     make_mask(**call)
     with Waits() as mode:
         found = make_mask(**call)
-    is_free = found.form.startswith("a window") or "one query" in place
-    assert len(mode.waits) == (0 if is_free else 1)
+    is_window = found.form.startswith("a window") and mask is None
+    assert len(mode.waits) == (0 if is_window or "one query" in place else 1)
 
 
 @pytest.mark.parametrize("offset", [20, torch.tensor(20)], ids=["dynamic", "static"])
