@@ -53,10 +53,12 @@ def mask_of_rows(rows: Rows, seqlens: tuple[int, int], agrees: Tensor | None = N
     return FoundMask(mask, are_inside)
 
 
-def mask_of_band(band: BandForm, seqlens: tuple[int, int]) -> ColumnMask:
-    """A window as a mask, on the CPU."""
+def mask_of_band(
+    band: BandForm, seqlens: tuple[int, int], device: torch.device = _CPU
+) -> ColumnMask:
+    """A window as a mask. It waits for no device."""
     seqlen_q, seqlen_k = seqlens
-    place = torch.arange(seqlen_k, device=_CPU)
+    place = torch.arange(seqlen_k, device=device)
     high = torch.full_like(place, seqlen_q) if band.left is None else place + band.left + 1
     low = torch.zeros_like(place) if band.right is None else place - band.right
     is_causal = band.right == seqlen_k - seqlen_q

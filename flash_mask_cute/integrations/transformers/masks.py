@@ -20,6 +20,7 @@ from flash_mask_cute.lowering.lower import lower_mod
 from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.masks.builders import from_mask_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.mask_mods import mask_of_band
 from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
@@ -217,16 +218,19 @@ def make_mask(
             # keys of a static cache that are not there yet
             padding = torch.nn.functional.pad(padding, (0, missing))
     function = placed(mask_function, padding, q_offset, kv_offset)
-    if q_length == 1 and not use_vmap:
+    unpadded, shown = function, None
+    if padding is not None:
         # a slice of the padding is cheaper than what reads it by indices
         unpadded = placed(mask_function, None, q_offset, kv_offset)
-        if padding is not None:
-            padding = padding[:, kv_offset : kv_offset + kv_length]
-        found = _find_row(unpadded, padding, batch_size, kv_length, device)
+        shown = padding[:, kv_offset : kv_offset + kv_length]
+    if q_length == 1 and not use_vmap:
+        found = _find_row(unpadded, shown, batch_size, kv_length, device)
         if isinstance(q_offset, Tensor):
             found = _with_used(found)
     else:
-        found = find_form(function, batch_size, (q_length, kv_length), device)
+        lengths = q_length, kv_length
+        padded = None if shown is None else _find_padded_window(unpadded, shown, lengths, device)
+        found = padded or find_form(function, batch_size, lengths, device)
     return AttentionMask(shape, function, found, device)
 
 
@@ -273,6 +277,27 @@ def _find_row(
     if padding is not None:
         row = row & padding[:, None, None]
     return Found("a row of keys", row=row.expand(batch, 1, 1, num_keys))
+
+
+def _find_padded_window(
+    function: MaskFunction, shown: Tensor, lengths: tuple[int, int], device: torch.device
+) -> Found | None:
+    """A window, and column intervals where padding hides a key; None if the function is no window.
+
+    shown: (batch, keys). It waits for the device once, and not in the capture of a CUDA graph.
+    """
+    lowered = lower_mod(function, "mask_mod", device)
+    window = None if lowered.band is None else lowered.band.as_window(*lengths)
+    if lowered.band is None or window is None:
+        return None
+    if not is_capturing() and bool(shown.all()):
+        return Found(lowered.form, window=window)
+    with torch.inference_mode(False):
+        band = mask_of_band(lowered.band, lengths, device)
+        # a hidden key is hidden from row 0 on
+        indices = band.startend_row_indices.where(shown[:, None, :, None], 0)
+        columns = ColumnMask(indices, band.causal, False, lengths[0], one_sequence=True)
+    return Found("column intervals", columns=columns)
 
 
 def _with_used(found: Found) -> Found:

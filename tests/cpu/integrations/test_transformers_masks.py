@@ -148,6 +148,15 @@ def test_what_masks_become() -> None:
     }
 
 
+def test_padding_that_hides_nothing_leaves_a_window() -> None:
+    """Tokenizers give a mask of ones. After padding on the left, a sliding cache has none."""
+    ones = torch.ones(2, 13, dtype=torch.bool)
+    assert make_mask(2, 13, 13, attention_mask=ones).form == "a window, keys 0 to q + 0"
+    sliding = {"mask_function": functions(2, 13)["sliding"], "attention_mask": PADDINGS["left"]}
+    assert make_mask(2, 4, 8, 9, 5, **sliding).form.startswith("a window")
+    assert make_mask(2, 13, 13, **sliding).form == "column intervals"
+
+
 def test_other_overlays_stay_functions() -> None:
     def every_third(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k) % 3 == 0
@@ -206,8 +215,8 @@ def test_waits_for_the_device(kind: str, place: str, padding: str) -> None:
     make_mask(**call)
     with Waits() as mode:
         found = make_mask(**call)
-    is_free = found.form.startswith("a window") or "one query" in place
-    assert len(mode.waits) == (0 if is_free else 1)
+    is_window = found.form.startswith("a window") and mask is None
+    assert len(mode.waits) == (0 if is_window or "one query" in place else 1)
 
 
 @pytest.mark.parametrize("offset", [20, torch.tensor(20)], ids=["dynamic", "static"])
@@ -374,9 +383,14 @@ def test_masks_for_other_models_are_refused() -> None:
 # -- whole models, where other situations have no place -------------------------------------------
 
 
-def test_attentions_are_refused_by_name() -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bert", "t5"])
+def test_attentions_are_refused_by_name(name: str) -> None:
+    model = (tiny.decoder(name) if name in tiny.DECODERS else tiny.other(name)).ours
+    call = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
     with pytest.raises(NotImplementedError, match="output_attentions=True"):
-        tiny.decoder("llama").ours(IDS, output_attentions=True)
+        model(**call, output_attentions=True)
+    with pytest.raises(ValueError, match="not supported .* mask_cute.*'eager'"):
+        model.config.output_attentions = True
 
 
 def test_dropout_is_refused_by_name() -> None:
