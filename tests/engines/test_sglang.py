@@ -16,9 +16,11 @@ import torch
 from conftest import needs_engine
 from stand_ins import StandIns
 from torch import Tensor
-from transformers.utils import is_torchvision_available
 
 needs_engine("sglang")
+
+from transformers.utils import is_torchvision_available  # noqa: E402
+
 # transformers remembers that it is not there, and sglang gets a stand-in
 is_torchvision_available()
 StandIns(("compressed_tensors", "gguf", "torchvision")).install()
@@ -163,7 +165,7 @@ class Batch:
             forward_mode=mode, batch_size=len(new), seq_lens=lengths, seq_lens_cpu=lengths,
             req_pool_indices=rows, spec_info=None, extend_seq_lens=torch.tensor(new),
             extend_seq_lens_cpu=new, out_cache_loc_is_physical=True,
-            out_cache_loc=torch.cat([x[len(x) - n :] for x, n in zip(self.slots, new, strict=True)]),
+            out_cache_loc=torch.cat([self.slots[b][-n:] for b, n in enumerate(new)]),
             positions=torch.zeros(sum(new)),
         )  # fmt: skip
 

@@ -339,7 +339,8 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._overloadname == "item" or any(
-            word in str(func) for word in ("_local_scalar", "nonzero", "unique", "equal.", "masked_select")
+            word in str(func)
+            for word in ("_local_scalar", "nonzero", "unique", "equal.", "masked_select")
         ):
             self.waits.append(str(func))
         made = func(*args, **(kwargs or {}))
