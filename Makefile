@@ -2,8 +2,9 @@
 # make test       GPU tests where there is a Hopper GPU, a share of the kernels on the software GPU (drawn anew each
 #                 day, FLASH_MASK_SIM_SEED=N draws another; none if nothing that they depend on changed), CPU tests
 # make test-all   the same, and every test of them; then those that depend on torch with the oldest and the newest
-#                 torch of docs/support.md (6 GB each), the whole table of compiled calls, and those with the files of
-#                 serving engines (400 MB)
+#                 torch of docs/support.md (6 GB each), the whole tables of compiled calls and of groups of processes,
+#                 those with the files of serving engines (400 MB), and those of models of transformers with both ends
+#                 of its range (2 GB each)
 # make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
 # make lint       ruff check, ruff format --check, mypy
 #
@@ -29,9 +30,13 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines lint docs venv $(TORCHES:%=test-torch-%)
+.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines lint docs venv $(TORCHES:%=test-torch-%) \
+	$(TRANSFORMERS:%=test-transformers-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
+# of docs/integrations.md
+TRANSFORMERS := 5.17.0 5.24.0
+OF_TRANSFORMERS := tests/cpu/integrations/test_transformers_*.py
 # of docs/integrations_engines.md and docs/integrations_more.md
 ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatron-core==0.16.1 torchtitan==0.3.0
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
@@ -50,6 +55,7 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/10_native_backward.py
 	PYTHONPATH=. $(RUN) examples/11_decode.py
 	PYTHONPATH=. $(RUN) examples/12_flex.py
+	PYTHONPATH=. $(RUN) examples/13_context_parallel.py
 	PYTHONPATH=. $(RUN) examples/14_shared_prefixes.py
 	PYTHONPATH=. $(RUN) examples/15_block_diffusion.py
 	PYTHONPATH=. $(RUN) examples/16_draft_tree.py
@@ -61,8 +67,9 @@ test: export FLASH_MASK_SIM_SEED := $(or $(FLASH_MASK_SIM_SEED),$(shell expr $$(
 test: test-gpu test-sim-if-needed test-cpu
 
 test-all: export FLASH_MASK_SIM_SEED := all
-test-all: test-gpu test-sim test-cpu test-engines $(TORCHES:%=test-torch-%)
+test-all: test-gpu test-sim test-cpu test-engines $(TORCHES:%=test-torch-%) $(TRANSFORMERS:%=test-transformers-%)
 	FLASH_MASK_COMPILED_CALLS=all $(DEV) -m pytest tests/cpu/autograd/test_compiled_calls.py -n $(WORKERS)
+	FLASH_MASK_PARALLEL_CALLS=all $(DEV) -m pytest tests/cpu/parallel/test_context_parallel.py
 
 $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
 	$(VENV)-torch-$*/bin/python -m pytest $(OF_TORCH) -n $(WORKERS)
@@ -70,6 +77,14 @@ $(TORCHES:%=test-torch-%): test-torch-%: $(VENV)-torch-%/.installed
 $(VENV)-torch-%/.installed: pyproject.toml
 	python3 -m venv $(VENV)-torch-$*
 	$(VENV)-torch-$*/bin/python -m pip install "torch==$*" -e ".[dev,cu13]"
+	touch $@
+
+$(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)-transformers-%/.installed
+	$(VENV)-transformers-$*/bin/python -m pytest $(OF_TRANSFORMERS) -n $(WORKERS) --dist worksteal
+
+$(VENV)-transformers-%/.installed: pyproject.toml
+	python3 -m venv $(VENV)-transformers-$*
+	$(VENV)-transformers-$*/bin/python -m pip install "$(TORCH)" "transformers==$*" -e ".[dev,cu13]"
 	touch $@
 
 # The Python files of the engines' own wheels, without what they depend on, in .engines. Each has a process of its own,
@@ -118,5 +133,5 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
-	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13]"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13,end-to-end]"
 	touch $@

@@ -1,9 +1,10 @@
-"""python -m bench.blackwell_model: what a block of the Blackwell backward costs, by counting.
+"""python -m bench.blackwell_model: what a block of the Blackwell kernels costs, by counting.
 
-Compiles the backward for sm_100a, takes the loop of each role out of its machine code,
-and counts instructions and bytes of shared memory for a block of 128 queries
-by 128 keys. At the published rates of a B200 these give the share of time in which the tensor cores
-are busy, at best. It is a prediction, and nothing of it was ever measured.
+Compiles them for sm_100a, takes the loop of each role out of the machine code, and counts
+instructions and bytes of shared memory for a block of 128 queries (256 in the forward) by 128 keys.
+At the published rates of a B200 these give the share of time in which the tensor cores are busy, at
+best. Events (`bench.blackwell_events`) add what waits for what. flash-attn-4 stands beside them, by
+the same model and recorded counts (`bench.blackwell_peer`). All is predicted, never measured.
 
 It needs `nvdisasm` or `cuobjdump`, where `bench.codegen` finds them. `--out` keeps the rows;
 `--kept` prints the tables of those that are kept, without a compiler.
@@ -18,10 +19,12 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import ROOT, Json, commit_here
+from bench import ROOT, Json, blackwell_peer, commit_here
+from bench.blackwell_events import RATES, Backward, Forward, Rates, products
 from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
@@ -31,20 +34,15 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 
 KEPT = ROOT / "bench" / "results" / "blackwell_model.jsonl"
 NAMES = tuple(f"sm100-bwd-d{d}-{mask}" for d in (64, 96, 128) for mask in ("full", "causal"))
+FORWARD_NAMES = tuple(
+    f"sm100-d{d}-{mask}"
+    for d in ("64", "96", "128", "192v128", "256")
+    for mask in ("full", "causal")
+)
 SHOWN = (
     *("MUFU", "FFMA2", "FADD2", "FMUL2", "F2FP", "LDTM", "STTM", "LDS", "STS", "SYNCS", "BAR"),
     *("UTCHMMA", "UTCBAR", "UBLKRED", "UTMALDG"),
 )
-# flash-attn-4 4.0.0b36, a CTA, head dimension 64, causal: the loops of its machine code, which were
-# counted by hand; it masks every block
-PEER: dict[str, dict[str, int]] = {
-    "compute, partial block": {
-        "instructions": 483, "MUFU": 64, "FFMA2": 32, "FADD2": 32, "FMUL2": 32, "F2FP": 64,
-        "LDTM": 4, "STTM": 4, "LDS": 32, "STS": 8, "SYNCS": 11, "BAR": 0,
-    },
-    "mma": {"instructions": 227, "UTCHMMA": 32, "UTCBAR": 7},
-    "reduce": {"instructions": 59, "LDTM": 2, "STS": 16, "UBLKRED": 2, "BAR": 4},
-}  # fmt: skip
 # Of an SM of a B200, in a clock: bf16 operations of the tensor cores, exponentials, operations of
 # the fp32 pipe, bytes of shared memory (the paper of FlashAttention-4, arXiv 2603.05451).
 TENSOR, EXPONENTIALS, FP32, SHARED = 8192, 16, 128, 128
@@ -54,6 +52,10 @@ BLOCK, THREADS_OF_WARP, VECTOR, STEP = 128, 32, 16, 16
 FROM_SHARED = "UTCHMMA with A in shared memory"
 # commits of a block: S, dQ, Q that was read, dP, dO that was read
 COMMITS_OF_BLOCK = 5
+# instructions between the exponentials of a body, at most, and exponentials of what is no body
+NEIGHBOURS, FEW = 60, 50
+# bytes in 1000 clocks that L2 adds for each of 148 SMs, at 2.1 KB a clock as on an H200
+L2_ADDS = 2_100_000 // 148
 NO_DISASSEMBLER = "no nvdisasm and no cuobjdump that knows sm_100a"
 
 
@@ -193,8 +195,32 @@ def cycles(
     }
 
 
-def row_of(name: str) -> Json:
-    """Compile a variant now; its row, less the commit.
+def count_softmax(text: str) -> dict[str, dict[str, int]]:
+    """Instructions of a softmax warp of the forward for a key block, on a way that never waits and
+    takes no newer maximum.
+
+    Raises ValueError where the code is not as expected.
+    """
+    code = Code.create(text)
+    exponentials = code.where(lambda x: (x.opcode, x.kind) == ("MUFU", ".EX2"))
+    ends = [i for i, (a, b) in enumerate(pairwise(exponentials)) if b - a > NEIGHBOURS]
+    runs = zip([0, *(i + 1 for i in ends)], [*ends, len(exponentials) - 1], strict=True)
+    bodies = [(exponentials[a], exponentials[b]) for a, b in runs if b - a > FEW]
+    if len(bodies) != 2:
+        raise ValueError(f"{len(bodies)} loops of exponentials stand in the code, expected 2")
+    stores = code.where(lambda x: x.opcode == "STTM")
+    # P leaves behind the last exponential of a body, and not where the maximum is searched again
+    ways = [(*body, next(i for i in stores if i > body[1])) for body in bodies]
+    whole, cut = sorted((_count(code, way) for way in ways), key=lambda x: x["instructions"])
+    kept = ("instructions", *SHOWN, "FMNMX", "FMNMX3", "LOP3", "R2P")
+    return {
+        role: {op: counts[op] for op in kept if counts[op]}
+        for role, counts in (("softmax, full block", whole), ("softmax, partial block", cut))
+    }
+
+
+def _disassembled(name: str) -> tuple[AttentionVariant, Any, dict[str, Any], str]:
+    """The variant, its compiler's facts, its tiles, and its machine code.
 
     Raises ValueError where no program tells its machine code.
     """
@@ -202,24 +228,141 @@ def row_of(name: str) -> Json:
     assert isinstance(variant, AttentionVariant)
     with tempfile.TemporaryDirectory() as folder, compile_lock():
         with compiler_keeps(f"--keep-cubin --dump-dir={folder}"):
-            compiled, _ = compile_variant(name)
+            compiled, tiles = compile_variant(name)
         function: Any = compiled.function
         text = disassembly(function.__cubin__, Path(folder))
     if not text:
         raise ValueError(NO_DISASSEMBLER)
+    kept = {key: compiled.meta[key] for key in ("registers", "spill_bytes")}
+    return variant, kept, tiles, text
+
+
+def row_of(name: str) -> Json:
+    """Compile a variant now; its row, less the commit.
+
+    plan: what the events depend on, as `Backward` has it.
+    Raises ValueError where no program tells its machine code.
+    """
+    variant, kept, tiles, text = _disassembled(name)
     dims = variant.problem.head_dim, variant.problem.head_dim_v
     roles = count_roles(text, *dims)
     moved = shared_bytes(roles, *dims)
     taken = cycles(roles, moved, *dims)
     share = round(taken["tensor cores"] / max(taken.values()), 4)
-    kept = {key: compiled.meta[key] for key in ("registers", "spill_bytes")}
     return {
-        "name": name, **kept, "roles": roles, "shared_bytes": moved, "cycles": taken,
-        "predicted_tensor_share": share,
+        "name": name, **kept, "plan": _plan(*dims, tiles), "roles": roles, "shared_bytes": moved,
+        "cycles": taken, "predicted_tensor_share": share,
     }  # fmt: skip
 
 
+def _plan(d: int, d_v: int, tiles: dict[str, Any]) -> Json:
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
+
+    traits = BwdTraits(BFloat16, d, d_v, stages_do=tiles["stages_do"])
+    return {
+        "order": "dV' S dK' dQ' dP" if traits.values_lag else "S dK' dQ' dV dP",
+        "over": "dP" if traits.dq_shares else "",
+        "part_bytes": [traits.size_dq(width) * 4 for width in traits.parts_dq],
+        "held": traits.held_parts,
+        "claims": not tiles["clears_dq"],
+        "stages_do": tiles["stages_do"],
+    }
+
+
+def forward_row_of(name: str) -> Json:
+    """As `row_of`, of a forward."""
+    variant, kept, tiles, text = _disassembled(name)
+    dims = variant.problem.head_dim, variant.problem.head_dim_v
+    plan = {key: tiles[key] for key in ("num_stages", "cta_pair")}
+    return {"name": name, **kept, "dims": dims, "plan": plan, "roles": count_softmax(text)}
+
+
+# -- predictions ----------------------------------------------------------------------------------
+
+
+def backward_model(row: Json) -> Backward:
+    plan, taken = row["plan"], row["cycles"]
+    each = dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), taken["tensor cores"] // 5)
+    return Backward(
+        products(plan["order"], each), taken["exponentials"], plan["over"],
+        tuple(plan["part_bytes"]), plan["held"], plan["claims"], plan["stages_do"],
+    )  # fmt: skip
+
+
+def forward_model(row: Json) -> Forward:
+    (d, d_v), plan = row["dims"], row["plan"]
+    halves = 2 if d_v <= BLOCK else 1
+    exponentials = row["roles"]["softmax, full block"]["MUFU"] * BLOCK // EXPONENTIALS
+    return Forward(4 * d, 4 * d_v, exponentials, halves, plan["num_stages"])
+
+
+def _shares(tensor: int, least: int, model: Backward | Forward, rates: Sequence[Rates]) -> str:
+    """Shares of tensor time in percent, over the rates, of which a range is left."""
+    shares = [100 * tensor / max(least, model.period(x)) for x in rates]
+    return " / ".join(f"{x:.0f}" for x in shares)
+
+
+# a product's signal is not known better
+SIGNALS = tuple(RATES[1]._replace(product_signal=x) for x in (100, 150, 250))
+
+
+def predictions(rows: Sequence[Json], forward_rows: Sequence[Json]) -> str:
+    """Both kernels by one model: the backward, then the forward."""
+    lines = []
+    for row in rows[1::2]:
+        taken = row["cycles"]
+        tensor, least = taken["tensor cores"], max(taken.values())
+        shares = _shares(tensor, least, backward_model(row), RATES)
+        adds = sum(row["plan"]["part_bytes"]) * 1000 // L2_ADDS
+        lines.append((_label(row["name"]), f"{tensor / least:.0%}", shares, str(adds)))
+    for peer in blackwell_peer.BACKWARD:
+        (d, d_v), least = peer.dims, peer.shared_cycles
+        tensor = 4 * (3 * d + 2 * d_v)
+        shares = "" if peer.model is None else _shares(tensor, least, peer.model, RATES)
+        adds = "" if peer.model is None else str(sum(peer.model.part_bytes) * 1000 // L2_ADDS)
+        lines.append((f"flash-attn-4, {peer.label}", f"{tensor / least:.0%}", shares, adds))
+    backward = _table(
+        ("backward", "by bytes alone, %", "16 KB read in 350 / 600 / 1000 cycles, %",
+         "adds at an H200's L2 rate, cycles"),
+        lines,
+    )  # fmt: skip
+    lines = []
+    for row in forward_rows:
+        model = forward_model(row)
+        tensor = model.halves * (model.scores + model.values)
+        least = max(tensor, model.halves * model.exponentials)
+        shares = _shares(tensor, least, model, SIGNALS)
+        label = row["name"].removeprefix("sm100-").replace("v", "/").replace("-", " ")
+        label += ", a pair" if row["plan"]["cta_pair"] else ""
+        counts = row["roles"]["softmax, full block"], row["roles"]["softmax, partial block"]
+        told = " / ".join(str(x["instructions"]) for x in counts)
+        lines.append((label, f"{tensor / least:.0%}", shares, told))
+    for other in blackwell_peer.FORWARD:
+        model = blackwell_peer.forward_model(other, other.exponentials * BLOCK // EXPONENTIALS)
+        tensor = model.halves * (model.scores + model.values)
+        least = max(tensor, model.halves * model.exponentials)
+        shares = _shares(tensor, least, model, SIGNALS)
+        lines.append((f"flash-attn-4, {other.label}", f"{tensor / least:.0%}", shares, ""))
+    forward = _table(
+        ("forward", "by exponentials alone, %", "a product's signal of 100 / 150 / 250 cycles, %",
+         "softmax instructions, full / partial block"),
+        lines,
+    )  # fmt: skip
+    return f"{backward}\n\n{forward}"
+
+
 def read_rows(path: Path = KEPT) -> list[Json]:
+    """Those of the backward."""
+    return [row for row in _kept(path) if "cycles" in row]
+
+
+def read_forward_rows(path: Path = KEPT) -> list[Json]:
+    return [row for row in _kept(path) if "cycles" not in row]
+
+
+def _kept(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
@@ -236,7 +379,7 @@ def tables(rows: Sequence[Json]) -> str:
     """Instructions by role, and the prediction, as the page has them."""
     lines = []
     sources = [(_label(row["name"]), row["roles"]) for row in rows]
-    sources.append(("flash-attn-4, d64 causal", PEER))
+    sources.append(("flash-attn-4, d64 causal", blackwell_peer.BACKWARD_64_CAUSAL))
     for label, roles in sources:
         for role, counts in roles.items():
             if label.endswith("full") and role != "compute, full block":
@@ -278,17 +421,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kept", action="store_true", help="print the kept rows, compile nothing")
     options = parser.parse_args(arguments)
     if options.kept:
-        print(tables(read_rows()))
+        rows, forward_rows = read_rows(), read_forward_rows()
+        print(f"{tables(rows)}\n\n{predictions(rows, forward_rows)}")
         return 0
     commit = commit_here()
     try:
         rows = [row_of(name) | {"commit": commit} for name in NAMES]
+        forward_rows = [forward_row_of(name) | {"commit": commit} for name in FORWARD_NAMES]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(tables(rows))
+    print(f"{tables(rows)}\n\n{predictions(rows, forward_rows)}")
     if options.out:
-        options.out.write_text("".join(map(row_line, rows)))
+        options.out.write_text("".join(map(row_line, [*rows, *forward_rows])))
     return 0
 
 

@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 def tile_shape(case: BenchCase) -> tuple[int, int]:
     """Queries and keys of a tile of ours."""
-    from flash_mask_cute.call.choose.config import select_bwd_config, select_fwd_config
+    from flash_mask_cute.call.choose.config import WalkFacts, select_bwd_config, select_fwd_config
     from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 
     problem = AttentionProblem(
@@ -68,7 +68,7 @@ def tile_shape(case: BenchCase) -> tuple[int, int]:
         return choice.tiles.tile_m, choice.tile_n
     shapes = FwdShapes(case.batch, *(case.n,) * 4, case.heads, case.heads_kv, case.d, case.d_v)
     window = case.window if case.form == "native" else None
-    tiles = select_fwd_config(problem, shapes, window=window).tiles
+    tiles = select_fwd_config(problem, shapes, walk=WalkFacts(window)).tiles
     return tiles.tile_m, tiles.tile_n
 
 

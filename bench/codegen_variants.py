@@ -24,7 +24,7 @@ from flash_mask_cute.call.build.backward import (
 )
 from flash_mask_cute.call.build.forward import build_fwd
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import select_bwd_config, select_fwd_config
+from flash_mask_cute.call.choose.config import WalkFacts, select_bwd_config, select_fwd_config
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
@@ -124,8 +124,7 @@ def compile_variant(name: str) -> Built:
     tiles = select_fwd_config(
         problem,
         shapes,
-        window=variant.window,
-        block_size=variant.block_size,
+        walk=WalkFacts(variant.window, variant.block_size),
         spec=arch_spec(target),
     ).tiles
     return Built(build_fwd(problem, tiles, target, variant.mods), asdict(tiles))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flash_mask_cute.runtime.cache import compile_count
 
 if TYPE_CHECKING:
+    from flash_mask_cute import parallel
     from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
     from flash_mask_cute.call.settings import BwdConfig, FwdConfig
     from flash_mask_cute.compute_block_sparsity import create_block_mask
@@ -54,11 +55,15 @@ __all__ = [
     "flex_attention",
     "keep_block_mask",
     "mod_source",
+    "parallel",
     "patch_flex_attention",
     "plot",
 ]
 
-_MODULES = {"builders": "flash_mask_cute.masks.builders"}
+_MODULES = {
+    "builders": "flash_mask_cute.masks.builders",
+    "parallel": "flash_mask_cute.parallel",
+}
 _HOME = {
     "BlockSparseTensorsTorch": "flash_mask_cute.block_sparsity",
     "BwdConfig": "flash_mask_cute.call.settings",

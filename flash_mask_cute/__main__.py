@@ -3,8 +3,9 @@
 The exit code is 0 if a call works here, and 1 if a package is missing or a result is wrong.
 
 `python -m flash_mask_cute hub DIR` writes the folder of a hub kernel (`integrations/hub.py`)
-instead. The exit code is then 0, or 1 with a line on stderr; 2 for other
-arguments.
+instead. The exit code is then 0, or 1 with a line on stderr.
+`python -m flash_mask_cute plan` is of `parallel/command.py`. For other arguments the exit code
+is 2.
 """
 
 from __future__ import annotations
@@ -46,16 +47,22 @@ class Check(NamedTuple):
         return self.error <= self.limit  # False for NaN
 
 
-USAGE = "usage: python -m flash_mask_cute [hub DIR]"
+USAGE = "usage: python -m flash_mask_cute [hub DIR | plan OPTIONS]"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    if not arguments:
-        return tell()
-    if len(arguments) != 2 or arguments[0] != "hub":
-        sys.stderr.write(f"{USAGE}; got {' '.join(arguments)}\n")
-        return 2
-    return write_hub(arguments[1])
+    """The exit code of one of the commands."""
+    match arguments:
+        case []:
+            return tell()
+        case ["hub", directory]:
+            return write_hub(directory)
+        case ["plan", *options]:
+            from flash_mask_cute.parallel import command
+
+            return command.main(options)
+    sys.stderr.write(f"{USAGE}; got {' '.join(arguments)}\n")
+    return 2
 
 
 def write_hub(directory: str) -> int:

@@ -440,6 +440,47 @@ def _is_listed(cnt: Tensor | None, idx: Tensor | None) -> Tensor | None:
     return times.scatter_add_(-1, target, used.int()) > 0
 
 
+def lists_of_kept(
+    block_mask: Any, batch: int, heads: tuple[int, int], seqlens: tuple[int | None, int]
+) -> BlockSparseTensorsTorch:
+    """Lists of PaddlePaddle's `block_mask`: 1 for each block of 128 x 128 that is kept, else 0.
+
+    block_mask: int32 or bool (batch | 1, heads, query blocks, key blocks), with 1, heads_kv or
+    heads_q heads. heads: of queries, and of keys and values. seqlens: queries and keys; None: any
+    number of queries. Made on the device without waiting for it; on the CPU the values are checked.
+
+    Raises:
+        TypeError: block_mask is no int32 or bool tensor.
+        ValueError: its shape is another one, or on the CPU, one of its values.
+    """
+    if not isinstance(block_mask, Tensor):
+        raise TypeError(f"block_mask must be an int32 tensor, got {type(block_mask).__name__}")
+    if block_mask.dtype not in (torch.int32, torch.bool):
+        raise TypeError(f"block_mask must be int32, 0 or 1, got {block_mask.dtype}")
+    shape = _shape(block_mask)
+    heads_q, heads_kv = heads
+    blocks = [None if n is None else ceil_div(n, DEFAULT_BLOCK) for n in seqlens]
+    if (
+        len(shape) != 4
+        or shape[0] not in (1, batch)
+        or shape[1] not in (1, heads_kv, heads_q)
+        or any(n not in (None, found) for n, found in zip(blocks, shape[2:], strict=True))
+    ):
+        rows = "query blocks" if blocks[0] is None else blocks[0]
+        raise ValueError(
+            f"block_mask must have shape ({batch} or 1; 1, {heads_kv} or {heads_q} heads; {rows}; "
+            f"{blocks[1]}), a number for each block of 128 x 128, got {shape}"
+        )
+    if block_mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = block_mask[(block_mask != 0) & (block_mask != 1)]
+        if wrong.numel():
+            raise ValueError(f"block_mask must have values 0 and 1, got {int(wrong[0])}")
+    is_kept = block_mask != 0
+    if shape[1] not in (1, heads_q):
+        is_kept = is_kept.repeat_interleave(heads_q // max(heads_kv, 1), dim=1)
+    return BlockSparseTensorsTorch(*_compact(is_kept), block_size=(DEFAULT_BLOCK, DEFAULT_BLOCK))
+
+
 def _to_lists(
     states: Tensor, has_full: bool, block_size: tuple[int, int]
 ) -> BlockSparseTensorsTorch:

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from flash_mask_cute.autograd.attend import attend, scale_number
 from flash_mask_cute.autograd.mod_names import Mod
+from flash_mask_cute.block_sparsity import lists_of_kept
 from flash_mask_cute.call.arguments import (
+    NO_LENGTHS,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
+    Lengths,
     Options,
     Tensors,
     configs_of,
@@ -41,7 +44,7 @@ WindowSize: TypeAlias = tuple[int | None, int | None]
 
 if TYPE_CHECKING:
     # part of what checkers know of any Python, so nothing has to be installed
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Required, TypedDict, Unpack
 
     class _Options(TypedDict, total=False):
         """Arguments of `flash_attn_func` on which its result's type does not depend."""
@@ -83,6 +86,15 @@ if TYPE_CHECKING:
         softmax_scale: float | None
         deterministic: bool
         q_start: QStartArgument
+        block_mask: Tensor | None
+
+    class _FlashmaskTensors(_FlashmaskOptions, total=False):
+        """All arguments, under the names of PaddlePaddle."""
+
+        query: Required[Tensor]
+        key: Required[Tensor]
+        value: Required[Tensor]
+        startend_row_indices: Tensor | ColumnMask | None
 
 
 # Each function is declared several times before its definition, so that a type checker knows what
@@ -213,7 +225,10 @@ def flash_attn_func(
     q_starts, start = split_q_start(q_start)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
-        Tensors(q, k, v, out, learnable_sink=learnable_sink, q_starts=q_starts),
+        Tensors(
+            q, k, v, learnable_sink,
+            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), out,
+        ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
@@ -328,9 +343,12 @@ def flash_attn_varlen_func(
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k, v, out, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            page_table=page_table, q_starts=q_starts, causals=causals,
+            q, k, v, learnable_sink,
+            Lengths(
+                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts,
+                causals=causals,
+            ),
+            out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -375,13 +393,44 @@ def flashmask_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@overload
+def flashmask_attention(
+    *, return_lse: Literal[False] = False, return_softmax_lse: Literal[False] = False,
+    **arguments: Unpack[_FlashmaskTensors],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flashmask_attention(
+    *, return_lse: Literal[True], return_softmax_lse: bool = False,
+    **arguments: Unpack[_FlashmaskTensors],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flashmask_attention(
+    *, return_lse: bool = False, return_softmax_lse: Literal[True],
+    **arguments: Unpack[_FlashmaskTensors],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flashmask_attention(
+    *, return_lse: bool = False, return_softmax_lse: bool = False,
+    **arguments: Unpack[_FlashmaskTensors],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @public_call
 def flashmask_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     *,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
     dropout: float = 0.0,
     causal: bool = False,
     window_size: int | WindowSize | None = None,
@@ -391,16 +440,21 @@ def flashmask_attention(
     deterministic: bool = False,
     q_start: QStartArgument = None,
     return_lse: bool = False,
+    block_mask: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with column intervals, with the signature of PaddlePaddle's function of this name.
 
-    q, k, v: as in `flash_attn_func`. startend_row_indices: int32 (batch or 1, heads, seqlen_k, n),
-    where heads is 1, heads_kv or heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`,
-    or an int >= 0 for both sides; None or -1 leaves a side open. A window and intervals may be
-    given together. deterministic, q_start: as in `flash_attn_func`. With fewer queries than keys,
-    q_start=0 puts the first query at row 0 of the intervals, and q_start="end" puts the last query
-    at the last key.
+    q, k, v, or under PaddlePaddle's names query, key, value: as in `flash_attn_func`.
+    startend_row_indices: int32 (batch or 1, heads, seqlen_k, n), where heads is 1, heads_kv or
+    heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`, or an int >= 0 for both sides;
+    None or -1 leaves a side open. A window and intervals may be given together. block_mask: int32
+    (batch or 1, heads as above, seqlen_q / 128, seqlen_k / 128, rounded up), 1 for each block of
+    128 x 128 that is kept and 0 for one that is hidden; it joins the other masks, and is made a
+    block list in each call. deterministic, q_start: as in `flash_attn_func`. With fewer queries
+    than keys, q_start=0 puts the first query at row 0 of the intervals, and q_start="end" puts the
+    last query at the last key. return_seed_offset=False, fixed_seed_offset=None, rng_name="" and
+    name=None, which belong to dropout or to nothing, are accepted; other values are not.
 
     Returns:
         out, or (out, lse) with return_lse or return_softmax_lse, which mean the same, as
@@ -422,6 +476,9 @@ def flashmask_attention(
         refuse_keywords("flashmask_attention", unknown)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
+    q = _one_of("q", q, "query", query)
+    k = _one_of("k", k, "key", key)
+    v = _one_of("v", v, "value", value)
     check_bool("return_lse", return_lse)
     check_bool("return_softmax_lse", return_softmax_lse)
     # a tuple here and below: Dynamo of torch 2.9 does not know unions
@@ -432,6 +489,11 @@ def flashmask_attention(
                 f"right), got {window_size}: both sides shifted apart would leave nothing"
             )
         window_size = (window_size, window_size)
+    lists = None
+    # other tensors are refused below, by name
+    if block_mask is not None and all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):
+        rows = q.shape[1] if q_start is None else None
+        lists = lists_of_kept(block_mask, q.shape[0], (q.shape[2], k.shape[2]), (rows, k.shape[1]))
     return flash_attn_func(
         q,
         k,
@@ -440,7 +502,20 @@ def flashmask_attention(
         causal,
         window_size,
         deterministic=deterministic,
+        block_sparse_tensors=lists,
         startend_row_indices=startend_row_indices,
         q_start=q_start,
         return_lse=return_lse or return_softmax_lse,
+    )
+
+
+def _one_of(name: str, tensor: Tensor | None, other: str, same: Tensor | None) -> Tensor:
+    """An argument that has two names, of which one is given."""
+    if same is None and tensor is not None:
+        return tensor
+    if tensor is None and same is not None:
+        return same
+    given = "neither" if tensor is None else "both"
+    raise TypeError(
+        f"flashmask_attention() takes {name} or {other}, which is the same; got {given}"
     )

@@ -19,12 +19,14 @@ from flash_mask_cute.call.arguments import (
     BackwardOptions,
     CausalArgument,
     Direction,
+    Gradients,
     Masks,
     Options,
     PreparedBwd,
     PreparedFwd,
     Tensors,
     keywords_of,
+    lengths_of,
     masks_of,
     split_causal,
     window_sides,
@@ -37,6 +39,7 @@ from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.mask_mods import form_without_contents
 from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, number_of
 from flash_mask_cute.runtime.compiler import preload
@@ -121,7 +124,8 @@ def _flash_attn_fwd(
     None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
     row for each query is then refused (docs/masks.md).
 
-    out is like q with head_dim_v. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
+    out is like q with head_dim_v; an out of the caller may be fp32 for q in 16 bits, as parts that
+    are merged later should be. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
     total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
     out 0 and lse -inf (with a sink, lse is the sink). No autograd graph is recorded. A score_mod
     may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
@@ -160,11 +164,11 @@ def _flash_attn_fwd(
     q_starts, start = split_q_start(q_start)
     causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
-    tensors = Tensors(
-        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, None, None, None, None, None, None, None, max_scores, page_table, q_starts,
-        kv_batch_idx, leftpad_k, causals,
+    lengths = lengths_of(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
+        leftpad_k, causals,
     )  # fmt: skip
+    tensors = Tensors(q, k, v, learnable_sink, lengths, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, pack_gqa, return_lse,
@@ -280,9 +284,9 @@ def _flash_attn_bwd(
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
     tensors = Tensors(
-        q, k, v, out, lse, lse_low, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-        seqused_k, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv, dsink=dsink, daux=daux,
-        q_starts=q_starts,
+        q, k, v, learnable_sink,
+        lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
+        out, lse, lse_low, gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -377,7 +381,8 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         masks.block_sparse_tensors_torch is not None
         or masks.aux_tensors
         or call.has_lengths
-        or x.q_starts is not None
+        or x.lengths.q_starts is not None
+        or x.lengths.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):
@@ -387,10 +392,8 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
         # refused by name later
         return call
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.masks.mask_mods import form_without_contents
-
-    form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
+    seqlens = x.q.shape[1], x.k.shape[1]
+    form = form_without_contents(mask_mod, seqlens, x.q.shape[0], x.q.device)
     if form is None or (form.mask is not None and masks.startend_row_indices is not None):
         return call
     columns = masks.startend_row_indices

@@ -30,6 +30,7 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     BackwardOptions,
     CausalArgument,
+    Lengths,
     Options,
     Tensors,
     configs_of,
@@ -190,8 +191,8 @@ def flash_attn_with_kvcache(
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k_cache, v_cache, out, learnable_sink=learnable_sink, cu_seqlens_q=cu_seqlens_q,
-            q_starts=q_starts, causals=causals),
+            q, k_cache, v_cache, learnable_sink,
+            Lengths(cu_seqlens_q, q_starts=q_starts, causals=causals), out),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
@@ -265,10 +266,10 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
     return Append(
         cache.k, cache.v, new.k, new.v, x.q, cache.seqlens,
         leftpad=cache.leftpad, batch_idx=cache.batch_idx, page_table=cache.page_table,
-        cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.cu_seqlens_q,
+        cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.lengths.cu_seqlens_q,
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
-        advances=bool(options.causal) or has_window or x.causals is not None,
+        advances=bool(options.causal) or has_window or x.lengths.causals is not None,
     )  # fmt: skip
 
 

@@ -45,16 +45,15 @@ Result = TypeVar("Result")
 
 def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
     """Run one call over a cache."""
-    tensors = replaced(
-        call.tensors,
-        k=view.k,
-        v=view.v,
+    lengths = replaced(
+        call.tensors.lengths,
         cu_seqlens_k=view.cu_seqlens_k,
         seqused_k=view.seqused_k,
         page_table=view.page_table,
         kv_batch_idx=view.kv_batch_idx,
         leftpad_k=view.leftpad_k,
     )
+    tensors = replaced(call.tensors, k=view.k, v=view.v, lengths=lengths)
     options = replaced(call.options, max_seqlen_k=view.max_seqlen_k)
     return replaced(call, tensors=tensors, options=options)
 
@@ -108,10 +107,10 @@ def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     given: Tensor | None = arguments[number + 1]
     given = None if given is None else own_memory(given)
     call = with_out(call_of_operator(*operands, arguments[number + 2 :]), given)
-    x = call.tensors
-    write = Append(**fields, cu_seqlens_q=x.cu_seqlens_q, page_table=x.page_table)
+    x, of = call.tensors, call.tensors.lengths
+    write = Append(**fields, cu_seqlens_q=of.cu_seqlens_q, page_table=of.page_table)
     # of a compiled graph they run here alone
-    cache = write.cache(batch_of(x.q, x.cu_seqlens_q))
+    cache = write.cache(batch_of(x.q, of.cu_seqlens_q))
     check_cache(cache, (call.masks or NO_MASKS).startend_row_indices)
     check_contents(cache)
     prepare_append(write, call)
@@ -137,7 +136,8 @@ IMPLEMENTATIONS = frozenset((_append_and_attend.__code__,))
 def append_and_attend_by_operator(write: Append, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse) of `append_and_attend`, as an operator that declares what it changes."""
     operands = [getattr(write, name) for name in _OF_APPEND]
-    tensors = replaced(call.tensors, page_table=write.page_table)
+    lengths = replaced(call.tensors.lengths, page_table=write.page_table)
+    tensors = replaced(call.tensors, lengths=lengths)
     arguments = to_operator(replaced(call, tensors=tensors))
     x = call.tensors
     out, lse = torch.ops.flash_mask_cute.append_and_attend(

@@ -192,7 +192,7 @@ def _needs_graph(tensors: Tensors) -> bool:
 def _refuse_without_gradients(call: AttentionCall) -> None:
     """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
-    if call.tensors.causals is not None:
+    if call.tensors.lengths.causals is not None:
         raise NotImplementedError(
             f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
         )
@@ -201,7 +201,7 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
             "out must be None where gradients are recorded, for which the result is new memory: "
             "use torch.no_grad(), or detach what requires grad"
         )
-    if isinstance(call.tensors.page_table, Tensor):
+    if isinstance(call.tensors.lengths.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"

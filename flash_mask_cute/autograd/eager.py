@@ -80,7 +80,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _run_backward_once(call: AttentionCall, wants_aux: Sequence[int]) -> Any:
-    return _AttentionBackward.apply(call, wants_aux, *call.tensors)
+    return _AttentionBackward.apply(call, wants_aux, *call.tensors.flat())
 
 
 def _run_backward_of_any(

@@ -16,6 +16,7 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     Direction,
+    Gradients,
     Masks,
     Tensors,
     masks_of,
@@ -23,7 +24,7 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.runtime.named_tuples import replaced
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
-_NO_TENSORS: Any = Tensors(*(None,) * len(Tensors._fields))  # type: ignore[arg-type]
+_NO_TENSORS: Any = Tensors(None, None, None)  # type: ignore[arg-type]
 
 
 def refuse_dual_level() -> None:
@@ -69,7 +70,7 @@ def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor 
     if wants_aux and aux_tensors is not None:
         daux = [torch.empty_like(y) if i in wants_aux else None for i, y in enumerate(aux_tensors)]
     if not (dsink is daux is None):
-        x = replaced(x, dsink=dsink, daux=daux)
+        x = replaced(x, gradients=replaced(x.gradients, dsink=dsink, daux=daux))
     backward = AttentionCall(x, call.masks, call.options, call.backward, Direction.BACKWARD)
     dq, dk, dv = interface.backward(backward)
     return dq, dk, dv, dsink, *(y for y in daux or () if y is not None)
@@ -86,11 +87,12 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         tensors = replaced(tensors, max_scores=None)
     if masks is None:
         ctx.num_aux = None
-        ctx.save_for_backward(*tensors, out, lse)
+        ctx.save_for_backward(*tensors.flat(), out, lse)
     else:
         aux_tensors = masks.aux_tensors
         ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
-        ctx.save_for_backward(*tensors, out, lse, *(aux_tensors or ()), *_mask_tensors(masks))
+        of_masks = *(aux_tensors or ()), *_mask_tensors(masks)
+        ctx.save_for_backward(*tensors.flat(), out, lse, *of_masks)
         masks = masks_of(*replaced(masks, aux_tensors=None))
     ctx.call = AttentionCall(_NO_TENSORS, masks, call.options.of_backward(), call.backward)
     ctx.set_materialize_grads(False)
@@ -101,7 +103,7 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
     it needs no gradient. dout: None for 0."""
     call: AttentionCall = ctx.call
     saved = iter(ctx.saved_tensors)
-    tensors = Tensors._make(islice(saved, len(Tensors._fields)))
+    tensors = Tensors.from_flat(saved)
     out, lse = islice(saved, 2)
     masks = call.masks
     if ctx.num_aux is not None:
@@ -110,8 +112,7 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
         tensors,
         out=out,
         lse=lse,
-        dout=torch.zeros_like(out) if dout is None else dout,
-        dlse=dlse,
+        gradients=Gradients(torch.zeros_like(out) if dout is None else dout, dlse),
         # lse tells the backward of the sink
         learnable_sink=tensors.learnable_sink if ctx.needs_input_grad[3] else None,
     )

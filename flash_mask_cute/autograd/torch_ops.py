@@ -27,6 +27,8 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
+    Gradients,
+    Lengths,
     Options,
     Tensors,
     masks_of,
@@ -224,7 +226,7 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
         }
     indices, causal, seqlen_q = mask, call.options.causal, None
     if not isinstance(mask, Tensor):
-        starts = call.tensors.cu_seqlens_k
+        starts = call.tensors.lengths.cu_seqlens_k
         # operators take a mask without this fact, and a trace has no lengths to be named
         if starts is not None and belongs_to_one(mask, starts.shape[0] - 1):
             raise ValueError(
@@ -236,7 +238,7 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
     columns = {
         "startend_row_indices": indices,
         "column_bounds": torch.ops.flash_mask_cute.block_bounds(
-            indices, causal, call.tensors.cu_seqlens_k
+            indices, causal, call.tensors.lengths.cu_seqlens_k
         ),
         "columns_causal": causal,
         "column_seqlen_q": seqlen_q,
@@ -280,7 +282,7 @@ def _from_operator(
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
-        Tensors(q, k, v, learnable_sink=sink, **of_bundle("tensors", x)),
+        Tensors(q, k, v, sink, Lengths(**of_bundle("lengths", x))),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
         Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(
@@ -461,7 +463,8 @@ def _attention_bwd(
 ) -> tuple[Any, ...]:
     results, wants_aux, rest = _split_backward(_own_memory(arguments))
     call = call_of_operator(q, k, v, sink, rest)
-    call = replaced(call, tensors=replaced(call.tensors, **results))
+    gradients = Gradients(results.pop("dout"), results.pop("dlse"))
+    call = replaced(call, tensors=replaced(call.tensors, **results, gradients=gradients))
     dq, dk, dv, dsink, *daux = run_backward(call, wants_aux)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink, daux
 
@@ -513,8 +516,8 @@ def run_backward_operator(
 ) -> tuple[Tensor | None, ...]:
     """`run_backward` as an operator."""
     x = call.tensors
-    sink = x.learnable_sink
-    results = [getattr(x, name) for name in _RESULTS]
+    sink, given = x.learnable_sink, x.by_name()
+    results = [given[name] for name in _RESULTS]
     dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
         x.q, x.k, x.v, sink, *results, wants_aux, *to_operator(call)
     )
@@ -555,8 +558,9 @@ def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: 
     # lse tells the backward of the sink
     sink = sink if needs_sink else None
     dout = torch.zeros_like(out) if dout is None else dout
+    results = out, lse, lse_low, dout, dlse
     dq, dk, dv, dsink, daux = torch.ops.flash_mask_cute.attention_bwd(
-        q, k, v, sink, out, lse, lse_low, dout, dlse, wants_aux, *arguments
+        q, k, v, sink, *results, wants_aux, *arguments
     )
     of_aux = dict(zip(wants_aux, daux, strict=True))
     others[_AUX_POSITION] = [of_aux.get(i) for i in range(len(wanted))]

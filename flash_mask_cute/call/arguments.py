@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -22,28 +23,39 @@ class Direction(Enum):
     BACKWARD = "backward"
 
 
-class Tensors(NamedTuple):
-    """The tensors of a call of either direction, without those of its masks; None: not there.
+class Lengths(NamedTuple):
+    """Where the sequences of a call lie, and what they have in use; None: not there.
 
-    out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
-    dq, dk, dv, dsink, daux: outputs of a backward; dq, dk and dv are new tensors if None.
-    max_scores: an output of a forward, written only if given.
-    q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k:
-    beside page_table, the row of it that a sequence has, and the rows before its first key.
-    causals: the argument causal, if that is a tensor; `Options.causal` is then False.
+    q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k: beside
+    page_table, the row of it that a sequence has, and the rows before its first key. causals: the
+    argument causal, if that is a tensor; `Options.causal` is then False.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    lse_low: Tensor | None = None
-    learnable_sink: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
+    q_starts: Tensor | None = None
+    kv_batch_idx: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    causals: Tensor | None = None
+
+    def of_sequences(self) -> tuple[Tensor | None, ...]:
+        """Those by which sequences have other lengths than q, k and v, or may."""
+        return self[:_NUM_OF_SEQUENCES]
+
+
+# those are the first ones
+_NUM_OF_SEQUENCES = Lengths._fields.index("q_starts")
+
+
+class Gradients(NamedTuple):
+    """Of a backward: dout and dlse are inputs, the others outputs.
+
+    dq, dk and dv are new tensors if None.
+    """
+
     dout: Tensor | None = None
     dlse: Tensor | None = None
     dq: Tensor | None = None
@@ -51,12 +63,75 @@ class Tensors(NamedTuple):
     dv: Tensor | None = None
     dsink: Tensor | None = None
     daux: Sequence[Tensor | None] | None = None
+
+
+# of which the key of a call needs no look at the fields
+NO_LENGTHS, NO_GRADIENTS = Lengths(), Gradients()
+
+
+def lengths_of(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
+    seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
+    kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    causals: Tensor | None = None,
+) -> Lengths:  # fmt: skip
+    """The lengths of a call, which are always the same object if there are none."""
+    if not (
+        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is None
+        and q_starts is kv_batch_idx is leftpad_k is causals is None
+    ):
+        return Lengths(
+            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
+            leftpad_k, causals,
+        )  # fmt: skip
+    return NO_LENGTHS
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call of either direction, without those of its masks; None: not there.
+
+    out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
+    max_scores: an output of a forward, written only if given.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    learnable_sink: Tensor | None = None
+    lengths: Lengths = NO_LENGTHS
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    lse_low: Tensor | None = None
     max_scores: Tensor | None = None
-    page_table: Tensor | None = None
-    q_starts: Tensor | None = None
-    kv_batch_idx: Tensor | None = None
-    leftpad_k: Tensor | None = None
-    causals: Tensor | None = None
+    gradients: Gradients = NO_GRADIENTS
+
+    @staticmethod
+    def from_names(given: Mapping[str, Any]) -> Tensors:
+        """Made from those among the arguments of a host call, and q_starts."""
+        own, lengths, gradients = (
+            {name: given[name] for name in kind._fields if name in given}
+            for kind in (Tensors, Lengths, Gradients)
+        )
+        return Tensors(**own, lengths=Lengths(**lengths), gradients=Gradients(**gradients))
+
+    def by_name(self) -> dict[str, Any]:
+        """All tensors, as arguments of the host calls are named."""
+        found = self._asdict() | self.lengths._asdict() | self.gradients._asdict()
+        return {name: found[name] for name in found if name not in ("lengths", "gradients")}
+
+    def flat(self) -> tuple[Any, ...]:
+        """All tensors in a row, as autograd sees them."""
+        q, k, v, sink, lengths, *results, gradients = self
+        return q, k, v, sink, *lengths, *results, *gradients
+
+    @staticmethod
+    def from_flat(tensors: Iterator[Any]) -> Tensors:
+        """Made from the first elements of a row that begins with `flat`."""
+        inputs = tuple(islice(tensors, 4))
+        lengths = Lengths._make(islice(tensors, len(Lengths._fields)))
+        results = tuple(islice(tensors, 4))
+        gradients = Gradients._make(islice(tensors, len(Gradients._fields)))
+        return Tensors._make((*inputs, lengths, *results, gradients))
 
 
 class Masks(NamedTuple):
@@ -144,20 +219,20 @@ class BackwardOptions(NamedTuple):
 NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 
 # what only one direction has
-_OF_FORWARD = (
-    *("num_splits", "pack_gqa", "return_lse", "max_scores"),
-    *("page_table", "kv_batch_idx", "leftpad_k"),
+_OF_FORWARD = {"max_scores", "page_table", "kv_batch_idx", "leftpad_k", *Options._fields[_SHARED:]}
+_OF_BACKWARD = {*Gradients._fields, *BackwardOptions._fields}
+_NAMES = tuple(
+    name
+    for kind in (Tensors, Lengths, Gradients, Masks, Options, BackwardOptions)
+    for name in kind._fields
+    if name not in ("lengths", "gradients", "q_starts", "causals", "config")
 )
-_OF_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dsink", "daux", "score_mod_bwd", "deterministic")
 
 
 def keywords_of(direction: Direction) -> tuple[str, ...]:
     """The names of a host call's arguments, q, k and v first, config last."""
     others = _OF_BACKWARD if direction is Direction.FORWARD else _OF_FORWARD
-    apart = "q_starts", "causals", "config"
-    names = Tensors._fields + Masks._fields + Options._fields + BackwardOptions._fields
-    kept = dict.fromkeys(name for name in names if name not in (*others, *apart))
-    return (*kept, "config")
+    return (*(name for name in _NAMES if name not in others), "config")
 
 
 # What runs a call, found by its key: of the tensors and masks of any call with that key it makes
@@ -209,16 +284,16 @@ class AttentionCall(NamedTuple):
         else:
             backward = replaced(backward, config=config)
         masks = masks_of(*Masks(**fields(Masks)))
-        return AttentionCall(Tensors(**fields(Tensors)), masks, options, backward, direction)
+        return AttentionCall(Tensors.from_names(given), masks, options, backward, direction)
 
     def arguments(self) -> dict[str, Any]:
         """All arguments of the host call but config, by name."""
-        masks = self.masks or NO_MASKS
-        given = self.tensors._asdict() | masks._asdict() | self.options._asdict()
+        masks, q_starts = self.masks or NO_MASKS, self.tensors.lengths.q_starts
+        given = self.tensors.by_name() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
-        given["q_start"] = self.options.q_start.argument(self.tensors.q_starts)
-        if self.tensors.causals is not None:
-            given["causal"] = self.tensors.causals
+        given["q_start"] = self.options.q_start.argument(q_starts)
+        if self.tensors.lengths.causals is not None:
+            given["causal"] = self.tensors.lengths.causals
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property
@@ -230,9 +305,9 @@ class AttentionCall(NamedTuple):
     @property
     def has_lengths(self) -> bool:
         """Whether sequences differ in length, or may."""
-        x, options = self.tensors, self.options
-        lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table
-        return any(y is not None for y in (*lengths, options.max_seqlen_q, options.max_seqlen_k))
+        options = self.options
+        given = *self.tensors.lengths.of_sequences(), options.max_seqlen_q, options.max_seqlen_k
+        return any(x is not None for x in given)
 
 
 def configs_of(config: Any) -> tuple[Any, Any]:

@@ -194,7 +194,8 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     """The values on a device that counting tiles would have to read, with a verb for the
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    lengths = x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.q_starts, x.causals
+    of = x.lengths
+    lengths = *of.of_sequences()[:4], of.q_starts, of.causals
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
@@ -256,7 +257,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     )
     verdicts: list[Verdicts] = []
     if masks.column_mask is not None:
-        bounds = masks.column_mask.bounds(tiles.tile_n, tensors.cu_seqlens_k)
+        bounds = masks.column_mask.bounds(tiles.tile_n, tensors.lengths.cu_seqlens_k)
         verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
     if masks.block_lists is not None:
         tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
@@ -268,16 +269,17 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
             verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
     needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
-    cu_seqlens = _values(tensors.cu_seqlens_q), _values(tensors.cu_seqlens_k)
-    seqused = _values(tensors.seqused_q), _values(tensors.seqused_k)
-    causals = _values(tensors.causals) if problem.causal_each else None
+    of = tensors.lengths
+    cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
+    seqused = _values(of.seqused_q), _values(of.seqused_k)
+    causals = _values(of.causals) if problem.causal_each else None
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
         used = SeqlenInfoQK.create(
             batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
         )
-        start = run.q_start.of_sequence(tensors.q_starts, batch_idx, used)
+        start = run.q_start.of_sequence(of.q_starts, batch_idx, used)
         right = side_of_sequence(run.window_right, causals, batch_idx)
         used = replace(used, q_start=start, window_right=right)
         m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
 from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
@@ -68,7 +68,7 @@ def explain_backward(
     call: AttentionCall, run: ExecutionPlan
 ) -> tuple[BackwardExplanation | None, str]:
     """Explain the backward of a forward whose plan is `run`; or None, and why there is none."""
-    if call.tensors.page_table is not None:
+    if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
     try:
         backward = plan(_backward_call(call, run), run.target)
@@ -112,10 +112,9 @@ def _backward_call(call: AttentionCall, run: ExecutionPlan) -> AttentionCall:
     if aux_tensors is not None and any(y.requires_grad for y in aux_tensors):
         daux = [torch.empty_like(y) if y.requires_grad else None for y in aux_tensors]
     nothing: dict[str, Any] = {"max_scores": None, "lse_low": None}
-    tensors = replaced(
-        x, **nothing, out=out, lse=lse, dout=out, daux=daux,
-        dsink=None if sink is None else torch.empty_like(sink),
-    )  # fmt: skip
+    dsink = None if sink is None else torch.empty_like(sink)
+    gradients = Gradients(dout=out, dsink=dsink, daux=daux)
+    tensors = replaced(x, **nothing, out=out, lse=lse, gradients=gradients)
     return AttentionCall(
         tensors, call.masks, call.options.of_backward(), call.backward, Direction.BACKWARD
     )

@@ -59,5 +59,6 @@ def writes_tensors_of_caller(tensors: Tensors, direction: Direction) -> bool:
 
 def _outputs_of(tensors: Tensors, direction: Direction) -> dict[str, Tensor | None]:
     """By name; None: a new tensor, or none."""
-    found = {name: getattr(tensors, name) for name in _OUTPUTS[direction]}
-    return found | {f"daux[{i}]": x for i, x in enumerate(tensors.daux or ())}
+    given = tensors.by_name()
+    found = {name: given[name] for name in _OUTPUTS[direction]}
+    return found | {f"daux[{i}]": x for i, x in enumerate(tensors.gradients.daux or ())}

@@ -1,7 +1,7 @@
 """The arguments of a call that torch operators take as they are.
 
-A new optional tensor of a call is a field of `Tensors`, a row here, and a row of the operands of
-the kernels that read it (`call/build/forward.py`, `call/build/backward.py`).
+A new optional tensor of a call is a field of `Tensors` or `Lengths`, a row here, and a row of the
+operands of the kernels that read it (`call/build/kernel_operands.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from flash_mask_cute.call.arguments import AttentionCall
 class OperatorArgument(NamedTuple):
     """An argument of a call that an operator takes as it is, by the same name.
 
-    schema: its type in the operator. bundle: the field of `AttentionCall` that holds it.
+    schema: its type in the operator. bundle: what of the call holds it, `lengths` being those of
+    its tensors.
     """
 
     name: str
@@ -25,15 +26,15 @@ class OperatorArgument(NamedTuple):
 # In the order of the operators. What is not here they take in another form, or by position
 # (`autograd/torch_ops.py`).
 OF_OPERATORS = (
-    OperatorArgument("cu_seqlens_q", "Tensor?", "tensors"),
-    OperatorArgument("cu_seqlens_k", "Tensor?", "tensors"),
-    OperatorArgument("seqused_q", "Tensor?", "tensors"),
-    OperatorArgument("seqused_k", "Tensor?", "tensors"),
-    OperatorArgument("page_table", "Tensor?", "tensors"),
-    OperatorArgument("q_starts", "Tensor?", "tensors"),
-    OperatorArgument("kv_batch_idx", "Tensor?", "tensors"),
-    OperatorArgument("leftpad_k", "Tensor?", "tensors"),
-    OperatorArgument("causals", "Tensor?", "tensors"),
+    OperatorArgument("cu_seqlens_q", "Tensor?", "lengths"),
+    OperatorArgument("cu_seqlens_k", "Tensor?", "lengths"),
+    OperatorArgument("seqused_q", "Tensor?", "lengths"),
+    OperatorArgument("seqused_k", "Tensor?", "lengths"),
+    OperatorArgument("page_table", "Tensor?", "lengths"),
+    OperatorArgument("q_starts", "Tensor?", "lengths"),
+    OperatorArgument("kv_batch_idx", "Tensor?", "lengths"),
+    OperatorArgument("leftpad_k", "Tensor?", "lengths"),
+    OperatorArgument("causals", "Tensor?", "lengths"),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),
     OperatorArgument("softmax_scale", "float?", "options"),
@@ -49,7 +50,12 @@ OF_OPERATORS = (
 
 def plain_arguments(call: AttentionCall) -> dict[str, Any]:
     """By name, what operators take of a call as it is."""
-    return {row.name: getattr(getattr(call, row.bundle), row.name) for row in OF_OPERATORS}
+    bundles: dict[str, Any] = {
+        "lengths": call.tensors.lengths,
+        "options": call.options,
+        "backward": call.backward,
+    }
+    return {row.name: getattr(bundles[row.bundle], row.name) for row in OF_OPERATORS}
 
 
 def of_bundle(bundle: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -81,10 +81,7 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
         plan.bwd_choice,
         plan.target,
         _kernel_mods(plan)._replace(score_mod_bwd=facts.score_mod_bwd),
-        facts.has_dlse,
-        facts.sink_dtype,
-        facts.padding,
-        has_lse_low=facts.has_lse_low,
+        facts,
     )
 
 

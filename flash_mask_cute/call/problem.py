@@ -229,6 +229,3 @@ class Padding(NamedTuple):
     dq: bool = False
     dk: bool = False
     dv: bool = False
-
-
-NO_PADDING = Padding()

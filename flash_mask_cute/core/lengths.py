@@ -81,15 +81,15 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
         lengths.seqused_k,
     )
     return Work(
-        tile.block,
-        tile.head_idx,
-        batch_idx,
-        Int32(used.offset_q),
-        Int32(slot.seqlen_k if const_expr(blocks_are_keys) else slot.seqlen_q),
-        Int32(used.seqlen_q),
-        Int32(used.offset_k),
-        Int32(used.seqlen_k),
-        lengths.first_position(batch_idx, used),
+        block=tile.block,
+        head_idx=tile.head_idx,
+        batch_idx=batch_idx,
+        offset_q=Int32(used.offset_q),
+        slot=Int32(slot.seqlen_k if const_expr(blocks_are_keys) else slot.seqlen_q),
+        seqlen_q=Int32(used.seqlen_q),
+        offset_k=Int32(used.offset_k),
+        seqlen_k=Int32(used.seqlen_k),
+        q_start=lengths.first_position(batch_idx, used),
     )
 
 

@@ -1,6 +1,6 @@
 """Work tiles over the queries of a launch, computed from its tensors on the host."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -26,43 +26,44 @@ class QuerySchedule(NamedTuple):
         lengths: Lengths,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        head_dims: tuple[int, int],
-        tile_m: int,
-        packed_heads: int,
-        group_size: int,
+        traits: Any,
+        num_groups: int,
         group_bytes: int | None,
-        num_sms: int,
         blocks: tuple[Int32, Int32] | None = None,
         num_splits: Int32 | None = None,
     ) -> "QuerySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
-        packed_heads: rows of a position; group_size: the heads among them. group_bytes: for dense
-        calls, the size of keys and values whose heads form a group, so that they stay in the L2
-        cache while all their query blocks pass; None: the heads of one KV head form a group.
-        blocks: only these blocks of each dense sequence, the first one and their number.
-        num_splits: splits of each work tile, which count as heads.
+        traits: of the kernel: head_dim, head_dim_v, cluster_tile_m, packed_heads and group_size.
+        num_groups: the most CTAs, or pairs of them, to launch. group_bytes: for dense calls, the
+        size of keys and values whose heads form a group, so that they stay in the L2 cache while
+        all their query blocks pass; None: the heads of one KV head form a group. blocks: only these
+        blocks of each dense sequence, the first one and their number. num_splits: splits of each
+        work tile, which count as heads.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
         heads_kv = mK.shape[1] if const_expr(lengths.cu_seqlens_k is not None) else mK.shape[2]
-        num_heads = heads_q // group_size
+        num_heads = heads_q // traits.group_size
         num_batch = mQ.shape[0]
         if varlen_q:
             num_batch = lengths.cu_seqlens_q.shape[0] - 1
-        num_blocks, first_block = cute.ceil_div(lengths.seqlen_q * packed_heads, tile_m), None
+        rows, first_block = lengths.seqlen_q * traits.packed_heads, None
+        num_blocks = cute.ceil_div(rows, traits.cluster_tile_m)
         if const_expr(blocks is not None):
             first_block, num_blocks = blocks
         # heads that share keys stay together
         heads_per_kv = num_heads // heads_kv
         heads_per_group = Int32(1) if varlen_q else heads_per_kv
         if not varlen_q and group_bytes is not None:
-            kv_bytes = Int64(cutlass.max(lengths.seqlen_k, 1)) * (sum(head_dims) * 2)
+            kv_bytes = Int64(cutlass.max(lengths.seqlen_k, 1)) * (
+                (traits.head_dim + traits.head_dim_v) * 2
+            )
             most = heads_kv * num_batch
             fitting = Int32(cutlass.max(cutlass.min(group_bytes // kv_bytes, most), 1))
             heads_per_group = fitting * heads_per_kv
         num_rows = num_heads if num_splits is None else num_heads * num_splits
-        grid = Int32(num_sms)
+        grid = Int32(num_groups)
         if not varlen_q:
             grid = cutlass.min(grid, num_blocks * num_rows * num_batch)
         params = ScheduleParams(num_blocks, num_rows, num_batch, heads_per_group, first_block)

@@ -60,8 +60,9 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
         NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
             the CPU, see `eval_mask_mod`; or a score_mod has no derivative.
     """
-    x, masks, pack_gqa = call.tensors, call.masks, call.tiles.pack_gqa
-    assert x.out is not None and x.dout is not None and x.lse is not None
+    x, of = call.tensors, call.tensors.gradients
+    masks, pack_gqa = call.masks, call.tiles.pack_gqa
+    assert x.out is not None and of.dout is not None and x.lse is not None
     dq, dk, dv = (y.new_zeros(y.shape) for y in (x.q, x.k, x.v))
     dsink = x.q.new_zeros(x.q.shape[-2:-1], dtype=torch.float64)
     chain = None
@@ -72,10 +73,10 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
         rows = _Rows.create(
             walk.rows_of_q(x.q),
             walk.rows_of_q(x.out),
-            walk.rows_of_q(x.dout),
+            walk.rows_of_q(of.dout),
             walk.rows_of_q(x.lse.mT),
             None if x.lse_low is None else walk.rows_of_q(x.lse_low.mT),
-            None if x.dlse is None else walk.rows_of_q(x.dlse.mT),
+            None if of.dlse is None else walk.rows_of_q(of.dlse.mT),
             sink,
         )
         of_tile = None

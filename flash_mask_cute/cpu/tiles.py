@@ -190,18 +190,19 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
         window_size_right=window_right,
         qhead_per_kvhead_packgqa=tiles.pack_gqa,
     )
-    bounds = None if column_mask is None else column_mask.bounds(tile_n, x.cu_seqlens_k)
+    of = x.lengths
+    bounds = None if column_mask is None else column_mask.bounds(tile_n, of.cu_seqlens_k)
     states = None if block_lists is None else dense_states(block_lists)
     lengths = [
         None if y is None else y.tolist()
-        for y in (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
+        for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
     ]
-    causals = None if x.causals is None else x.causals.tolist()
-    batch = x.q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.numel() - 1
+    causals = None if of.causals is None else of.causals.tolist()
+    batch = x.q.shape[0] if of.cu_seqlens_q is None else of.cu_seqlens_q.numel() - 1
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
     for batch_idx in range(batch):
         seqlen_info = SeqlenInfoQK.create(batch_idx, call.seqlen_q, call.seqlen_k, *lengths)
-        start = call.q_start.of_sequence(x.q_starts, batch_idx, seqlen_info)
+        start = call.q_start.of_sequence(of.q_starts, batch_idx, seqlen_info)
         right = side_of_sequence(window_right, causals, batch_idx)
         seqlen_info = replace(seqlen_info, q_start=start, window_right=right)
         of_entry: list[_Mask] = [_BandMask(block_info, seqlen_info)]
@@ -230,8 +231,8 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
             softcap=call.softcap,
             heads_q=heads_q,
             heads_kv=heads_kv,
-            slot_q=_slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, x.cu_seqlens_q),
-            slot_k=_slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, x.cu_seqlens_k),
+            slot_q=_slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, of.cu_seqlens_q),
+            slot_k=_slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, of.cu_seqlens_k),
             skip_blocks=tiles.skip_blocks,
         )
 

@@ -82,10 +82,11 @@ class Queries(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """A number of the query is one of the key, as with documents."""
+    """A number of the query is one of the key. is_same: it is the same one, as with documents."""
 
     of_query: Node
     of_key: Node
+    is_same: bool
 
 
 class All(NamedTuple):
@@ -109,7 +110,7 @@ class Form(NamedTuple):
     @property
     def has_documents(self) -> bool:
         """Whether a query sees only keys of its own number."""
-        return any(isinstance(part, Equal) for part in parts_of(self.root))
+        return any(isinstance(part, Equal) and part.is_same for part in parts_of(self.root))
 
 
 def parts_of(part: Any) -> tuple[Any, ...]:
@@ -229,13 +230,14 @@ class _Finder:
             both = {QUERY, KEY}
             if self._depends(of_query) & both != {QUERY} or self._depends(of_key) & both != {KEY}:
                 continue
-            if not self._is_same(of_query, of_key):
+            is_same = self._is_same(of_query, of_key)
+            if not is_same:
                 sides = self._sides_of_places(x, y)
                 if sides is not None:
                     return sides
             self._check_elementwise(of_query)
             self._check_elementwise(of_key)
-            return Equal(of_query, of_key)
+            return Equal(of_query, of_key, is_same)
         return self._all((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
 
     def _sides_of_places(self, x: Any, y: Any) -> All | None:

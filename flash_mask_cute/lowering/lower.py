@@ -251,10 +251,20 @@ class Program:
         checks = any(made[i].shape[dimension] < extent for i, dimension, extent in claims)
         cute_mod, text = self.rewritten(captured, 0, checks)
         return LoweredMod(
-            cute_mod, tuple(made), text, self.kind, tuple(origins), band, columns,
-            _returns_its_first(self.module), is_lasting, makes_tensors, checks,
-            functools.partial(self.rewritten, captured), captures.reached,
-        )  # fmt: skip
+            cute_mod,
+            tuple(made),
+            text,
+            self.kind,
+            tuple(origins),
+            band=band,
+            columns=columns,
+            is_identity=_returns_its_first(self.module),
+            is_lasting=is_lasting,
+            makes_tensors=makes_tensors,
+            checks=checks,
+            rewritten=functools.partial(self.rewritten, captured),
+            reached=captures.reached,
+        )
 
     def rewritten(
         self, captured: tuple[CapturedTensor, ...], first_aux: int, checks: bool
@@ -512,11 +522,16 @@ def _lowered(
     _forget_captured(found.module)
     is_followed = captures.key is not None and len(held) == len(captures.tensors)
     program = Program(
-        name_of(mod), kind, text, found.module, None if is_followed else held, varying,
-        None if is_score else find_bounds(found.module),
-        None if is_score else find_form(found.module),
-        found.knows_shapes or text.knows_shapes,
-    )  # fmt: skip
+        name_of(mod),
+        kind,
+        text,
+        found.module,
+        found=None if is_followed else held,
+        varying=varying,
+        bounds=None if is_score else find_bounds(found.module),
+        form=None if is_score else find_form(found.module),
+        knows_shapes=found.knows_shapes or text.knows_shapes,
+    )
     return program, found, text
 
 

@@ -134,7 +134,7 @@ class MaskBitsKernel:
         )
 
     def masks_of(self, block_bits, aux_tensors, window: tuple) -> MaskArgs:
-        return MaskArgs.create(self, window, None, Int32(1), None, (), block_bits, aux_tensors)
+        return MaskArgs.create(self, window, None, Int32(1), None, block_bits, aux_tensors)
 
     @cute.kernel
     def kernel(
@@ -223,7 +223,9 @@ class KeyMaskBits(MaskBitsKernel):
     """Mask bits for key blocks: lines are keys."""
 
     def walks_of(self, masks: MaskArgs, lengths: Lengths) -> BackwardMask:
-        return BackwardMask.from_kernel(self, self.columns, masks, lengths, Int32(1), False)
+        return BackwardMask.from_kernel(
+            self, self.columns, masks, lengths, group=Int32(1), is_ordered=False
+        )
 
     def work_of(self, place: Place) -> Work:
         return place.work(place.n_block)

@@ -1,10 +1,11 @@
 """Masks by name: the twelve of the FlashMask paper (Wang et al. 2024, figure 1), trees, images and
 block diffusion, and conversions.
 
-Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense`). The
-mask is for self-attention over `seqlen` tokens, and records that (`ColumnMask.seqlen_q`). A mask of
-`from_dense` is for the queries of the dense mask; one of `key_padding` is for any number of
-queries. `draft_tree` is for decoding and returns a `DraftTree` (`masks/draft_tree.py`). Each
+Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense` and
+`from_mask_mod`). The mask is for self-attention over `seqlen` tokens, and records that
+(`ColumnMask.seqlen_q`). A mask of `from_dense` is for the queries of the dense mask, and one of
+`from_mask_mod` for as many as it is told; one of `key_padding` is for any number of queries.
+`draft_tree` is for decoding and returns a `DraftTree` (`masks/draft_tree.py`). Each
 docstring says which query q sees which key k, and which form stores that. This form has the fewest
 vectors whose minimum and maximum over a block of keys decide whether the block is empty or full.
 `docs/mask_gallery.md` shows the masks.
@@ -25,8 +26,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,9 @@ from flash_mask_cute.masks.builder_arguments import (
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 from flash_mask_cute.masks.draft_tree import DraftTree as DraftTree
 from flash_mask_cute.masks.draft_tree import draft_tree as draft_tree
+from flash_mask_cute.masks.mask_mods import from_mask_mod as from_mask_mod
 from flash_mask_cute.masks.runs import MAX_INT32, HiddenRuns, fit_vectors
+from flash_mask_cute.masks.tree_order import check_depth_first, checked_trees, last_descendants
 
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
 PartLengths: TypeAlias = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | Tensor
@@ -279,13 +282,13 @@ def prefix_tree(
         ValueError: also if nodes are in another order; the message names the first such node.
     """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
-    trees = _trees(parents, lengths, sizes)
+    trees = checked_trees(parents, lengths, sizes)
     batch, width = sizes.shape
     last = torch.zeros((batch, width), dtype=torch.int64, device="cpu")
     for i, tree in enumerate(trees):
         # lists of a batch have empty nodes before the others
         first = width - len(tree)
-        last[i, first:] = torch.tensor(_last_descendants(tree), dtype=torch.int64) + first
+        last[i, first:] = torch.tensor(last_descendants(tree), dtype=torch.int64) + first
     ends = _ends(sizes, seqlen)
     row_ends = ends.gather(1, _move(last, sizes.device))[..., None]
     indices = _look_up(ends[:, :-1], row_ends, seqlen, device)
@@ -307,7 +310,7 @@ def from_tin_tout(tout: Tensor) -> ColumnMask:
     ends = token_rows("tout", tout)
     if ends.device.type == "cpu":
         for i, row in enumerate(ends.tolist()):
-            _check_depth_first(row, f"tout[{i}, " if tout.dim() == 2 else "tout[")
+            check_depth_first(row, f"tout[{i}, " if tout.dim() == 2 else "tout[")
     return _self_attention(ends[:, None, :, None].int(), causal=True)
 
 
@@ -450,51 +453,6 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
     return ColumnMask(_counted(indices), causal, documents=False, seqlen_q=ANY)
 
 
-def from_mask_mod(
-    mask_mod: Callable[..., Tensor],
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    batch: int = 1,
-    device: Device = None,
-) -> ColumnMask | None:
-    """The column intervals of a mask_mod written in torch, or None if it has others.
-
-    mask_mod(b, h, q_idx, kv_idx) -> bool, as FlexAttention takes it: documents, packed positions,
-    windows, chunks, prefixes, padding, groups of image tokens, and what joins them
-    (docs/masks.md#masks-of-transformers lists them). It is traced once for its code, and no dense
-    mask is made. The mask has the contents that the captured tensors have now. If there are any,
-    the call waits for their device once. None: a key is seen by several ranges of queries, or the
-    mask depends on the head; `flash_attn_func(mask_mod=mask_mod)` takes it.
-
-    batch: entries, if the mod uses b. device: where the mask will be; by default that of the
-    captured tensors.
-
-    Raises:
-        TypeError, NotImplementedError: mask_mod is no such function, or does what no kernel can.
-        ValueError: a captured tensor is too small for these lengths or this batch, which names it;
-            or it has several batch entries, and batch is 1.
-        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors.
-
-    Example:
-        >>> import torch
-        >>> from flash_mask_cute import builders
-        >>> group = torch.tensor([-1, 0, 0, -1])  # an image inside of text
-        >>> def image(b, h, q, k):
-        ...     return (k <= q) | ((group[q] == group[k]) & (group[q] >= 0))
-        >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
-        [True, True, True, False]
-    """
-    # what traces is loaded when there is something to trace
-    from flash_mask_cute.masks.mask_mods import mask_of_mod
-
-    check_int("seqlen_q", seqlen_q)
-    check_int("seqlen_k", seqlen_k)
-    check_int("batch", batch, at_least=1)
-    at = None if device is None else torch.empty(0, device=device).device
-    return mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
-
-
 def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
     """Convert a bool mask, true where a query sees a key, to column intervals.
 
@@ -589,84 +547,6 @@ def _counted(indices: Tensor) -> Tensor:
         return indices
     with torch.inference_mode(False):
         return indices.clone()
-
-
-# -- trees --------------------------------------------------------------------------------------
-
-
-def _trees(parents: Any, lengths: Any, sizes: Tensor) -> list[list[int]]:
-    """The parents of each batch entry, as many as it has lengths.
-
-    Raises:
-        TypeError, ValueError: they are no lists of ints, or not as many.
-    """
-    if not is_list(parents):
-        raise TypeError(
-            f"parents is a {type(parents).__name__}, not a list of ints; from_tin_tout takes a "
-            "forest as a tensor"
-        )
-    is_nested = len(parents) > 0 and is_list(parents[0])
-    trees = [list(tree) if is_list(tree) else tree for tree in parents] if is_nested else [parents]
-    if isinstance(lengths, Tensor):
-        counts = [sizes.shape[1]] * len(sizes)
-    else:
-        counts = [len(row) for row in (lengths if is_list(lengths[0]) else [lengths])]
-    if len(trees) != len(counts):
-        raise ValueError(f"parents has {len(trees)} forests, lengths {len(counts)}")
-    for i, (tree, count) in enumerate(zip(trees, counts, strict=True)):
-        where = f"parents[{i}]" if is_nested else "parents"
-        if not is_list(tree):
-            raise TypeError(f"{where}={tree!r} is not a list of ints")
-        if len(tree) != count:
-            raise ValueError(f"{where} has {len(tree)} nodes, lengths {count}")
-        for node, parent in enumerate(tree):
-            check_int(f"{where}[{node}]", parent, at_least=-1)
-        _check_parents(where, tree)
-    return [[int(parent) for parent in tree] for tree in trees]
-
-
-def _check_parents(name: str, parents: Sequence[int]) -> None:
-    """Refuse parents of nodes that are not in depth-first order."""
-    path = [-1]  # from no node to the node before
-    for node, parent in enumerate(parents):
-        while path and path[-1] != parent:
-            path.pop()
-        if not path:
-            raise ValueError(
-                f"{name}[{node}]={parent} is neither node {node - 1} nor an ancestor of it: nodes "
-                "must be in depth-first order"
-            )
-        path.append(node)
-
-
-def _last_descendants(parents: Sequence[int]) -> list[int]:
-    """The last node of each node's subtree."""
-    last = list(range(len(parents)))
-    for node in range(len(parents) - 1, -1, -1):
-        if parents[node] >= 0:
-            last[parents[node]] = max(last[parents[node]], last[node])
-    return last
-
-
-def _check_depth_first(ends: Sequence[int], prefix: str) -> None:
-    """Refuse ends of subtrees that are not nested. prefix: how messages name an element."""
-    inside: list[int] = []  # the tokens whose subtrees are open
-    for token, end in enumerate(ends):
-        if not token < end <= len(ends):
-            raise ValueError(
-                f"{prefix}{token}]={end} is not a position after token {token} and up to "
-                f"{len(ends)}"
-            )
-        while inside and ends[inside[-1]] <= token:
-            inside.pop()
-        if inside and end > ends[inside[-1]]:
-            outer = inside[-1]
-            raise ValueError(
-                f"{prefix}{token}]={end} is past {prefix}{outer}]={ends[outer]}, where the subtree "
-                f"of token {outer} ends, in which token {token} is: tokens must be in depth-first "
-                "order"
-            )
-        inside.append(token)
 
 
 # -- segments of the sequence -------------------------------------------------------------------

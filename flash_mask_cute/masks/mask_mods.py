@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.lowering.convention import check_torch_mod
-from flash_mask_cute.lowering.interval_rows import Read, Rows
-from flash_mask_cute.lowering.lower import IntervalForm, LoweredMod, lower_mod
 from flash_mask_cute.lowering.pair import memo_entry, stays_mod
-from flash_mask_cute.lowering.simplify import BandForm
-from flash_mask_cute.lowering.trace import name_of
 from flash_mask_cute.lowering.watch import Memo, MemoEntry, is_capturing
+from flash_mask_cute.masks.builder_arguments import Device, check_int
 from flash_mask_cute.masks.column_mask import ColumnMask
+
+# what traces is loaded when there is something to trace
+if TYPE_CHECKING:
+    from flash_mask_cute.lowering.interval_rows import Read, Rows
+    from flash_mask_cute.lowering.lower import IntervalForm, LoweredMod
+    from flash_mask_cute.lowering.simplify import BandForm
 
 _CPU = torch.device("cpu")
 
@@ -61,16 +65,66 @@ def mask_of_band(band: BandForm, seqlens: tuple[int, int]) -> ColumnMask:
     return ColumnMask(indices, is_causal, False, seqlen_q, one_sequence=True)
 
 
-def mask_of_mod(
+def from_mask_mod(
+    mask_mod: Callable[..., Tensor],
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    batch: int = 1,
+    device: Device = None,
+) -> ColumnMask | None:
+    """The column intervals of a mask_mod written in torch, or None if it has others.
+
+    mask_mod(b, h, q_idx, kv_idx) -> bool, as FlexAttention takes it: documents, packed positions,
+    windows, chunks, prefixes, padding, groups of image tokens, and what joins them
+    (docs/masks.md#intervals-of-a-mask_mod lists them). It is traced once for its code, and no dense
+    mask is made. The mask has the contents that the captured tensors have now. If there are any,
+    the call waits for their device once. None: a key is seen by several ranges of queries, or the
+    mask depends on the head; `flash_attn_func(mask_mod=mask_mod)` takes it.
+
+    batch: entries, if the mod uses b. device: where the mask will be; by default that of the
+    captured tensors.
+
+    Raises:
+        TypeError, NotImplementedError: mask_mod is no such function, or does what no kernel can.
+        ValueError: a captured tensor is too small for these lengths or this batch, which names it;
+            or it has several batch entries, and batch is 1.
+        RuntimeError: a CUDA graph is captured, and mask_mod reads tensors; or torch.compile traces
+            the call.
+
+    Example:
+        >>> import torch
+        >>> from flash_mask_cute import builders
+        >>> group = torch.tensor([-1, 0, 0, -1])  # an image inside of text
+        >>> def image(b, h, q, k):
+        ...     return (k <= q) | ((group[q] == group[k]) & (group[q] >= 0))
+        >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
+        [True, True, True, False]
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile cannot trace builders.from_mask_mod: make the mask outside of the"
+            " compiled region, and pass it"
+        )
+    check_int("seqlen_q", seqlen_q)
+    check_int("seqlen_k", seqlen_k)
+    check_int("batch", batch, at_least=1)
+    at = None if device is None else torch.empty(0, device=device).device
+    return _mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
+
+
+def _mask_of_mod(
     mask_mod: Callable[..., Any],
     seqlens: tuple[int, int],
     batch: int,
     device: torch.device | None,
 ) -> ColumnMask | None:
-    """As `builders.from_mask_mod`, whose arguments but mask_mod are checked."""
+    from flash_mask_cute.lowering.lower import lower_mod
+    from flash_mask_cute.lowering.trace import name_of
+
     check_torch_mod(mask_mod, "mask_mod")
     lowered = lower_mod(mask_mod, "mask_mod", device)
-    made = mask_without_contents(lowered, seqlens)
+    made = mask_without_contents(lowered, seqlens, batch)
     columns = lowered.columns
     if made is not None or columns is None:
         return made if made is None else _moved(made, device or torch.get_default_device())
@@ -87,7 +141,7 @@ def mask_of_mod(
         if rows is None:
             return None
         for read in rows.reads:
-            _check_entries(mask_mod, columns, read, batch)
+            _check_entries(name_of(mask_mod), columns, read, batch)
         found = mask_of_rows(rows, seqlens)
     for read, is_inside in zip(rows.reads, found.are_inside, strict=True):
         if not is_inside:
@@ -110,45 +164,62 @@ _forms: Memo[ModForm | None] = Memo()
 
 
 def form_without_contents(
-    mask_mod: Callable[..., Any], seqlens: tuple[int, int], device: torch.device
+    mask_mod: Callable[..., Any], seqlens: tuple[int, int], batch: int, device: torch.device
 ) -> ModForm | None:
     """The form of a torch mask_mod that reads no tensor, whose contents might change unseen.
 
-    None: it reads one, or has no such form. It waits for no device, and is kept for the mod.
+    None: it reads one, or has no such form, or nothing shows whether it is the same at the next
+    call. It waits for no device, and is kept for the mod.
 
     Raises:
         NotImplementedError, TypeError: as `lower_mod`.
     """
-    key = id(mask_mod), seqlens, device
+    key = id(mask_mod), seqlens, batch, device
     entry = _forms.get(key)
     if entry is not None and entry.holds():
         form = entry.value
+    elif not isinstance(mask_mod, FunctionType | functools.partial):
+        return None
     else:
-        lowered = lower_mod(mask_mod, "mask_mod", device)
-        form = _form_without_contents(lowered, seqlens, device)
-        # of an object without weak references nothing is kept
-        with suppress(TypeError):
-            if lowered.band is None and (lowered.columns is None or lowered.columns.captured):
-                # right ever after, whatever changes
-                stays_mod.keep(id(mask_mod), MemoEntry(None, (), None, False), [mask_mod])
-            elif made := memo_entry(form, [(lowered, False)], None):
-                _forms.keep(key, made, [mask_mod])
+        form = _new_form(mask_mod, key)
     # what a captured graph reads must outlive it, and what is kept here may be dropped
     return None if form is not None and form.mask is not None and is_capturing() else form
 
 
-def _form_without_contents(
-    lowered: LoweredMod, seqlens: tuple[int, int], device: torch.device
-) -> ModForm | None:
-    if lowered.band is not None:
-        window = lowered.band.as_window(*seqlens)
-        if window is not None:
-            return ModForm(window, None)
-    mask = None if is_capturing() else mask_without_contents(lowered, seqlens)
-    return None if mask is None else ModForm(None, _moved(mask, device))
+def _new_form(mask_mod: Callable[..., Any], key: tuple[Any, ...]) -> ModForm | None:
+    from flash_mask_cute.lowering.lower import lower_mod
+
+    _, seqlens, batch, device = key
+    lowered = lower_mod(mask_mod, "mask_mod", device)
+    # None is right ever after, whatever the mod becomes
+    stays: MemoEntry[Any] = MemoEntry(None, (), None, False)
+    reads = lowered.band is None and (lowered.columns is None or lowered.columns.captured)
+    if reads or not lowered.is_lasting:
+        stays_mod.keep(id(mask_mod), stays, [mask_mod])
+        return None
+    window = None if lowered.band is None else lowered.band.as_window(*seqlens)
+    if window is not None:
+        form = ModForm(window, None)
+    elif is_capturing():
+        return None
+    else:
+        mask = mask_without_contents(lowered, seqlens, batch)
+        if mask is None:
+            _forms.keep(key, stays, [mask_mod])
+            return None
+        form = ModForm(None, _moved(mask, device))
+    made: MemoEntry[ModForm | None] | None = memo_entry(form, [(lowered, False)], None)
+    if made is not None:
+        _forms.keep(key, made, [mask_mod])
+    elif not is_capturing():
+        stays_mod.keep(id(mask_mod), stays, [mask_mod])
+        return None
+    return form
 
 
-def mask_without_contents(lowered: LoweredMod, seqlens: tuple[int, int]) -> ColumnMask | None:
+def mask_without_contents(
+    lowered: LoweredMod, seqlens: tuple[int, int], batch: int
+) -> ColumnMask | None:
     """The mask of a mod that reads no tensor, on the CPU; None if it reads one, or if it is no
     intervals. It waits for no device."""
     with torch.inference_mode(False):
@@ -156,7 +227,7 @@ def mask_without_contents(lowered: LoweredMod, seqlens: tuple[int, int]) -> Colu
             return mask_of_band(lowered.band, seqlens)
         if lowered.columns is None or lowered.columns.captured:
             return None
-        rows = lowered.columns.rows(seqlens, 1, _CPU)
+        rows = lowered.columns.rows(seqlens, batch, _CPU)
         return None if rows is None else mask_of_rows(rows, seqlens).mask
 
 
@@ -174,12 +245,10 @@ def _table(columns: IntervalForm, read: Read) -> str:
     return f"{columns.paths[read.captured]}, which has shape {shape}"
 
 
-def _check_entries(
-    mask_mod: Callable[..., Any], columns: IntervalForm, read: Read, batch: int
-) -> None:
+def _check_entries(name: str, columns: IntervalForm, read: Read, batch: int) -> None:
     """Refuse to make one entry's mask, which serves all, of a table for several."""
     if batch == 1 and read.entries > 1:
         raise ValueError(
-            f"mask_mod {name_of(mask_mod)} reads the batch entry of {_table(columns, read)}: pass "
+            f"mask_mod {name} reads the batch entry of {_table(columns, read)}: pass "
             f"batch={read.entries}; got batch=1, and the mask of one entry would serve all"
         )

@@ -61,7 +61,8 @@ def eval_mask_mod(
         NotImplementedError: the callable uses a GPU-only instruction.
     """
     visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8, device="cpu")
-    _run("mask_mod", mask_mod, (visible,), aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
+    _run("mask_mod", mask_mod, (visible,), place)
     return visible.view(torch.bool)
 
 
@@ -80,7 +81,8 @@ def eval_score_mod(
     those of `eval_mask_mod`.
     """
     modified = scores.to(torch.float32, copy=True)
-    _run("score_mod", score_mod, (modified,), aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
+    _run("score_mod", score_mod, (modified,), place)
     return modified
 
 
@@ -103,7 +105,8 @@ def eval_score_mod_derivative(
     modified = scores.to(torch.float32, copy=True)
     derivative = torch.empty_like(modified)
     values = modified, derivative
-    _run("derivative", score_mod, values, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
+    _run("derivative", score_mod, values, place)
     return modified, derivative
 
 
@@ -129,7 +132,7 @@ def add_aux_gradients(
     """
     values = scores.to(torch.float32), grads.to(torch.float32)
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
-    _run("aux_gradients", score_mod, values, *place, sums=aux_sums)
+    _run("aux_gradients", score_mod, values, place, aux_sums)
 
 
 def eval_score_mod_bwd(
@@ -151,7 +154,8 @@ def eval_score_mod_bwd(
     """
     result = grads.to(torch.float32, copy=True)
     values = result, scores.to(torch.float32)
-    _run("score_mod_bwd", score_mod_bwd, values, aux_tensors, batch_idx, head_idx, q_idx, k_idx)
+    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
+    _run("score_mod_bwd", score_mod_bwd, values, place)
     return result
 
 
@@ -159,13 +163,11 @@ def _run(
     kind: str,
     mod: Callable[..., Any],
     values: tuple[Tensor, ...],
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    head_idx: int,
-    q_idx: Tensor,
-    k_idx: Tensor,
+    place: tuple[Sequence[Tensor] | None, int, int, Tensor, Tensor],
     sums: Mapping[int, Tensor] | None = None,
 ) -> None:
+    """place: aux_tensors, batch_idx, head_idx, q_idx and k_idx of `eval_mask_mod`."""
+    aux_tensors, batch_idx, head_idx, q_idx, k_idx = place
     aux = tuple(aux_tensors) if aux_tensors else None
     for i, tensor in enumerate(aux or ()):
         check_aux_tensor(f"aux_tensors[{i}]", tensor, q_idx.device)

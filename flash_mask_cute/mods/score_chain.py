@@ -129,18 +129,17 @@ class ScoreChain:
 
     def apply_to_both(
         self,
-        work: Work,
-        head_idx: Int32,
-        m_block: Int32,
+        block: tuple[Work, Int32, Int32],
         scores: cute.Tensor,
         grads: cute.Tensor,
         first_col: int,
         bits: tuple | None,
         statistics: Statistics,
-        probs: cute.Tensor,
-        dscores: cute.Tensor,
+        words: tuple[cute.Tensor, cute.Tensor],
     ) -> None:
         """Round P and dS of some columns into words, from S and dP.
+
+        block: its work tile, head_idx and m_block.
 
         Also add the contributions of these scores to the gradients of aux tensors.
 
@@ -148,7 +147,7 @@ class ScoreChain:
         threads of the warp must call it, for work tiles with scores.
         """
         sums = AuxSums(dict(zip(self.wants_aux, self.aux_grads, strict=True)))
-        place = partial(self._place, work, head_idx, m_block)
+        place = partial(self._place, *block)
         for r in range(self.elements.num_rows):
             if r > 0:
                 # the statistics of the columns are loaded again, and not kept in registers
@@ -165,8 +164,8 @@ class ScoreChain:
                     sums.add(terms, by_modified, counts)
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
-                for words, pair in zip((probs, dscores), zip(*pairs, strict=True), strict=True):
-                    self.elements.keep_pair(words, self.dtype, r, first_col + first, *pair)
+                for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
+                    self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
 
     def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:

@@ -71,8 +71,16 @@ class BackwardMask(MaskRules):
         # apart anyway; where all are long, that was not measured to be of any use.
         begin_alike = masks.may_shorten(kernel) and not (kernel.is_causal or kernel.is_local)
         staggers = begin_alike and not (kernel.deterministic or kernel.clears_dq)
-        more = group, kernel.deterministic, is_part, staggers
-        return cls.from_kernel(kernel, columns, masks, lengths, *more)
+        return cls.from_kernel(
+            kernel,
+            columns,
+            masks,
+            lengths,
+            group=group,
+            is_ordered=kernel.deterministic,
+            is_part=is_part,
+            staggers=staggers,
+        )
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence, including those of unused keys."""

@@ -117,7 +117,8 @@ class MaskBitsArgs(NamedTuple):
 
 
 class MaskedKernel(Protocol):
-    """A kernel's facts about its masks; traits: tile_m, tile_n and packed_heads."""
+    """A kernel's facts about its masks; traits: tile_m, tile_n, packed_heads, and of a forward
+    cluster_tile_m."""
 
     traits: Any
     is_causal: bool
@@ -159,15 +160,14 @@ class MaskArgs(NamedTuple):
         window: tuple[Int32 | None, Int32 | None],
         column_tensors: tuple | None,
         num_heads: Int32,
-        block_lists: tuple | None,
-        block_size: tuple,
+        block_lists: tuple[tuple, tuple | None] | None,
         block_bits: tuple | None,
         aux_tensors: Any,
         mask_bits: MaskBitsArgs | None = None,
         causals: cute.Tensor | None = None,
     ) -> "MaskArgs":
-        """Made from the arguments of a launch; num_heads: heads of its walks, block_size: of the
-        lists.
+        """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
+        tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
 
         :raises ValueError: the given tensors do not match those that the kernel was made for, or
             mask bits are given to a kernel with a mask_mod, or beside block lists
@@ -183,7 +183,10 @@ class MaskArgs(NamedTuple):
             indices, bounds = column_tensors
             columns = ColumnArgs(indices, bounds, num_heads // indices.shape[1])
         if block_lists is not None:
-            lists = ListArgs(*block_lists, *(Int32(size) for size in block_size))
+            tensors, block_size = block_lists
+            if block_size is None:
+                block_size = kernel.traits.cluster_tile_m, kernel.traits.tile_n
+            lists = ListArgs(*tensors, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
         return MaskArgs(*window, columns, lists, bits, aux_tensors, mask_bits, causals)
@@ -234,7 +237,7 @@ class MaskRules:
         columns: Columns,
         args: MaskArgs,
         lengths: Lengths,
-        *more: Any,
+        **more: Any,
     ):
         """The rules of a kernel whose bit tiles have `columns`; more: fields of the subclass."""
         block_info = BlockInfo(
@@ -246,18 +249,17 @@ class MaskRules:
             window_size_right=args.window_right,
             qhead_per_kvhead_packgqa=kernel.traits.packed_heads,
         )
-        keys_are_packed = lengths.cu_seqlens_k is not None
         return cls(
-            args,
-            block_info,
-            kernel.intervals,
-            kernel.mask_mod,
-            columns,
-            keys_are_packed,
-            kernel.skip_blocks,
-            False,
-            kernel.traits.group_size,
-            *more,
+            args=args,
+            block_info=block_info,
+            intervals=kernel.intervals,
+            mask_mod=kernel.mask_mod,
+            columns=columns,
+            keys_are_packed=lengths.cu_seqlens_k is not None,
+            skip=kernel.skip_blocks,
+            counts_offsets=False,
+            group_size=kernel.traits.group_size,
+            **more,
         )
 
     def with_tile_m(self, tile_m: int):

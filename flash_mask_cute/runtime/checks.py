@@ -151,11 +151,20 @@ def check_own_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_shaped(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    shape_name: str,
+    q: torch.Tensor,
+    *,
+    may_be_wide: bool = False,
 ) -> None:
+    """may_be_wide: float32 in place of the 16 bits of q is allowed."""
     check_tensor(name, tensor)
-    if tensor.dtype != q.dtype:
-        raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {tensor.dtype}")
+    is_wide = may_be_wide and q.dtype.itemsize == 2 and tensor.dtype == torch.float32
+    if tensor.dtype != q.dtype and not is_wide:
+        allowed = " or float32" if may_be_wide and q.dtype.itemsize == 2 else ""
+        raise TypeError(f"{name} must have the dtype of q ({q.dtype}){allowed}, got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have {shape_name}, {shape}, got {tuple(tensor.shape)}")
     check_device(name, tensor, q.device)

@@ -66,19 +66,20 @@ from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_traits import (
-    COMPUTE_REGISTERS,
+    CAPPED_REGISTERS,
     COMPUTE_WARPS,
     ELEMENTS,
     HALVES,
     MASK_REGISTERS,
     NUM_MASK_WARPS,
     QUERIES,
-    REDUCE_REGISTERS,
+    REGISTERS,
     STORE_PLACES,
     STORED_COLS,
     STORED_ROWS,
     BwdTraits,
     Channels,
+    Registers,
     Role,
     Tiles,
 )
@@ -161,11 +162,9 @@ class FlashAttentionBackwardSm100:
             head_dim,
             head_dim_v,
             tile_m,
-            stages_q,
-            stages_do,
-            stages_kv,
-            value_cols,
-            cta_pair,
+            *(stages_q, stages_do, stages_kv),
+            value_cols=value_cols,
+            cta_pair=cta_pair,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )
@@ -235,7 +234,7 @@ class FlashAttentionBackwardSm100:
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
         window = (window_size_left, window_size_right)
         masks = MaskArgs.create(
-            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors
+            self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(
@@ -305,15 +304,19 @@ class FlashAttentionBackwardSm100:
         tiles = traits.tiles(storage)
 
         # -- roles
+        registers = REGISTERS if const_expr(scales.cap is None) else CAPPED_REGISTERS
         if warp_idx < Role.REDUCE:
-            cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+            cute.arch.setmaxregister_increase(registers.compute)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.compute(gradients, tiles, channels, lengths, softmax_scale, score_args)
         elif warp_idx < Role.LOAD:
-            cute.arch.setmaxregister_decrease(REDUCE_REGISTERS)
-            self.reduce(tiles, channels)
+            if const_expr(registers.holds_dq):
+                cute.arch.setmaxregister_increase(registers.reduce)
+            else:
+                cute.arch.setmaxregister_decrease(registers.reduce)
+            self.reduce(tiles, channels, registers)
         elif warp_idx < Role.MASK:
-            cute.arch.setmaxregister_decrease(traits.helper_registers)
+            cute.arch.setmaxregister_decrease(registers.of_helpers)
             if warp_idx == Role.LOAD:
                 queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
                 KeyLoads(traits, operands, tiles, channels, queries, lengths).run()
@@ -479,52 +482,86 @@ class FlashAttentionBackwardSm100:
     # -- reduce ---------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce(self, tiles: Tiles, channels: Channels):
+    def reduce(self, tiles: Tiles, channels: Channels, registers: cutlass.Constexpr[Registers]):
         """Reduce warp: 32 queries of every block, one query for each thread."""
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
+        held = self.traits.held_parts if registers.holds_dq else 0
         while channels.ring.wait(tile):
-            step = partial(self._stage_dq, tiles, channels)
+            step = partial(self._stage_dq, tiles, channels, held)
             chunk, number = channels.walk.visit(chunk, number, step)
             channels.ring.release(tile)
             tile += 1
 
     @cute.jit
-    def _stage_dq(self, tiles: Tiles, channels: Channels, number: Int32, block: Block):
-        """Move dQ of a block out of TMEM, part by part, to the memory from which the send warp adds
-        it.
-
-        A thread's row of a part lies in pieces of 4 columns, tile_m rows apart: a warp writes 512
-        bytes at a time.
+    def _stage_dq(
+        self,
+        tiles: Tiles,
+        channels: Channels,
+        held: cutlass.Constexpr[int],
+        number: Int32,
+        block: Block,
+    ):
+        """Move dQ of a block out of TMEM, and part by part to the memory from which the send warp
+        adds it. held: the last so many parts leave TMEM together, before they are staged.
         """
         traits, row = self.traits, thread_in_warpgroup()
         parts = traits.parts_dq
-        num_quads = umma.CHUNK // 4
+        in_turn = len(parts) - held
         # -- dQ of the block is complete: (128 queries, tile_d)
         channels.dq.wait(number)
         umma.fence_after_wait()
         first = 0
-        for i in cutlass.range_constexpr(len(parts)):
-            # -- a part, (128 queries, parts[i]) in fp32, to its staging memory
-            layout = cute.make_layout((4, traits.tile_m, parts[i] // 4))
-            staged = cute.make_tensor(tiles.dq.iterator, layout)
-            fill = number * len(parts) + i
-            channels.out.acquire(fill)
+        for i in cutlass.range_constexpr(in_turn):
+            channels.out.acquire(number * len(parts) + i)
             umma.fence_after_wait()
+            staged = self._staged(tiles, i)
             # not unrolled, since ptxas would fetch all at once
             for c in cutlass.range(parts[i] // umma.CHUNK, unroll=1):
                 at = traits.column_dq + first + c * umma.CHUNK
                 values = umma.load_columns(at, umma.CHUNK, row)
                 umma.wait_loads()
-                quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
-                for g in cutlass.range_constexpr(num_quads):
-                    cute.autovec_copy(quads[None, g], staged[None, row, c * num_quads + g])
+                self._stage_chunk(values, staged, c)
             umma.fence_before_arrival()
-            # -- after the last part, dQ of the next block may replace this one in TMEM
             if const_expr(i + 1 == len(parts)):
-                cute.arch.sync_warp()
-                channels.dq.release(number)
-            # -- the send warp may add the part
-            cute.arch.fence_proxy("async.shared", space="cta")
-            channels.out.publish(fill)
+                self._release_dq(channels, number)
+            self._publish_part(channels, number * len(parts) + i)
             first += parts[i]
+        if const_expr(held):
+            # -- the rest into registers; dQ of the next block may replace it in TMEM
+            columns = range(first, traits.tile_d, umma.CHUNK)
+            umma.fence_after_wait()
+            chunks = [umma.load_columns(traits.column_dq + at, umma.CHUNK, row) for at in columns]
+            umma.wait_loads()
+            umma.fence_before_arrival()
+            self._release_dq(channels, number)
+            for i in cutlass.range_constexpr(in_turn, len(parts)):
+                channels.out.acquire(number * len(parts) + i)
+                staged = self._staged(tiles, i)
+                for c in cutlass.range_constexpr(parts[i] // umma.CHUNK):
+                    self._stage_chunk(chunks[(i - in_turn) * parts[i] // umma.CHUNK + c], staged, c)
+                self._publish_part(channels, number * len(parts) + i)
         return number + 1
+
+    def _staged(self, tiles: Tiles, part: int) -> cute.Tensor:
+        """(4, rows, pieces): a thread's row of a part lies in pieces of 4 columns, tile_m rows
+        apart. So a warp writes 512 bytes at a time."""
+        shape = 4, self.traits.tile_m, self.traits.parts_dq[part] // 4
+        return cute.make_tensor(tiles.dq.iterator, cute.make_layout(shape))
+
+    def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, chunk: int | Int32) -> None:
+        """Write 32 columns of this thread's row of a part."""
+        num_quads = umma.CHUNK // 4
+        quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
+        for g in range(num_quads):
+            place = staged[None, thread_in_warpgroup(), chunk * num_quads + g]
+            cute.autovec_copy(quads[None, g], place)
+
+    def _release_dq(self, channels: Channels, number: Int32) -> None:
+        """Signal that this warp has its rows of dQ out of TMEM, behind a fence."""
+        cute.arch.sync_warp()
+        channels.dq.release(number)
+
+    def _publish_part(self, channels: Channels, fill: Int32) -> None:
+        """Signal that this warp has staged its rows of a part: the send warp may add it."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        channels.out.publish(fill)

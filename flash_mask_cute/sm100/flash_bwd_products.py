@@ -44,20 +44,29 @@ class BlockProducts:
                 self.channels.kv.wait(tile)
             step = self._step(tile, first)
             chunk, number = self.channels.walk.visit(chunk, number, step)
-            # -- dK and dQ of the last block; then dV and dK of the tile are complete
+            # -- what lags of the last block; then dV and dK of the tile are complete
             if const_expr(not self.wants_both):
+                if const_expr(self.traits.values_lag):
+                    self._issue_late_values(number - 1, first)
                 self._issue_gradients(number - 1, first)
             group.commit(self.channels.sums.barrier(tile))
             self.channels.ring.release(tile)
             tile += 1
 
     def _step(self, tile: Int32, first: Int32) -> partial:
-        issue = self._issue_block_together if self.wants_both else self._issue_block
+        issue = self._issue_block
+        if self.wants_both:
+            issue = self._issue_block_together
+        elif self.traits.values_lag:
+            issue = self._issue_block_ahead
         return partial(issue, tile, first)
 
     @cute.jit
     def _issue_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """Issue S of a block, dK and dQ of the previous one, then dV and dP of this one."""
+        """Issue S of a block, dK and dQ of the previous one, then dV and dP of this one.
+
+        dQ of the previous block leaves dP's columns while dV runs.
+        """
         traits = self.traits
         self.channels.q.wait(number)
         if const_expr(traits.has_marks):
@@ -72,6 +81,32 @@ class BlockProducts:
         self._issue_dp(number)
         self.traits.group.commit(self.channels.do.vacancy(number))
         return number + 1
+
+    @cute.jit
+    def _issue_block_ahead(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """Issue dV of the previous block, S of this one, dK and dQ of the previous one, then dP of
+        this one, which does not wait for its P."""
+        traits = self.traits
+        if number > first:
+            self._issue_late_values(number - 1, first)
+        self.channels.q.wait(number)
+        if const_expr(traits.has_marks):
+            self._clear_marked_rows(number)
+        self._issue_scores(number)
+        if number > first:
+            self._issue_gradients(number - 1, first)
+        self.channels.do.wait(number)
+        if number == first:
+            # the sums of the work tile before have been taken; then dS may be written, too
+            self.channels.sums.acquire(tile)
+        self._issue_dp(number)
+        return number + 1
+
+    @cute.jit
+    def _issue_late_values(self, number: Int32, first: Int32):
+        """dV of a block whose dP has been issued; it is the last to read the block's dO."""
+        self._issue_dv(number, first)
+        self.traits.group.commit(self.channels.do.vacancy(number))
 
     @cute.jit
     def _issue_block_together(self, tile: Int32, first: Int32, number: Int32, block: Block):
@@ -112,11 +147,15 @@ class BlockProducts:
 
     @cute.jit
     def _issue_values(self, tile: Int32, number: Int32, first: Int32):
-        """dV of a block."""
-        traits = self.traits
+        """dV of a block, the first product of a work tile's sums."""
         if number == first:
             # the sums of the work tile before have been taken
             self.channels.sums.acquire(tile)
+        self._issue_dv(number, first)
+
+    @cute.jit
+    def _issue_dv(self, number: Int32, first: Int32):
+        traits = self.traits
         # probabilities are there
         self.channels.s.wait_until_released(number)
         umma.fence_after_wait()

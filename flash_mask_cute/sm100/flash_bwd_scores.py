@@ -145,14 +145,14 @@ class BlockScores:
         self, place, first_s, first_dp, bits, statistics, thread, keep_grads
     ) -> None:
         """Replace S by P and dP by dS, and add to gradients of aux tensors."""
-        words = [cute.make_rmem_tensor(QUERIES // 2, Int32) for _ in range(2)]
+        words = tuple(cute.make_rmem_tensor(QUERIES // 2, Int32) for _ in range(2))
         for chunk in range(QUERIES // umma.CHUNK):
             scores, grads = (
                 umma.load_columns(first + chunk * umma.CHUNK, umma.CHUNK, thread)
                 for first in (first_s, first_dp)
             )
             umma.wait_loads()
-            _apply_to_both(self.chain, place, scores, grads, chunk, bits, statistics, *words)
+            _apply_to_both(self.chain, place, scores, grads, chunk, bits, statistics, words)
             probs, dscores = (_words_of(x, chunk) for x in words)
             umma.store_columns(probs, first_s + chunk * CHUNK_WORDS, thread)
             keep_grads(chunk, dscores)
@@ -195,14 +195,14 @@ def _apply_to_both(
     chunk: cutlass.Constexpr[int],
     bits: tuple | None,
     statistics: Statistics,
-    probs: cute.Tensor,
-    dscores: cute.Tensor,
+    words: tuple[cute.Tensor, cute.Tensor],
 ) -> None:
     """`ScoreChain.apply_to_both` of a chunk of columns, and zeros where there are no scores."""
     first = chunk * umma.CHUNK
     if place[0].has_scores:
-        chain.apply_to_both(*place, scores, grads, first, bits, statistics, probs, dscores)
+        chain.apply_to_both(place, scores, grads, first, bits, statistics, words)
     else:
+        probs, dscores = words
         for i in cutlass.range_constexpr(CHUNK_WORDS):
             probs[first // 2 + i] = Int32(0)
             dscores[first // 2 + i] = Int32(0)

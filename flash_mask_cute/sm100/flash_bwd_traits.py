@@ -39,9 +39,9 @@ TILE_M = TILE_N = ROWS
 # columns of tiles: heads of other dimensions are rounded up
 TILE_DIMS = (64, 96, 128)
 NUM_WARPGROUPS = 5
-COMPUTE_REGISTERS = 176
-REDUCE_REGISTERS = 48
 MASK_REGISTERS = 48
+# columns of dQ that a reduce thread holds, at most
+MOST_HELD = 96
 # warpgroups that share the queries of a block
 HALVES = 2
 QUERIES = TILE_M // HALVES
@@ -50,6 +50,29 @@ STORED_ROWS, STORED_COLS = 32, 32
 STORE_PLACES = 2
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
+
+
+class Registers(NamedTuple):
+    """Registers of a thread that computes, and of one that reduces."""
+
+    compute: int
+    reduce: int
+
+    @property
+    def holds_dq(self) -> bool:
+        """Whether dQ of a block leaves TMEM at once (see `BwdTraits.held_parts`)."""
+        return self.reduce > MOST_HELD
+
+    @property
+    def of_helpers(self) -> int:
+        """Registers of a thread that loads, multiplies, schedules or sends."""
+        taken = HALVES * self.compute + self.reduce + MASK_REGISTERS
+        return registers_left(NUM_WARPGROUPS, taken)
+
+
+REGISTERS = Registers(136, 128)
+# a soft cap has more values at a time: with 136 registers it spills
+CAPPED_REGISTERS = Registers(176, 48)
 
 
 class Role(IntEnum):
@@ -171,12 +194,6 @@ class BwdTraits:
     def group(self) -> umma.Group:
         return umma.Group(1)
 
-    @property
-    def helper_registers(self) -> int:
-        """Registers of a thread that loads, multiplies, schedules or sends."""
-        taken = HALVES * COMPUTE_REGISTERS + REDUCE_REGISTERS + MASK_REGISTERS
-        return registers_left(NUM_WARPGROUPS, taken)
-
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
     # those of dP: a warp writes only where it has read itself.
@@ -200,6 +217,12 @@ class BwdTraits:
         return self.column_dk + 2 * self.tile_d > NUM_COLUMNS
 
     @property
+    def values_lag(self) -> bool:
+        """Whether dV of a block is issued behind dP of the block. That needs room for dQ beside dP:
+        dP then waits for nothing but its operands."""
+        return not self.dq_shares
+
+    @property
     def holds_keys(self) -> bool:
         """Whether TMEM has columns left for K and V, two values per column. S and dP then read half
         as much shared memory."""
@@ -219,6 +242,12 @@ class BwdTraits:
     def parts_dq(self) -> tuple[int, ...]:
         """Widths of the parts of dQ, which leave in turn."""
         return (64,) if self.tile_d == 64 else (32,) * (self.tile_d // 32)
+
+    @property
+    def held_parts(self) -> int:
+        """The last so many parts of dQ that a thread holds in registers together, so that TMEM is
+        free before any of them is staged."""
+        return min(len(self.parts_dq), MOST_HELD // max(self.parts_dq))
 
     def size_dq(self, width: int) -> int:
         """Values of a part of dQ."""

@@ -155,13 +155,13 @@ class FlashAttentionForwardSm100:
             head_dim if head_dim_v is None else head_dim_v,
             tile_m,
             tile_n,
-            padded_group(qhead_per_kvhead) if pack_gqa else 1,
-            num_stages,
-            stages_q,
-            share_qo,
-            cta_pair,
-            qhead_per_kvhead if pack_gqa else None,
-            page_box,
+            packed_heads=padded_group(qhead_per_kvhead) if pack_gqa else 1,
+            stages_kv=num_stages,
+            stages_q=stages_q,
+            share_qo=share_qo,
+            cta_pair=cta_pair,
+            heads_there=qhead_per_kvhead if pack_gqa else None,
+            page_box=page_box,
         )
         if cta_pair and (split is not None or page_box is not None):
             raise NotImplementedError("pairs of CTAs have no split and no page_box")
@@ -240,8 +240,7 @@ class FlashAttentionForwardSm100:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (traits.head_dim, traits.head_dim_v), traits.cluster_tile_m,
-            traits.packed_heads, traits.group_size, group_bytes, self.num_sms // group.size,
+            lengths, mQ, mK, traits, self.num_sms // group.size, group_bytes,
             num_splits=None if const_expr(partials is None) else partials.num_splits,
         )  # fmt: skip
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
@@ -250,10 +249,7 @@ class FlashAttentionForwardSm100:
             (window_size_left, window_size_right),
             column_tensors,
             schedule.num_heads,
-            blocksparse_tensors,
-            (traits.cluster_tile_m, traits.tile_n)
-            if const_expr(block_size is None)
-            else block_size,
+            None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
             block_bits,
             aux_tensors,
         )
@@ -320,8 +316,8 @@ class FlashAttentionForwardSm100:
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
             OutputWarps(
-                traits, operands, tiles, channels, lse, lengths, score_args.sink,
-                self._rows(score_args.scales), partials, mO,
+                traits, operands, tiles, channels, lse, lengths, sink=score_args.sink,
+                rows=self._rows(score_args.scales), partials=partials, mO=mO,
             ).run()  # fmt: skip
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(traits.helper_registers)
@@ -600,7 +596,7 @@ class FlashAttentionForwardSm100:
                 place,
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
-                self.score_traits.factor,
-                self.score_traits.takes_rows,
-                loaded,
+                factor=self.score_traits.factor,
+                by_rows=self.score_traits.takes_rows,
+                loaded=loaded,
             )

@@ -275,7 +275,7 @@ class FlashAttentionBackwardSm90:
             None if const_expr(mask_bit_tensors is None) else MaskBitsArgs(*mask_bit_tensors)
         )
         masks = MaskArgs.create(
-            self, window, column_tensors, mQ.shape[-2], None, (), block_bits, aux_tensors, mask_bits
+            self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors, mask_bits
         )
         is_short = self.is_local or masks.may_shorten(self)
         schedule = KeySchedule.create(

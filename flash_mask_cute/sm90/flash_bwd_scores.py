@@ -314,7 +314,7 @@ class BlockScores:
             scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
             self.chain.apply_to_both(
-                *place, scores, grads, first_col, bits, statistics, self.probs, self.grads
+                place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
             )
 
     # -- the keys of both -----------------------------------------------------------------------

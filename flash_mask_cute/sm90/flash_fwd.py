@@ -149,10 +149,10 @@ class FlashAttentionForwardSm90:
             head_dim_v,
             tile_m,
             tile_n,
-            padded_group(qhead_per_kvhead) if pack_gqa else 1,
-            num_stages,
-            stages_q,
-            share_qo,
+            packed_heads=padded_group(qhead_per_kvhead) if pack_gqa else 1,
+            stages_kv=num_stages,
+            stages_q=stages_q,
+            share_qo=share_qo,
             cta_pair=cta_pair,
             heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
@@ -266,16 +266,14 @@ class FlashAttentionForwardSm90:
         partials = Partials.create(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, (traits.head_dim, traits.head_dim_v), traits.tile_m,
-            traits.packed_heads, traits.group_size, group_bytes, self.num_sms, blocks, num_splits,
-        )  # fmt: skip
+            lengths, mQ, mK, traits, self.num_sms, group_bytes, blocks, num_splits
+        )
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
             self, (window_size_left, window_size_right), column_tensors, schedule.num_heads,
-            blocksparse_tensors,
-            (traits.tile_m, traits.tile_n) if const_expr(block_size is None) else block_size,
+            None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
             block_bits, aux_tensors, mask_bits, mCausal,
         )  # fmt: skip
         if const_expr(self.score_mod is None):
@@ -406,7 +404,9 @@ class FlashAttentionForwardSm90:
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
         cuts_overhang = self.score_mod is not None
-        return ForwardMask.from_kernel(self, wgmma.COLUMNS, masks, lengths, cuts_overhang)
+        return ForwardMask.from_kernel(
+            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang
+        )
 
     @cute.jit
     def mma(

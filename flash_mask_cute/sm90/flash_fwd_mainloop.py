@@ -155,11 +155,11 @@ class KeyBlocks:
             channels,
             scales,
             aux_tensors,
-            softmax,
-            wgmma.make_accumulator(traits.tile_dv),
-            kept_q,
+            softmax=softmax,
+            acc_O=wgmma.make_accumulator(traits.tile_dv),
+            kept_q=kept_q,
             # grids are one-dimensional, but the compiler does not know that
-            Int32(cute.arch.grid_dim()[2]),
+            opaque_one=Int32(cute.arch.grid_dim()[2]),
         )
 
     def make_probs(self) -> cute.Tensor:

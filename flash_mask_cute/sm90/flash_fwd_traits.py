@@ -99,6 +99,11 @@ class FwdTraits(PackedHeads):
         return self.num_mma_warpgroups > 1
 
     @property
+    def cluster_tile_m(self) -> int:
+        """Query rows that walk over keys together."""
+        return self.tile_m
+
+    @property
     def tile_d(self) -> int:
         return tile_columns(self.head_dim)
 

@@ -112,10 +112,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
-    "functional": ("autograd", "call", "masks.column_mask", "masks.q_start", "runtime"),
+    "functional": (
+        *("autograd", "call", "masks.column_mask", "masks.q_start", "block_sparsity", "runtime"),
+    ),
     "serving": (
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
+    ),
+    # sequences whose rows lie on several devices
+    "parallel": (
+        *("functional", "interface", "serving", "call.arguments", "masks.column_mask"),
+        *("masks.builders", "masks.runs", "runtime", *INDEX_RULES),
     ),
     # torch's FlexAttention call
     "flex": (
@@ -130,9 +137,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", "integrations.hub", ""),
+    "__main__": ("functional", "runtime", "integrations.hub", "parallel.command", ""),
     "": (
-        *("flex", "lowering", "call.settings"),
+        *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
         *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
     ),

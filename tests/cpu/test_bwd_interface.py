@@ -280,7 +280,9 @@ def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
-    defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
+    none: Any = None
+    defaults = Tensors(none, none, none).by_name()
+    defaults |= Masks._field_defaults | Options._field_defaults
     defaults |= BackwardOptions._field_defaults
     defaults["q_start"] = defaults["q_start"].argument(None)
     names = set(keywords_of(Direction.BACKWARD)) - {"q", "k", "v", "out", "dout", "lse"}

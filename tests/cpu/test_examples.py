@@ -85,7 +85,10 @@ def test_ends_with_an_error_if_the_result_is_wrong(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = load(path, monkeypatch)
-    calls = "flash_attn_func", "_flash_attn_fwd", "flex_attention", "flash_attn_with_kvcache"
+    calls = (
+        *("flash_attn_func", "_flash_attn_fwd", "flex_attention", "flash_attn_with_kvcache"),
+        "context_parallel_attention",
+    )
     name = next(x for x in calls if hasattr(module, x))
     attend = getattr(module, name)
 

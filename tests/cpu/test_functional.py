@@ -197,8 +197,8 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
 
     def backward(call: AttentionCall) -> tuple[Tensor, ...]:
         found.append(call.arguments() | {"config": call.config})
-        assert call.tensors.dsink is not None
-        call.tensors.dsink.fill_(7.0)
+        assert call.tensors.gradients.dsink is not None
+        call.tensors.gradients.dsink.fill_(7.0)
         return tuple(torch.full_like(x, i) for i, x in enumerate(call.tensors[:3]))
 
     for check in ("check_gradient_settings", "check_mod"):

@@ -53,7 +53,9 @@ def int32(*values: int) -> Tensor:
 
 def test_settings_have_the_defaults_of_the_call() -> None:
     parameters = dict(list(inspect.signature(_flash_attn_fwd).parameters.items())[3:])
-    defaults = Tensors._field_defaults | Masks._field_defaults | Options._field_defaults
+    none: Any = None
+    defaults = Tensors(none, none, none).by_name()
+    defaults |= Masks._field_defaults | Options._field_defaults
     defaults["q_start"] = defaults["q_start"].argument(None)
     names = keywords_of(Direction.FORWARD)[3:]
     found = {name: parameter.default for name, parameter in parameters.items()}

@@ -13,7 +13,10 @@ import pytest
 import torch
 from example_modules import ROOT, load_example
 
-ALONE = ("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md")
+ALONE = (
+    *("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md"),
+    "docs/context_parallel.md",
+)
 IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md")
 
 

@@ -165,7 +165,9 @@ class Batch:
             forward_mode=mode, batch_size=len(new), seq_lens=lengths, seq_lens_cpu=lengths,
             req_pool_indices=rows, spec_info=None, extend_seq_lens=torch.tensor(new),
             extend_seq_lens_cpu=new, out_cache_loc_is_physical=True,
-            out_cache_loc=torch.cat([self.slots[b][-n:] for b, n in enumerate(new)]),
+            out_cache_loc=torch.cat(
+                [x[len(x) - n :] for x, n in zip(self.slots, new, strict=True)]
+            ),
             positions=torch.zeros(sum(new)),
         )  # fmt: skip
 

@@ -40,7 +40,8 @@ def test_parts_of_any_width(
     generator = torch.Generator().manual_seed(head_dim)
     rows = (5,) if is_packed else (2, 5)
     outs = torch.randn(11, *rows, 3, head_dim, generator=generator).to(dtype)
-    lses = 3 * torch.randn(11, *rows, 3, generator=generator)
+    # as attention gives them: (parts, ..., head, row), turned
+    lses = 3 * torch.randn(11, *rows[:-1], 3, 5, generator=generator).mT
     lses[4], lses[:, ..., 1, :] = NEG_INF, NEG_INF
     outs[4], outs[:, ..., 1, :, :] = NAN, NAN
     lse = torch.full((*rows[:-1], 3, 5), NAN).mT

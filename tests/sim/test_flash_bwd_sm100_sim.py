@@ -38,6 +38,13 @@ def test_many_delays(simulator: ModuleType, seed: int) -> None:
     run_sim(simulator, make_inputs(case), seeds=(seed,))
 
 
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_sums_that_the_first_one_stores(simulator: ModuleType, d: int) -> None:
+    """Not what the table chooses: the first CTA at a row block stores, and others wait for it."""
+    case = Case("first", 1, 300, 400, 2, 1, head_dim=d, causal=True)
+    run_sim(simulator, make_inputs(case), seeds=(d,), config={"clears_dq": False})
+
+
 @pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
 def test_gradients_of_aux_tensors(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""

@@ -42,8 +42,9 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
     check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
-# More work tiles for a CTA than a ring has stages; dQ in columns of its own and in those of dP; S
-# and dP one after the other, and together.
+# More work tiles for a CTA than a ring has stages; dQ in columns of its own and in those of dP, all
+# of it in registers at once, all but its first part, and in turn; S and dP one after the other, and
+# together.
 BACKWARDS = {
     "dq-of-its-own": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "heads_q": 6, "heads_kv": 6,
@@ -52,6 +53,12 @@ BACKWARDS = {
     "dq-in-place-of-dp-in-order": Slowed(
         ISLANDS | {"lengths_q": (130, 0, 200), "lengths_k": (150, 70, 130), "head_dim": 96},
         more={"deterministic": True},
+    ),
+    "dq-behind-a-first-part": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "head_dim": 128}
+    ),
+    "dq-in-turn": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "head_dim": 96, "softcap": 20.0}
     ),
     "scores-and-gradients-together": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "head_dim": 64, "column": None,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
+import wide_outputs
 from cases import FP32, Case
 from conftest import ACTIVE_ARCH, HOPPER
 from inputs import make_inputs
 from paged_inputs import paged
-from simulated_forward import DELAY_SEEDS, run_sim
+from planned import call_of
+from quiet_runs import quiet_run
+from simulated_forward import DELAY_SEEDS, run_on_simulator, run_sim
 from split_cases import SPLIT_CASES, SplitCase
 
 from flash_mask_cute.call.choose import splits
@@ -56,3 +59,16 @@ def test_against_oracle(
     run_sim(simulator, inputs, seeds, sms=split.sms, num_splits=split.num_splits)
     if split.num_splits != 1:
         assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"
+
+
+@pytest.mark.parametrize("case", wide_outputs.CASES, ids=lambda case: case.id)
+def test_an_output_in_float32(simulator: ModuleType, case: Case) -> None:
+    """Of one split, if no more are asked for."""
+    inputs = make_inputs(case)
+    for num_splits in (1, 2):
+        call = call_of(inputs, out=wide_outputs.new_out(inputs), num_splits=num_splits)
+        with quiet_run(simulator, num_splits):
+            out, lse = run_on_simulator(call, sms=3)
+        assert lse is not None
+        wide_outputs.assert_wide(out, lse, inputs)
+        assert len(simulator.RESULTS) == 2

@@ -10,7 +10,8 @@ from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
 from flash_mask_cute.call.build.kernel_operands import BACKWARD, fakes, num_stats, stats_words
 from flash_mask_cute.call.choose.arch import DqOrder, arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.problem import NO_PADDING, AttentionProblem, Mods, Padding
+from flash_mask_cute.call.choose.plan import GradientFacts
+from flash_mask_cute.call.problem import AttentionProblem, Mods, Padding
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
@@ -103,36 +104,31 @@ def compile_bwd(
     problem: AttentionProblem,
     choice: BwdChoice,
     target: Target,
-    mods: Mods = NO_MODS,
-    has_dlse: bool = False,
-    sink_dtype: str | None = None,
-    padding: Padding = NO_PADDING,
+    mods: Mods,
+    facts: GradientFacts,
     cache: CompileCache = CACHE,
-    has_lse_low: bool = False,
 ) -> BwdKernels:
-    """The compiled kernels, from the cache or built now. mods: the callables of problem's keys.
-
-    sink_dtype: dtype of the sink, if the preprocess kernel needs it (`ResolvedBwd`).
-    """
+    """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
     rows = (
         *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
         choice.tiles.clears_dq,
     )
     marked_dim = problem.head_dim if problem.may_empty_rows else None
-    of_scores = has_dlse, sink_dtype, marked_dim, num_stats(problem), has_lse_low
+    statistics = num_stats(problem), facts.has_lse_low
+    of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
 
-    def by_facts(name: str, facts: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
+    def by_facts(name: str, own: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
             name,
-            facts._asdict,
-            lambda: build(facts, target),
+            own._asdict,
+            lambda: build(own, target),
             arch=target.arch,
             options=options_of(target),
-            token=facts,
+            token=own,
         )
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
@@ -151,9 +147,10 @@ def compile_bwd(
         parts = PartFacts(problem.dtype, *sizes, problem.varlen_k, problem.has_seqused_k)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts).function
     zero_padding = None
-    if any(padding):
-        facts = PaddingFacts(problem.dtype, problem.head_dim, problem.head_dim_v, padding)
-        zero_padding = by_facts(ZERO_PADDING_NAME, facts, build_zero_padding).function
+    if any(facts.padding):
+        dims = problem.head_dim, problem.head_dim_v
+        of_padding = PaddingFacts(problem.dtype, *dims, facts.padding)
+        zero_padding = by_facts(ZERO_PADDING_NAME, of_padding, build_zero_padding).function
     return BwdKernels(
         preprocess.function, main.function, postprocess.function, zero_padding, add_parts
     )

@@ -7,19 +7,16 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import from_block_mask
-from flash_mask_cute.call.arguments import AttentionCall, Direction, Masks
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Lengths, Masks
 
-_OF_FORWARD = (
-    *("q", "k", "v", "learnable_sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-    *("page_table", "q_starts", "kv_batch_idx", "leftpad_k", "causals"),
-)
-_OF_BACKWARD = ("q", "k", "v", "out", "dout")
+_OF_FORWARD = "q", "k", "v", "learnable_sink", *Lengths._fields
+_OF_BACKWARD = "q", "k", "v", "out", "dout"
 
 
 def inputs_of(call: AttentionCall) -> dict[str, Tensor | None]:
     """By name, for messages. Of a backward those of the size of q, k and v."""
-    x, is_forward = call.tensors, call.direction is Direction.FORWARD
-    found = {name: getattr(x, name) for name in (_OF_FORWARD if is_forward else _OF_BACKWARD)}
+    given, is_forward = call.tensors.by_name(), call.direction is Direction.FORWARD
+    found = {name: given[name] for name in (_OF_FORWARD if is_forward else _OF_BACKWARD)}
     if is_forward and call.masks is not None:
         found |= dict(tensors_of_masks(call.masks))
     return found

@@ -89,24 +89,29 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
+    of = x.lengths
     check_num_splits(options.num_splits)
-    _refuse_positions(seqused_q=x.seqused_q, seqused_k=x.seqused_k, page_table=x.page_table)
-    _check_operands(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k)
-    axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), x.page_table is not None)
+    _refuse_positions(seqused_q=of.seqused_q, seqused_k=of.seqused_k, page_table=of.page_table)
+    _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k)
+    axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), of.page_table is not None)
     device = x.q.device
-    queries = Side("q", tuple(x.q.shape), device, x.cu_seqlens_q, x.seqused_q, options.max_seqlen_q)
+    queries = Side(
+        "q", tuple(x.q.shape), device, of.cu_seqlens_q, of.seqused_q, options.max_seqlen_q
+    )
     shape_k = tuple(x.k.shape)
-    if x.page_table is not None:
-        check_pages(x.k, x.page_table, x.cu_seqlens_k, x.seqused_k, x.kv_batch_idx, x.leftpad_k)
-        shape_k = paged_shape(x.k, x.page_table, x.kv_batch_idx)
+    if of.page_table is not None:
+        check_pages(
+            x.k, of.page_table, of.cu_seqlens_k, of.seqused_k, of.kv_batch_idx, of.leftpad_k
+        )
+        shape_k = paged_shape(x.k, of.page_table, of.kv_batch_idx)
     else:
-        refuse_without_pages(kv_batch_idx=x.kv_batch_idx, leftpad_k=x.leftpad_k)
-    keys = Side("k", shape_k, x.k.device, x.cu_seqlens_k, x.seqused_k, options.max_seqlen_k)
+        refuse_without_pages(kv_batch_idx=of.kv_batch_idx, leftpad_k=of.leftpad_k)
+    keys = Side("k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
-    if x.q_starts is not None:
-        check_q_starts(x.q_starts, shapes.batch, device)
-    if x.causals is not None:
-        check_batch_vector("causal", x.causals, shapes.batch, device)
+    if of.q_starts is not None:
+        check_q_starts(of.q_starts, shapes.batch, device)
+    if of.causals is not None:
+        check_batch_vector("causal", of.causals, shapes.batch, device)
         _check_beside_causals(call)
     _check_options(options)
     if x.learnable_sink is not None:
@@ -133,7 +138,8 @@ def _check_beside_causals(call: AttentionCall) -> None:
     """Refuse what a call has not whose sequences differ in being causal."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
-        raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {brief(call.tensors.causals)}")
+        given = brief(call.tensors.lengths.causals)
+        raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
     if left is not None and left < 0:
         # which of the sequences then see nothing, kernels do not find out
         raise NotImplementedError(
@@ -179,8 +185,8 @@ def _check_gradients(
     tensors: Tensors, shapes: FwdShapes, masks: Masks, backward: BackwardOptions
 ) -> None:
     """Check what only a backward has."""
-    x, q = tensors, tensors.q
-    out, dout, lse = cast(Any, (x.out, x.dout, x.lse))
+    x, of, q = tensors, tensors.gradients, tensors.q
+    out, dout, lse = cast(Any, (x.out, of.dout, x.lse))
     score_mod_bwd, deterministic, _ = backward
     check_gradient_settings(deterministic, score_mod_bwd, masks.score_mod)
     check_mod("score_mod_bwd", score_mod_bwd)
@@ -189,23 +195,23 @@ def _check_gradients(
         check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     check_fp32("lse", lse, lse_shape, q.device)
-    if x.dlse is not None:
-        check_fp32("dlse", x.dlse, lse_shape, q.device)
+    if of.dlse is not None:
+        check_fp32("dlse", of.dlse, lse_shape, q.device)
     if x.lse_low is not None:
         _check_wants_low(x.lse_low, masks.score_mod)
         check_fp32("lse_low", x.lse_low, lse_shape, q.device)
     outputs: dict[str, torch.Tensor | None] = {}
-    for name, gradient, like in (("dq", x.dq, q), ("dk", x.dk, x.k), ("dv", x.dv, x.v)):
+    for name, gradient, like in (("dq", of.dq, q), ("dk", of.dk, x.k), ("dv", of.dv, x.v)):
         outputs[name] = gradient
         if gradient is not None:
             _check_output(name, gradient, tuple(like.shape), f"the shape of {name[1:]}", q)
-    if x.dsink is not None:
-        _check_dsink(x.dsink, x.learnable_sink)
-        outputs["dsink"] = x.dsink
-    if x.daux is not None:
-        _check_daux(x.daux, masks.aux_tensors)
-        outputs |= {f"daux[{i}]": y for i, y in enumerate(x.daux)}
-        if masks.score_mod is not None and any(y is not None for y in x.daux):
+    if of.dsink is not None:
+        _check_dsink(of.dsink, x.learnable_sink)
+        outputs["dsink"] = of.dsink
+    if of.daux is not None:
+        _check_daux(of.daux, masks.aux_tensors)
+        outputs |= {f"daux[{i}]": y for i, y in enumerate(of.daux)}
+        if masks.score_mod is not None and any(y is not None for y in of.daux):
             check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
     check_outputs_apart(outputs, {"q": q, "k": x.k, "v": x.v, "out": out, "dout": dout})
 
@@ -344,7 +350,8 @@ def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) ->
     x, q = call.tensors, call.tensors.q
     if x.out is not None:
         out_shape = (*q.shape[:-1], shapes.head_dim_v)
-        _check_output("out", x.out, out_shape, "the shape of q with head_dim_v", q)
+        shape_name = "the shape of q with head_dim_v"
+        _check_output("out", x.out, out_shape, shape_name, q, may_be_wide=True)
     if x.lse_low is not None:
         _check_wants_low(x.lse_low, score_mod)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -532,10 +539,16 @@ def _check_columns(
 
 
 def _check_output(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], shape_name: str, q: torch.Tensor
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    shape_name: str,
+    q: torch.Tensor,
+    *,
+    may_be_wide: bool = False,
 ) -> None:
     """A tensor like q, k, v or out that the call writes."""
-    check_shaped(name, tensor, shape, shape_name, q)
+    check_shaped(name, tensor, shape, shape_name, q, may_be_wide=may_be_wide)
     check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
     check_own_memory(name, tensor)
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flash_mask_cute.call.choose.arch import (
     SM90,
@@ -70,24 +70,32 @@ class FwdChoice:
     reason: str
 
 
+class WalkFacts(NamedTuple):
+    """Of `CallFacts`, what a forward knows of its walks beside the problem. block_size: that of
+    block lists, which another form of the mask may replace."""
+
+    window: int | None = None
+    block_size: tuple[int, int] | None = None
+    decode_rows: int | None = None
+
+
+NO_WALK_FACTS = WalkFacts()
+
+
 def select_fwd_config(
     problem: AttentionProblem,
     shapes: FwdShapes,
     pack_gqa: bool | None = None,
     override: FwdConfig | None = None,
-    window: int | None = None,
-    block_size: tuple[int, int] | None = None,
+    walk: WalkFacts = NO_WALK_FACTS,
     unpackable: str | None = None,
     spec: ArchSpec = SM90,
-    decode_rows: int | None = None,
     num_sms: int = H200_SMS,
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads.
 
-    window: the most keys that a query sees, if the mask has both a left and a right edge.
-    block_size: that of block lists. unpackable: an argument that prevents the heads of a group from
-    sharing a tile. spec: the architecture of the kernel. decode_rows: see `CallFacts`. num_sms:
-    CTAs that run at once.
+    unpackable: an argument that prevents the heads of a group from sharing a tile. spec: the
+    architecture of the kernel. num_sms: CTAs that run at once.
 
     Raises:
         ValueError: the override asks for a configuration that cannot run.
@@ -99,13 +107,13 @@ def select_fwd_config(
         problem.head_dim,
         problem.head_dim_v,
         problem.tuning_class,
-        shapes.seqlen_q,
-        shapes.seqlen_k,
-        window,
-        decode_rows,
-        problem.functions_under_causal,
-        None if problem.reads_mask_bits else block_size,
-        may_pair=decode_rows is None and (override is None or override.cta_pair is not False),
+        seqlen_q=shapes.seqlen_q,
+        seqlen_k=shapes.seqlen_k,
+        window=walk.window,
+        decode_rows=walk.decode_rows,
+        functions_under_causal=problem.functions_under_causal,
+        block_size=None if problem.reads_mask_bits else walk.block_size,
+        may_pair=walk.decode_rows is None and (override is None or override.cta_pair is not False),
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
     )
@@ -117,7 +125,7 @@ def select_fwd_config(
         # over a cache, where most of a batch decodes while few sequences have many queries
         queries = min(queries, shapes.mean_seqlen_q)
     packed = _choose_packing(
-        kernel.packed_rows, group, queries, pack_gqa, unpackable, decode_rows is not None
+        kernel.packed_rows, group, queries, pack_gqa, unpackable, walk.decode_rows is not None
     )
     if packed > 1:
         cause = "asked for" if pack_gqa else f"{queries} queries a sequence < {SHORT_QUERY}"

@@ -108,8 +108,8 @@ def _may_hold_documents(call: AttentionCall) -> bool:
     if masks is None or options.q_start.shifts_square():
         return False
     others = (
-        *(x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.page_table),
-        *(options.max_seqlen_q, options.max_seqlen_k, x.causals),
+        *x.lengths.of_sequences(),
+        *(options.max_seqlen_q, options.max_seqlen_k, x.lengths.causals),
         *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
     )
     return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)
@@ -117,8 +117,8 @@ def _may_hold_documents(call: AttentionCall) -> bool:
 
 def can_pack(call: AttentionCall) -> bool:
     """Whether all tensors that a packed batch does not copy have contiguous rows."""
-    x = call.tensors
-    return rows_follow(x.q, x.k, x.v, x.out, x.dq, x.dk, x.dv)
+    x, of = call.tensors, call.tensors.gradients
+    return rows_follow(x.q, x.k, x.v, x.out, of.dq, of.dk, of.dv)
 
 
 def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
@@ -147,8 +147,8 @@ def by_documents(
     assert masks is not None and masks.startend_row_indices is not None
     mask = column_mask_of(masks.startend_row_indices, causal)
     starts, row_indices = mask.split(batch)
-    tensors = replaced(tensors, cu_seqlens_q=starts, cu_seqlens_k=starts)
-    return tensors, replaced(masks, startend_row_indices=row_indices)
+    lengths = replaced(tensors.lengths, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return replaced(tensors, lengths=lengths), replaced(masks, startend_row_indices=row_indices)
 
 
 def with_gradients(tensors: Tensors) -> Tensors:
@@ -157,13 +157,14 @@ def with_gradients(tensors: Tensors) -> Tensors:
     A launch would clear the rows behind the last sequence in its own tensors; here there are no
     such rows.
     """
-    x = tensors
-    return replaced(
-        x,
-        dq=new_gradient(x.q) if x.dq is None else x.dq,
-        dk=new_gradient(x.k) if x.dk is None else x.dk,
-        dv=new_gradient(x.v) if x.dv is None else x.dv,
+    x, given = tensors, tensors.gradients
+    gradients = replaced(
+        given,
+        dq=new_gradient(x.q) if given.dq is None else given.dq,
+        dk=new_gradient(x.k) if given.dk is None else given.dk,
+        dv=new_gradient(x.v) if given.dv is None else given.dv,
     )
+    return replaced(x, gradients=gradients)
 
 
 def as_rows(tensors: Tensors) -> Tensors:
@@ -177,16 +178,16 @@ def as_rows_bwd(tensors: Tensors) -> Tensors:
 
     lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
     """
-    x = as_rows(tensors)
-    return replaced(
-        x,
-        lse=lse_by_heads(x.lse),
-        dlse=lse_by_heads(x.dlse),
-        dout=rows_of(x.dout),
-        dq=rows_of(x.dq),
-        dk=rows_of(x.dk),
-        dv=rows_of(x.dv),
+    x, of = as_rows(tensors), tensors.gradients
+    gradients = replaced(
+        of,
+        dout=rows_of(of.dout),
+        dlse=lse_by_heads(of.dlse),
+        dq=rows_of(of.dq),
+        dk=rows_of(of.dk),
+        dv=rows_of(of.dv),
     )
+    return replaced(x, lse=lse_by_heads(x.lse), gradients=gradients)
 
 
 @overload

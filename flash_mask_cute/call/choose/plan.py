@@ -17,6 +17,7 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
+    WalkFacts,
     select_bwd_config,
     select_fwd_config,
 )
@@ -45,7 +46,13 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
-from flash_mask_cute.call.choose.splits import DECODE_ROWS, Splits, choose_split, decode_rows
+from flash_mask_cute.call.choose.splits import (
+    DECODE_ROWS,
+    Splits,
+    choose_split,
+    decode_rows,
+    refuse_splits,
+)
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
@@ -55,7 +62,7 @@ from flash_mask_cute.call.problem import (
     sink_dtype,
 )
 from flash_mask_cute.call.settings import given_fields
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
@@ -103,7 +110,7 @@ class ExecutionPlan:
     softmax_scale may have any sign. Window sides are None if open. q_start is NONE if it has no
     effect.
     conversions: by name, of the caller's tensors that a kernel cannot read as they are.
-    is_out_like_q: a forward's new out may be made like q.
+    is_out_like_q: a forward's new out may be made like q. out_dtype: of a forward's out.
 
     mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
@@ -128,6 +135,7 @@ class ExecutionPlan:
     gradients: GradientFacts | None = None
     conversions: dict[str, Conversion | None] = field(default_factory=dict)
     is_out_like_q: bool = False
+    out_dtype: str = ""
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
@@ -216,7 +224,7 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.lengths.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
@@ -228,7 +236,7 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.causals)
+    _refuse_causal_sequences(chosen, call.tensors.lengths.causals)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -273,7 +281,7 @@ def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None
 
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
     """The part of a call's problem that both directions share, without packing."""
-    x, (is_causal, window_left, window_right) = call.tensors, window
+    x, of, (is_causal, window_left, window_right) = call.tensors, call.tensors.lengths, window
     problem = AttentionProblem(
         dtype=dtype_name(x.q.dtype),
         head_dim=x.q.shape[-1],
@@ -281,10 +289,10 @@ def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -
         is_causal=is_causal,
         has_window_left=window_left is not None,
         has_window_right=window_right is not None,
-        varlen_q=x.cu_seqlens_q is not None,
-        varlen_k=x.cu_seqlens_k is not None,
-        has_seqused_q=x.seqused_q is not None,
-        has_seqused_k=x.seqused_k is not None,
+        varlen_q=of.cu_seqlens_q is not None,
+        varlen_k=of.cu_seqlens_k is not None,
+        has_seqused_q=of.seqused_q is not None,
+        has_seqused_k=of.seqused_k is not None,
         has_softcap=call.options.softcap != 0,
         needs_lse=False,
     )
@@ -301,8 +309,8 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
-        has_kv_batch_idx=x.kv_batch_idx is not None,
-        has_leftpad_k=x.leftpad_k is not None,
+        has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
+        has_leftpad_k=x.lengths.leftpad_k is not None,
     )
     if masks.score_mod is None:
         return problem
@@ -318,7 +326,7 @@ def _bwd_problem(
 ) -> AttentionProblem:
     """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
     problem = _problem(call, masks, window)
-    score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.daux
+    score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.gradients.daux
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
@@ -359,7 +367,7 @@ def _choose_tiles(
 ) -> tuple[ExecutionPlan, Choose]:
     """The plan of a kernel that evaluates all masks itself, and a function that chooses tiles for
     other problems with the same arguments."""
-    q, scale = call.tensors.q, call.options.softmax_scale
+    q, out, scale = call.tensors.q, call.tensors.out, call.options.softmax_scale
     backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
     if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
         backend = Backend.CPU
@@ -370,7 +378,7 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
-        decodes = problem.split is not None or call.tensors.page_table is not None
+        decodes = problem.split is not None or call.tensors.lengths.page_table is not None
         choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
         sink = call.tensors.learnable_sink
     else:
@@ -378,7 +386,7 @@ def _choose_tiles(
         empties = may_empty_rows(problem, seqlens, (window_left, window_right))
         problem = replace(problem, may_empty_rows=empties)
         choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
-        if empties or call.tensors.dsink is not None:
+        if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = _gradient_facts(call, problem, sink)
     choice = choose(_within_tables(problem))
@@ -397,9 +405,10 @@ def _choose_tiles(
         softcap=float(call.options.softcap),
         gradients=gradients,
         conversions={"learnable_sink": sink_conversion(sink)},
+        out_dtype=problem.dtype if out is None else dtype_name(out.dtype),
     )
     chosen = chosen.with_choice(choice)
-    if call.tensors.page_table is not None:
+    if call.tensors.lengths.page_table is not None:
         tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
@@ -408,7 +417,7 @@ def _choose_tiles(
         by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
         chosen = replace(chosen, splits=by_slots)
     elif problem.split is not None:
-        by_rows = Splits.by_rows(chosen.problem, shapes, call.options.num_splits)
+        by_rows = Splits.by_rows(chosen.problem, shapes, max(call.options.num_splits, 1))
         chosen = replace(chosen, splits=by_rows)
     return chosen, choose
 
@@ -423,6 +432,9 @@ def _with_split(
 ) -> AttentionProblem:
     """The problem with its way of computing work tiles in splits, if any.
 
+    A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
+    of one split if no more are asked for.
+
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
@@ -430,6 +442,10 @@ def _with_split(
     split = choose_split(
         options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
     )
+    out = call.tensors.out
+    if split is None and out is not None and out.dtype != call.tensors.q.dtype:
+        refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
+        split = BY_ROWS
     if split is None:
         return problem
     is_at_end = problem.q_start is None or options.q_start.kind == END
@@ -475,11 +491,9 @@ def _fwd_chooser(
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        window=_visible(window),
-        block_size=masks.block_size,
+        walk=WalkFacts(_visible(window), masks.block_size, rows),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
-        decode_rows=rows,
         num_sms=target.num_sms,
     )
 
@@ -517,16 +531,16 @@ def _bwd_chooser(
 def _gradient_facts(
     call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
 ) -> GradientFacts:
-    x = call.tensors
+    x, of = call.tensors, call.tensors.gradients
     return GradientFacts(
-        has_dlse=x.dlse is not None,
+        has_dlse=of.dlse is not None,
         has_lse_low=x.lse_low is not None,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         score_mod_bwd=call.backward.score_mod_bwd,
         padding=Padding(
-            problem.varlen_q and x.dq is None,
-            problem.varlen_k and x.dk is None,
-            problem.varlen_k and x.dv is None,
+            problem.varlen_q and of.dq is None,
+            problem.varlen_k and of.dk is None,
+            problem.varlen_k and of.dv is None,
         ),
     )
 
@@ -588,9 +602,11 @@ def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     if chosen.direction is Direction.FORWARD:
         conversions["out"] = output_conversion(x.out)
     else:
-        assert x.out is not None and x.dout is not None
-        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(x.dout)}
-        conversions |= {name: output_conversion(getattr(x, name)) for name in ("dq", "dk", "dv")}
+        of = x.gradients
+        assert x.out is not None and of.dout is not None
+        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(of.dout)}
+        outputs = ("dq", of.dq), ("dk", of.dk), ("dv", of.dv)
+        conversions |= {name: output_conversion(y) for name, y in outputs}
     is_out_like_q = (
         x.q.is_contiguous() and x.q.shape == chosen.out_shape and tma_strides(x.q) is None
     )

@@ -79,6 +79,19 @@ def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
     return shapes.seqlen_q * (padded_group(shapes.heads_q // shapes.heads_kv) if may_pack else 1)
 
 
+def refuse_splits(problem: AttentionProblem, what: str) -> None:
+    """Refuse results that splits do not have. what: of the call asks for splits.
+
+    Raises:
+        NotImplementedError: lse_low or max_scores are asked for, too.
+    """
+    for name in ("lse_low", "max_scores"):
+        if getattr(problem, f"needs_{name}"):
+            raise NotImplementedError(
+                f"{what} is not supported together with {name}: of splits, out and lse are combined"
+            )
+
+
 def choose_split(
     num_splits: int,
     problem: AttentionProblem,
@@ -98,12 +111,7 @@ def choose_split(
         NotImplementedError: num_splits is requested together with lse_low or max_scores.
     """
     if num_splits > 1:
-        for name in ("lse_low", "max_scores"):
-            if getattr(problem, f"needs_{name}"):
-                raise NotImplementedError(
-                    f"num_splits={num_splits} is not supported together with {name}: of splits, "
-                    "out and lse are combined"
-                )
+        refuse_splits(problem, f"num_splits={num_splits}")
         return BY_ROWS
     if num_splits == 1:
         return None

@@ -443,8 +443,19 @@ SM90_BWD = (
 )
 
 # On Blackwell a block is always 128 queries by 128 keys (docs/backward_sm100.md says why).
-SM100_BWD = (
-    BwdRow(*(64, 64, 128, 2, 2, 1, 0), "two query blocks in flight"),
-    BwdRow(*(96, 96, 128, 2, 2, 1, 0), "two query blocks in flight, and dQ in the columns of dP"),
-    BwdRow(*(128, 128, 128, 2, 1, 1, 0), "what fits beside two blocks of Q"),
+SM100_BWD = tuple(
+    row
+    for d, stages_do, reason in (
+        (64, 2, "two query blocks in flight"),
+        (96, 2, "two query blocks in flight, and dQ in the columns of dP"),
+        (128, 1, "what fits beside two blocks of Q"),
+    )
+    for row in (
+        BwdRow(
+            *(d, d, 128, 2, stages_do, 1, 0),
+            f"{reason}; clearing costs once what asking for sums costs in every block",
+            clears_dq=True,
+        ),
+        BwdRow(*(d, d, 128, 2, stages_do, 1, 0), reason),
+    )
 )

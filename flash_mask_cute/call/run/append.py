@@ -98,16 +98,16 @@ class AppendFacts(NamedTuple):
     def create(x: Append) -> AppendFacts:
         rotates = x.cos is not None
         return AppendFacts(
-            dtype_name(x.k_cache.dtype),
-            x.cu_seqlens_k_new is not None,
-            x.leftpad is not None,
-            x.batch_idx is not None,
-            x.page_table is not None,
-            None if x.cos is None else dtype_name(x.cos.dtype),
-            rotates and x.rotary_seqlens is not None,
-            rotates and x.cu_seqlens_q is not None,
-            not rotates or x.interleaved,
-            not rotates or x.advances,
+            dtype=dtype_name(x.k_cache.dtype),
+            is_packed=x.cu_seqlens_k_new is not None,
+            has_leftpad=x.leftpad is not None,
+            has_batch_idx=x.batch_idx is not None,
+            has_pages=x.page_table is not None,
+            rotary_dtype=None if x.cos is None else dtype_name(x.cos.dtype),
+            has_rotary_seqlens=rotates and x.rotary_seqlens is not None,
+            is_packed_q=rotates and x.cu_seqlens_q is not None,
+            interleaved=not rotates or x.interleaved,
+            advances=not rotates or x.advances,
         )
 
 

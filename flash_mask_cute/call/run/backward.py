@@ -80,10 +80,9 @@ class KernelBackward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (
-            q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            dout, dlse, dq, dk, dv, dsink, daux, _, _, q_starts, _, _, _,
-        ) = tensors  # fmt: skip
+        q, k, v, sink, lengths, out, lse, lse_low, _, gradients = tensors
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _, _ = lengths
+        dout, dlse, dq, dk, dv, dsink, daux = gradients
         index = q.get_device()
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
@@ -176,28 +175,28 @@ class EmptyBackward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x = tensors
-        if x.dsink is not None:
-            x.dsink.copy_(self._sink_gradient(x))
-        if x.daux is not None:
-            _write_aux_gradients(x.daux, {})
-        return _zeros(x.q, x.dq), _zeros(x.k, x.dk), _zeros(x.v, x.dv)
+        x, of = tensors, tensors.gradients
+        if of.dsink is not None:
+            of.dsink.copy_(self._sink_gradient(x))
+        if of.daux is not None:
+            _write_aux_gradients(of.daux, {})
+        return _zeros(x.q, of.dq), _zeros(x.k, of.dk), _zeros(x.v, of.dv)
 
     def _sink_gradient(self, tensors: Tensors) -> Tensor:
         """The gradient of the sink without keys: out is then 0, and lse is the sink."""
-        x = tensors
+        x, of, (cu_seqlens_q, _, seqused_q, *_) = tensors, tensors.gradients, tensors.lengths
         assert x.lse is not None
         lse_by_row = x.lse.transpose(-1, -2)
-        if x.dlse is None or not self._has_batch:
+        if of.dlse is None or not self._has_batch:
             return lse_by_row.new_zeros(lse_by_row.shape[-1:])
         sees_keys = lse_by_row > -torch.inf
-        if x.cu_seqlens_q is not None:
+        if cu_seqlens_q is not None:
             row = torch.arange(sees_keys.shape[0], device=sees_keys.device)
-            sees_keys = sees_keys & (row < x.cu_seqlens_q[-1])[:, None]
-        if x.seqused_q is not None:
-            unused = unused_rows(lse_by_row, x.cu_seqlens_q, x.seqused_q)
+            sees_keys = sees_keys & (row < cu_seqlens_q[-1])[:, None]
+        if seqused_q is not None:
+            unused = unused_rows(lse_by_row, cu_seqlens_q, seqused_q)
             sees_keys = sees_keys & ~unused[..., None]
-        terms = torch.where(sees_keys, x.dlse.transpose(-1, -2), 0.0)
+        terms = torch.where(sees_keys, of.dlse.transpose(-1, -2), 0.0)
         return terms.flatten(0, -2).sum(dim=0)
 
 
@@ -211,9 +210,9 @@ class CpuBackward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        plan, x = self._plan, tensors
+        plan, x, of = self._plan, tensors, tensors.gradients
         assert plan.gradients is not None
-        daux = x.daux or ()
+        daux = of.daux or ()
         aux_sums = _aux_sums(daux, plan.problem.wants_aux, torch.float64)
         chosen = plan.bwd_choice
         tiles = CpuTiles(chosen.tiles.tile_m, chosen.tile_n, skip_blocks=chosen.tiles.skip_blocks)
@@ -221,10 +220,10 @@ class CpuBackward:
             score_mod_bwd=plan.gradients.score_mod_bwd, aux_sums=aux_sums
         )
         dq, dk, dv, dsink = flash_attn_bwd_cpu(call)
-        if x.dsink is not None and dsink is not None:
-            x.dsink.copy_(dsink)
+        if of.dsink is not None and dsink is not None:
+            of.dsink.copy_(dsink)
         _write_aux_gradients(daux, aux_sums)
-        return _written(dq, x.dq), _written(dk, x.dk), _written(dv, x.dv)
+        return _written(dq, of.dq), _written(dk, of.dk), _written(dv, of.dv)
 
 
 def _zeros(like: Tensor, given: Tensor | None) -> Tensor:

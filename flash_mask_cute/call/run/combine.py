@@ -80,9 +80,12 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
 
 
 class CombinedForward:
-    """What a forward in splits needs beside its kernel: scratch memory, and the combination."""
+    """What a forward in splits needs beside its kernel: scratch memory, and the combination.
 
-    __slots__ = ("_by_slots", "_function", "_is_packed", "_splits")
+    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place.
+    """
+
+    __slots__ = ("_by_slots", "_function", "_is_packed", "_splits", "is_wide")
 
     def __init__(self, plan: ExecutionPlan) -> None:
         assert plan.splits is not None
@@ -90,9 +93,10 @@ class CombinedForward:
         self._splits = plan.splits
         self._is_packed = problem.varlen_q
         self._by_slots = problem.split == BY_SLOTS
+        self.is_wide = plan.out_dtype != problem.dtype
         facts = CombineFacts(
             "float32",
-            problem.dtype,
+            plan.out_dtype,
             problem.head_dim_v,
             problem.needs_lse,
             has_low=plan.splits.has_low,
@@ -122,6 +126,12 @@ class CombinedForward:
             return out, lse, low, None, splits.number
         pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
         return out, lse, low, pending, None
+
+    def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
+        """A tensor in the dtype of q and the shape of out. The kernel reads its shape, and writes
+        splits only: this is in their memory."""
+        of_out = partials[0][0, 0] if self._is_packed else partials[0][0]
+        return of_out.view(q.dtype)[..., : of_out.shape[-1]]
 
     def __call__(self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
         """Combine the splits in the scratch memory."""

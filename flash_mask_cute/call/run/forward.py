@@ -79,11 +79,11 @@ class KernelForward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        q, k, v, sink, lengths, out, lse, lse_low, max_scores, _ = tensors
         (
-            q, k, v, out, lse, lse_low, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            _, _, _, _, _, _, _, max_scores, page_table, q_starts, kv_batch_idx, leftpad_k,
-            causals,
-        ) = tensors  # fmt: skip
+            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            page_table, q_starts, kv_batch_idx, leftpad_k, causals,
+        ) = lengths  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
@@ -110,7 +110,11 @@ class KernelForward:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         combine = self._combine
-        partials = None if combine is None else combine.new_partials(q)
+        partials, of_kernel = None, out
+        if combine is not None:
+            partials = combine.new_partials(q)
+            if combine.is_wide:
+                of_kernel = combine.of_kernel(partials, q)
         counter = tile_counter(q, index) if combine is None or combine.counts else None
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
@@ -118,11 +122,12 @@ class KernelForward:
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             self._function(
-                q, k, v, out, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                page_table, self._window_left, self._window_right, sink, lists, aux_tensors,
-                self._softcap, counter, columns, block_size, bits, mask_bits, query_chunk, lse_low,
-                max_scores, q_starts if self._reads_q_starts else self._q_start, partials,
-                kv_batch_idx, leftpad_k, causals if self._reads_causals else None,
+                q, k, v, of_kernel, lse, self._scale, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                seqused_k, page_table, self._window_left, self._window_right, sink, lists,
+                aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
+                query_chunk, lse_low, max_scores,
+                q_starts if self._reads_q_starts else self._q_start, partials, kv_batch_idx,
+                leftpad_k, causals if self._reads_causals else None,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
@@ -154,8 +159,9 @@ class EmptyForward:
             return out, lse
         lse_by_row = lse.transpose(-1, -2)
         lse_by_row.copy_(tensors.learnable_sink)
-        if tensors.seqused_q is not None:
-            unused = unused_rows(lse_by_row, tensors.cu_seqlens_q, tensors.seqused_q)
+        of = tensors.lengths
+        if of.seqused_q is not None:
+            unused = unused_rows(lse_by_row, of.cu_seqlens_q, of.seqused_q)
             lse_by_row.masked_fill_(unused[..., None], NEG_INF)
         return out, lse
 
@@ -181,8 +187,9 @@ class CpuForward:
             x.lse_low.zero_()
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
-        if x.page_table is not None:
-            where = x.page_table, x.kv_batch_idx, x.leftpad_k
+        of = x.lengths
+        if of.page_table is not None:
+            where = of.page_table, of.kv_batch_idx, of.leftpad_k
             k, v = (gather_pages(pool, *where) for pool in (x.k, x.v))
             x = replaced(x, k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number

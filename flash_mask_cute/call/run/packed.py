@@ -81,9 +81,9 @@ class PackedBackward:
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = with_gradients(tensors)
-        gradients: Any = tensors.dq, tensors.dk, tensors.dv
+        given: Any = tensors.gradients
         if self._mask_causal is not None:
             batch = tensors.q.shape[0]
             tensors, masks = by_documents(tensors, masks, self._mask_causal, batch)
         self.inner(as_rows_bwd(tensors), masks)
-        return gradients
+        return given.dq, given.dk, given.dv

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from flash_mask_cute.integrations.transformers.attention import attention
+from flash_mask_cute.integrations.transformers.attention import layer_attention
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, make_mask
 
 __all__ = ["AttentionMask", "masks_for", "register"]
@@ -59,7 +59,7 @@ def register(name: str = "mask_cute") -> str:
         )
     if not name or name in _THEIRS or name.startswith("paged|"):
         raise ValueError(f"name={name!r} means something else in transformers: take another name")
-    AttentionInterface.register(name, attention)
+    AttentionInterface.register(name, layer_attention)
     AttentionMaskInterface.register(name, make_mask)
     return name
 

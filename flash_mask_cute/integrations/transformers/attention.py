@@ -37,7 +37,7 @@ class Packed(NamedTuple):
         return (of_rows[:, None] == of_keys)[None, None]
 
 
-def attention(
+def layer_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -82,7 +82,7 @@ def attention(
     shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     bias = None
     if position_bias is not None:
-        bias = _fitted(position_bias, "position_bias", shape).expand(shape)
+        bias = _fitted(position_bias, "position_bias", shape)
     packed = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
@@ -105,7 +105,7 @@ def attention(
             options["mask_mod"] = _mods().visible_to_all
             options["aux_tensors"] = [packed.same_document(*shape[2:])]
             packed = None
-        options["score_mod"] = _mods().added
+        options["score_mod"], bias = _adding(bias, shape)
         options["aux_tensors"] = [bias, *options.get("aux_tensors", ())]
     if packed is not None:
         documents = packed._replace(
@@ -258,6 +258,13 @@ def _mods() -> Any:
     return table_mods
 
 
+def _adding(bias: Tensor, shape: Shape) -> tuple[Any, Tensor]:
+    """The mod that adds a table, and the table as it reads it."""
+    mods = _mods()
+    mod = mods.added_alike if bias.shape[0] == 1 else mods.added
+    return mod, bias.expand(-1, *shape[1:])
+
+
 def _of_table(
     table: Tensor, shape: Shape, packed: Packed | None, bias: Tensor | None
 ) -> dict[str, Any]:
@@ -270,8 +277,8 @@ def _of_table(
     options: dict[str, Any] = {}
     aux_tensors = []
     if bias is not None:
-        options["score_mod"] = _mods().added
-        aux_tensors.append(bias.expand(shape))
+        options["score_mod"], bias = _adding(bias, shape)
+        aux_tensors.append(bias)
     if shown is not None:
         by_head = shown.shape[1] > 1
         options["mask_mod"] = _mods().visible if by_head else _mods().visible_to_all

@@ -9,7 +9,7 @@ mask. For one query it is evaluated for all keys, with a few small operators and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from flash_mask_cute.masks.builders import from_mask_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 MaskFunction = Callable[..., Any]
+# Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
+# they get tensors.
+_TAKE_TENSORS = ("doge",)
 
 
 class Found(NamedTuple):
@@ -94,6 +97,13 @@ class AttentionMask(BlockMask):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"attention_mask.{name}: {_NO_TENSOR}")
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        raise NotImplementedError(f"attention_mask in {name}: {_NO_TENSOR}")
+
     def to(self, device: Any, *others: Any, **more: Any) -> AttentionMask:
         """The mask on a device: itself if it is there, else made anew there.
 
@@ -117,6 +127,12 @@ class AttentionMask(BlockMask):
 
     def packed(self, cu_seqlens: Tensor) -> AttentionMask:
         """This mask and the documents of cu_seqlens; made once for a tensor."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"cu_seq_lens_q beside a mask made before ({self.form}) in a compiled region: let "
+                "the mask have the documents, masks_for(..., position_ids=...), and pass no "
+                "cu_seq_lens_q and cu_seq_lens_k"
+            )
         if self._packed is None or self._packed[0] is not cu_seqlens:
             _, _, num_rows, num_keys = self._shape
             if num_rows != num_keys:
@@ -138,7 +154,7 @@ class AttentionMask(BlockMask):
 
 _NO_TENSOR = (
     "masks of flash_mask_cute are no tensors, and this model computes with its mask; load it with "
-    "attn_implementation='sdpa'"
+    "attn_implementation='sdpa' or 'eager'"
 )
 
 
@@ -163,7 +179,8 @@ def make_mask(
     """The mask half, with the arguments of `AttentionMaskInterface`.
 
     In a region that torch.compile traces the mask is a dense tensor, as that of sdpa, or None for a
-    causal mask without padding over as many keys as queries.
+    causal mask without padding over as many keys as queries. Models of `_TAKE_TENSORS` get a dense
+    tensor always.
 
     Raises:
         ValueError: attention_mask is no (batch, keys) tensor.
@@ -173,9 +190,11 @@ def make_mask(
             "attention_mask must have shape (batch, keys), or (batch, 1 or heads, queries, keys), "
             f"got {tuple(attention_mask.shape)}"
         )
-    if torch.compiler.is_compiling():
+    takes_tensors = getattr(others.get("config"), "model_type", None) in _TAKE_TENSORS
+    if torch.compiler.is_compiling() or takes_tensors:
         # elsewhere transformers hides keys behind the first ones by the alignment of a None
         skips = others.pop("allow_is_causal_skip", True) and q_length == kv_length
+        skips = skips and not takes_tensors
         made: Tensor | None = masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=skips, use_vmap=use_vmap, device=device, **others,
@@ -191,7 +210,13 @@ def make_mask(
             padding = torch.nn.functional.pad(padding, (0, missing))
     function = placed(mask_function, padding, q_offset, kv_offset)
     if q_length == 1 and not use_vmap:
-        found = _find_row(function, batch_size, kv_length, isinstance(q_offset, Tensor), device)
+        # a slice of the padding is cheaper than what reads it by indices
+        unpadded = placed(mask_function, None, q_offset, kv_offset)
+        if padding is not None:
+            padding = padding[:, kv_offset : kv_offset + kv_length]
+        found = _find_row(unpadded, padding, batch_size, kv_length, device)
+        if isinstance(q_offset, Tensor):
+            found = _with_used(found)
     else:
         found = find_form(function, batch_size, (q_length, kv_length), device)
     return AttentionMask(shape, function, found, device)
@@ -226,17 +251,29 @@ def placed(
 
 
 def _find_row(
-    function: MaskFunction, batch: int, num_keys: int, is_static: bool, device: torch.device
+    function: MaskFunction,
+    padding: Tensor | None,
+    batch: int,
+    num_keys: int,
+    device: torch.device,
 ) -> Found:
-    """What the only query of a decoding step sees. is_static: of a cache with room for more."""
-    places = torch.arange(max(batch, num_keys + 1), device=device)
+    """What the only query of a decoding step sees. padding: (batch, num_keys)."""
+    places = torch.arange(max(batch, num_keys), device=device)
     b, k = places[:batch, None, None, None], places[:num_keys]
     zero = places[:1, None, None, None]
-    row = function(b, zero, zero, k).expand(batch, 1, 1, num_keys)
-    used = None
-    if is_static:
-        used = (row[:, 0, 0] * places[1 : num_keys + 1]).amax(1).int()
-    return Found("a row of keys", row=row, used=used)
+    row = function(b, zero, zero, k)
+    if padding is not None:
+        row = row & padding[:, None, None]
+    return Found("a row of keys", row=row.expand(batch, 1, 1, num_keys))
+
+
+def _with_used(found: Found) -> Found:
+    """The row with the number of keys up to the last that is seen: a static cache has room for
+    more."""
+    row = found.row
+    assert row is not None
+    ends = torch.arange(1, row.shape[3] + 1, device=row.device, dtype=torch.int32)
+    return found._replace(used=(row[:, 0, 0] * ends).amax(1))
 
 
 def find_form(

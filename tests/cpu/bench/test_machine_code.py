@@ -16,6 +16,7 @@ from bench.codegen_variants import VARIANTS, compile_variant
 from bench.machine_code import Code, Instruction, early_arrivals
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.sm100 import umma
 
 BLACKWELL = tuple(
     name for name in VARIANTS if name.startswith(("sm100-d", "sm103-d", "sm100-bwd", "sm103-bwd"))
@@ -123,6 +124,23 @@ def without(code: Code, damaged: Callable[[Instruction], Instruction]) -> Code:
 
 def waits_for_no_load(x: Instruction, boards: set[int | None]) -> Instruction:
     return x._replace(waits=x.waits - boards) if x.opcode != "LDS" else x
+
+
+@NEEDS_DISASSEMBLER
+@pytest.mark.parametrize(
+    "name", ["sm100-bwd-d64-full", "sm100-bwd-d96-full", "sm100-bwd-d128-full"]
+)
+def test_dq_is_released_when_it_is_in_registers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the waits for loads, the warps that take dQ out of tensor memory would arrive while
+    their loads are in flight: the compiler waits where values are used, which is later."""
+    monkeypatch.setattr(umma, "wait_loads", lambda: None)
+    with compile_lock(), compiler_keeps(f"--keep-cubin --dump-dir={tmp_path}"):
+        compiled, _ = compile_variant(name)
+    function: Any = compiled.function
+    code = Code.create(disassembly(function.__cubin__, tmp_path))
+    assert {x.opcode for x in early_arrivals(code)} == {"LDTM"}
 
 
 @NEEDS_DISASSEMBLER

@@ -145,9 +145,15 @@ def test_pairs_of_ctas_that_cannot_run() -> None:
     assert select(256, 128, stages_do=2).cta_pair
 
 
-@pytest.mark.parametrize("row", SM100_BWD, ids=lambda row: row.max_dim)
+@pytest.mark.parametrize(
+    "row", SM100_BWD, ids=lambda row: f"{row.max_dim}-{'cleared' if row.clears_dq else 'in-order'}"
+)
 def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
-    choice = select_bwd_config(row.max_dim, row.max_dim_v, "full", kernel=SM100.backward)
+    choice = select_bwd_config(
+        *(row.max_dim, row.max_dim_v, "full"),
+        deterministic=not row.clears_dq,
+        kernel=SM100.backward,
+    )
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason

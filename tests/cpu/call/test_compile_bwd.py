@@ -195,8 +195,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
         found = planned(inputs, TARGET, direction=Direction.BACKWARD, **keywords)
         facts = found.gradients
         assert facts is not None
-        of_facts = facts.has_dlse, facts.sink_dtype, facts.padding
-        return compile_bwd(found.problem, found.bwd_choice, TARGET, Mods(), *of_facts, cache=cache)
+        return compile_bwd(found.problem, found.bwd_choice, TARGET, Mods(), facts, cache)
 
     first = Case("first", 1, 60, 70, 4, 4, causal=True, window_left=20, sink=BF16)
     before = compile_count()

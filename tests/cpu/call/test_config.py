@@ -7,7 +7,12 @@ import pytest
 from cutlass import BFloat16
 
 from flash_mask_cute.call.choose.arch import SM100
-from flash_mask_cute.call.choose.config import FwdChoice, check_feasible, select_fwd_config
+from flash_mask_cute.call.choose.config import (
+    FwdChoice,
+    WalkFacts,
+    check_feasible,
+    select_fwd_config,
+)
 from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
@@ -55,8 +60,8 @@ def choose(
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
     )
-    given = pack_gqa, override, window, block_size, unpackable
-    return select_fwd_config(problem, shapes, *given, decode_rows=decode_rows)
+    walk = WalkFacts(window, block_size, decode_rows)
+    return select_fwd_config(problem, shapes, pack_gqa, override, walk, unpackable)
 
 
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")

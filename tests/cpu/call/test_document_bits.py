@@ -15,7 +15,7 @@ from planned import call_of, planned
 from torch import Tensor
 
 from flash_mask_cute import explain
-from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Gradients, Tensors
 from flash_mask_cute.call.choose import plan as plan_module
 from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.call.choose.packed import rows_follow
@@ -191,24 +191,24 @@ def test_what_a_backward_passes_on() -> None:
     q, k, v, out, dq = (torch.randn(batch, seqlen, heads, 64).bfloat16() for _ in range(5))
     lse, dlse = torch.randn(batch, heads, seqlen), torch.randn(batch, heads, seqlen)
     dout = torch.ones(batch, 1, heads, 64).bfloat16().expand(-1, seqlen, -1, -1)
-    tensors = Tensors(q, k, v, out, lse, dout=dout, dlse=dlse, dq=dq)
+    tensors = Tensors(q, k, v, out=out, lse=lse, gradients=Gradients(dout, dlse, dq))
     seen: list[Tensors] = []
 
     def run(tensors: Tensors, masks: Any) -> Any:
         seen.append(tensors)
-        return tensors.dq, tensors.dk, tensors.dv
+        return tensors.gradients.dq, tensors.gradients.dk, tensors.gradients.dv
 
     gradients = PackedBackward(run, mask_causal=None)(tensors)
     assert gradients[0] is dq and all(x.shape == q.shape for x in gradients)
-    (given,) = seen
-    assert given.dout is not None and given.dout.is_contiguous()
+    given = seen[0].by_name()
+    assert given["dout"].is_contiguous()
     views = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-    assert all(getattr(given, name).shape == (batch * seqlen, heads, 64) for name in views)
+    assert all(given[name].shape == (batch * seqlen, heads, 64) for name in views)
     for name in ("q", "k", "v", "out"):
-        assert getattr(given, name).data_ptr() == getattr(tensors, name).data_ptr()
+        assert given[name].data_ptr() == getattr(tensors, name).data_ptr()
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-        assert getattr(given, name).data_ptr() == gradient.data_ptr()
-    for packed_rows, rows in ((given.lse, lse), (given.dlse, dlse)):
+        assert given[name].data_ptr() == gradient.data_ptr()
+    for packed_rows, rows in ((given["lse"], lse), (given["dlse"], dlse)):
         assert packed_rows is not None
         assert torch.equal(rearrange(packed_rows, "h (b q) -> b h q", b=batch), rows)
 

@@ -266,7 +266,8 @@ def test_packed_sequences() -> None:
     KernelForward(call, main, store)(given.tensors, given.masks)
     (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, query_chunk),) = calls
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
-    assert starts_q is given.tensors.cu_seqlens_q and starts_k is given.tensors.cu_seqlens_k
+    assert starts_q is given.tensors.lengths.cu_seqlens_q
+    assert starts_k is given.tensors.lengths.cu_seqlens_k
     assert logical is None and len(aux) == 1
     assert main.given()["mask_bits"][2] is places
     assert main.given()["query_chunk"] == query_chunk == (0, most)

@@ -17,8 +17,10 @@ def cpu_call_of(inputs: Inputs, tiles: CpuTiles, **more: Any) -> CpuCall:
     case, given = inputs.case, inputs.keywords
     is_causal, *sides = fold_window(case.causal, case.window_left, case.window_right)
     names = "learnable_sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    tensors = {name: given.get(name) for name in names}
-    tensors |= {name: more.pop(name) for name in Tensors._fields if name in more}
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    tensors |= {name: given[name] for name in names if name in given}
+    of_tensors = [name for name in Tensors.from_names(tensors).by_name() if name in more]
+    tensors |= {name: more.pop(name) for name in of_tensors}
     masks = {
         "score_mod": given.get("score_mod"),
         "mask_mod": given.get("mask_mod"),
@@ -28,7 +30,7 @@ def cpu_call_of(inputs: Inputs, tiles: CpuTiles, **more: Any) -> CpuCall:
     }
     masks |= {name: more.pop(name) for name in masks if name in more}
     call = CpuCall(
-        Tensors(inputs.q, inputs.k, inputs.v)._replace(**tensors),
+        Tensors.from_names(tensors),
         ResolvedMasks(**masks),
         tiles,
         case.seqlen_q,

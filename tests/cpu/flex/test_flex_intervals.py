@@ -189,6 +189,7 @@ def test_explain_says_the_form() -> None:
         (FOUND["blocks"], "documents, by column intervals"),
         (documents, "documents, by column intervals"),
         (FOUND["prefix"], "column intervals"),
+        (FOUND["two tables"], "column intervals"),
         (LEFT["remainder"], "a mask_mod"),
     ):
         assert lower_mod(mod, "mask_mod").form == said

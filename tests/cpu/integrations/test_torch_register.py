@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import subprocess
 import sys
 import warnings
@@ -313,4 +315,13 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_public_names() -> None:
     assert sorted(door.__all__) == ["Ran", "kernels_run", "register", "sdpa"]
-    assert all(getattr(door, name).__doc__ for name in door.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", ["kernels_run", "sdpa", pytest.param("register", marks=needs_registry)]
+)
+def test_a_docstring_has_an_example_that_runs(name: str) -> None:
+    text = inspect.getdoc(getattr(door, name)) or ""
+    found = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    assert found.examples
+    assert doctest.DocTestRunner(verbose=False).run(found).failed == 0

@@ -13,14 +13,13 @@ import tiny_models as tiny
 import torch
 from tiny_models import CU, IDS, LEFT, LENGTHS, PACKED, PARTS, RIGHT, SEQ, Pair, error_of
 from torch import Tensor
-from transformers import DynamicCache, StaticCache, __version__
+from transformers import DynamicCache, StaticCache
 
 from flash_mask_cute.integrations.transformers import masks_for
 
 LIMIT = 7e-6
 # The modules warn of what newer releases rename.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-IS_OLD = tuple(map(int, __version__.split(".")[:2])) < (5, 24)
 
 SHOWN = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
 SHOWN[:, :3] = True
@@ -113,16 +112,16 @@ def prefilled_in_parts(pair: Pair, parts: tuple[int, ...] = (9, 5, 3)) -> float:
     return tiny.relative(outs[1], outs[0])
 
 
-def alone(pair: Pair) -> Tensor:
+def alone(pair: Pair, ids: Tensor = IDS[:1]) -> Tensor:
     """Each document by itself in eager, which knows no documents of a packed row then."""
     with torch.no_grad():
-        parts = [pair.eager(x, use_cache=False).logits[0] for x in IDS[:1].split(PARTS, 1)]
-    return torch.cat(parts)
+        parts = [pair.eager(x, use_cache=False).logits for x in ids.split(PARTS, 1)]
+    return torch.cat(parts, 1)
 
 
 def documents(pair: Pair, **more: Any) -> float:
     call = {"input_ids": IDS[:1], "position_ids": PACKED, "use_cache": False} | more
-    return tiny.relative(tiny.output_of(pair.ours, call)[0], alone(pair))
+    return tiny.relative(tiny.output_of(pair.ours, call), alone(pair))
 
 
 def documents_by_lengths(pair: Pair) -> float:
@@ -154,7 +153,7 @@ def is_wrong_in_transformers(name: str, situation: str) -> bool:
     if name == "gpt_oss":
         # its masks are made without position_ids
         return situation == "documents"
-    if name == "llama4" and IS_OLD:
+    if name == "llama4" and tiny.IS_OLD:
         # chunks are counted from the beginning of the row; static caches raise a TypeError
         return situation.startswith("documents") or situation == "generated_static"
     # the masks of its chunks are made of padding and places in the row, without position_ids
@@ -175,6 +174,13 @@ def test_a_decoder(name: str, situation: str) -> None:
     assert SITUATIONS[situation](tiny.decoder(name)) <= LIMIT
 
 
+@pytest.mark.parametrize("situation", ["left", "packed", "bools", "generated_static"])
+def test_wide_heads_of_gemma4(situation: str) -> None:
+    """The global layers of published models have a head dimension of 512."""
+    pair = tiny.pair_of(tiny.config_of("gemma4", global_head_dim=512))
+    assert SITUATIONS[situation](pair) <= LIMIT
+
+
 COMPILED = {
     "plain": {"input_ids": IDS},
     "left": {"input_ids": IDS, "attention_mask": LEFT},
@@ -182,44 +188,45 @@ COMPILED = {
 }
 
 
-def compiled_error(pair: Pair, call: dict[str, Any], mask: Any = None) -> float:
-    """Of a model compiled as one graph, which serves a second batch of these sizes, too."""
+def compiled_error(pair: Pair, call: dict[str, Any], mask: Any = None, wanted: Any = None) -> float:
+    """Of a model compiled as one graph, which serves a second batch of these sizes, too.
+
+    mask: makes a mask for a batch. wanted: what is right, of a pair and the ids; by default what
+    eager gives.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(pair.ours, backend="aot_eager", fullgraph=True)
     errors = []
     for shift in (0, 1):
-        again = call | {"input_ids": (call["input_ids"] + shift) % 90 + 3, "use_cache": False}
+        ids = (call["input_ids"] + shift) % 90 + 3
+        again = call | {"input_ids": ids, "use_cache": False}
         given = again | ({} if mask is None else {"attention_mask": mask()})
-        found, wanted = tiny.output_of(compiled, given), tiny.output_of(pair.eager, again)
-        rows = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-        errors.append(tiny.relative(found[rows], wanted[rows]))
+        found = tiny.output_of(compiled, given)
+        right = wanted(pair, ids) if wanted else tiny.output_of(pair.eager, again)
+        rows = call.get("attention_mask", torch.ones_like(ids)).bool()
+        errors.append(tiny.relative(found[rows], right[rows]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     return max(errors)
 
 
-@pytest.mark.shares(6)
+@pytest.mark.shares(9)
 @pytest.mark.parametrize("situation", COMPILED)
 @pytest.mark.parametrize("name", tiny.DECODERS)
 def test_a_model_compiled_with_its_masks(name: str, situation: str) -> None:
     assert compiled_error(tiny.decoder(name), COMPILED[situation]) <= LIMIT
 
 
-@pytest.mark.shares(6)
+@pytest.mark.shares(9)
 @pytest.mark.parametrize("situation", COMPILED)
-@pytest.mark.parametrize("name", tiny.DECODERS)
+@pytest.mark.parametrize("name", tiny.WITH_MASKS_BEFORE)
 def test_a_compiled_model_with_masks_made_before(name: str, situation: str) -> None:
     pair, call = tiny.decoder(name), COMPILED[situation]
+    wanted = None
     if (name, situation) == ("gpt_oss", "packed"):
-        # its own masks know of no documents
-        call = call | LENGTHS
-        torch._dynamo.reset()
-        compiled = torch.compile(pair.ours, backend="aot_eager", fullgraph=True)
-        given = call | {"attention_mask": masks_for(pair.ours, **COMPILED[situation])}
-        found = tiny.output_of(compiled, given | {"use_cache": False})[0]
-        assert tiny.relative(found, alone(pair)) <= LIMIT
-        return
-    assert compiled_error(pair, call, lambda: masks_for(pair.ours, **call)) <= LIMIT
+        # masks that it makes itself know of no documents
+        wanted = alone
+    assert compiled_error(pair, call, lambda: masks_for(pair.ours, **call), wanted) <= LIMIT
 
 
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))

@@ -262,7 +262,7 @@ def test_only_what_requires_grad(compiled: bool, monkeypatch: pytest.MonkeyPatch
     run = interface.backward
 
     def backward(call: AttentionCall) -> Any:
-        daux = call.tensors.daux
+        daux = call.tensors.gradients.daux
         asked.append(None if daux is None else [x is not None for x in daux])
         return run(call)
 

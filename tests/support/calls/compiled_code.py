@@ -11,7 +11,7 @@ import pytest
 from bench.codegen import count_sass, disassemblers, disassembly
 from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import select_fwd_config
+from flash_mask_cute.call.choose.config import WalkFacts, select_fwd_config
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.call.settings import FwdConfig
 from flash_mask_cute.runtime.cache import compile_lock
@@ -60,7 +60,7 @@ def build_text(
         problem,
         shapes_of(problem),
         override=override,
-        block_size=block_size,
+        walk=WalkFacts(block_size=block_size),
         spec=arch_spec(target),
     )
     key = problem, choice.tiles, target, mods

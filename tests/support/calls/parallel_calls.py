@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from drawn_builders import DRAW
 from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders, flash_attn_func
@@ -82,17 +85,22 @@ def compare(call: ParallelCall, group: dist.ProcessGroup | None = None, seed: in
 
     tensors = [normal(heads_q, dim), normal(heads_kv, dim), normal(heads_kv, dim_v)]
     dout = normal(heads_q, dim_v)
-    sink = [torch.randn(heads_q, generator=generator).to(torch.float32)] if call.has_sink else []
-    whole = [x.clone().requires_grad_() for x in (*tensors, *sink)]
-    out = flash_attn_func(
-        whole[0],
-        whole[1],
-        whole[2],
-        startend_row_indices=call.mask,
-        learnable_sink=whole[3] if sink else None,
-        **call.keywords,
-    )
-    wanted = [out, *torch.autograd.grad(out, whole, dout)]
+    sink = [torch.randn(heads_q, generator=generator).double()] if call.has_sink else []
+    # one process computes the whole, and tells the others
+    wanted = [torch.empty_like(x) for x in (dout, *tensors, *sink)]
+    if rank == 0:
+        whole = [x.clone().requires_grad_() for x in (*tensors, *sink)]
+        out = flash_attn_func(
+            whole[0],
+            whole[1],
+            whole[2],
+            startend_row_indices=call.mask,
+            learnable_sink=whole[3] if sink else None,
+            **call.keywords,
+        )
+        wanted = [out.detach(), *torch.autograd.grad(out, whole, dout)]
+    for x in wanted:
+        dist.broadcast(x, group=group, group_src=0)
     own = [call.plan.shard(x, rank) for x in tensors] + sink
     own = [x.clone().requires_grad_() for x in own]
     part = context_parallel_attention(
@@ -117,22 +125,130 @@ def compare(call: ParallelCall, group: dist.ProcessGroup | None = None, seed: in
     return Errors(*worst.tolist())
 
 
-def run_table(rank: int) -> dict[tuple[int, str, str, str], Errors]:
-    """Each mask with each method and two plans, in four processes and in groups of two, which
-    share the masks among them. Only the first rank of a group returns errors."""
+class Row(NamedTuple):
+    """A call of the table. world: how many ranks compute it. plan: "interleaved" or "by work"."""
+
+    world: int
+    mask: str
+    method: str
+    plan: str
+
+    def call(self) -> ParallelCall:
+        mask = MASKS[self.mask]()
+        if self.plan == "interleaved":
+            return ParallelCall(mask, interleaved(SEQLEN, self.world), self.method)
+        return ParallelCall(mask, plan(mask, self.world, seqlen=SEQLEN), self.method)
+
+
+TABLE = [Row(*x) for x in product((2, 4), MASKS, METHODS, ("interleaved", "by work"))]
+
+
+def draw(seed: int, world: int) -> ParallelCall:
+    """A mask of any builder, rows scattered over ranks, and any options."""
+    rng = random.Random(f"parallel {seed}")
+    step = rng.choice((1, 3, 8, 16))
+    of_rank = step * rng.randint(1, 48 // step)
+    seqlen = world * of_rank
+    mask = DRAW[rng.choice(sorted(DRAW))](rng, seqlen).mask if rng.random() < 0.9 else None
+    if mask is not None and mask.startend_row_indices.shape[2] != seqlen:
+        # one that has an even number of tokens only
+        mask = builders.causal(seqlen)
+    starts = list(range(0, seqlen, step))
+    rng.shuffle(starts)
+    many = of_rank // step
+    rows = [
+        [(a, a + step) for a in sorted(starts[r * many : (r + 1) * many])] for r in range(world)
+    ]
+    keywords: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        keywords["causal"] = True
+    if rng.random() < 0.3:
+        keywords["window_size"] = (rng.randint(0, 20), rng.choice((None, rng.randint(0, 20))))
+    if rng.random() < 0.3:
+        keywords["softcap"] = 5.0
+    if rng.random() < 0.3:
+        keywords["softmax_scale"] = rng.choice((0.3, -0.2))
+    heads_kv = rng.choice((1, 2, world, 2 * world))
+    group = rng.choice((1, 2)) * (world // heads_kv if heads_kv < world else 1)
+    return ParallelCall(
+        mask,
+        Plan(rows),
+        rng.choice(METHODS),
+        keywords,
+        has_sink=rng.random() < 0.4,
+        heads=(heads_kv * group, heads_kv),
+        head_dims=rng.choice(((16, 16), (8, 16))),
+    )
+
+
+class Told(NamedTuple):
+    """What a process of four tells.
+
+    errors: of calls of the groups of which it is the first rank, or what was refused.
+    failures: by method, what it was told where rank 1 of two called with wrong rows.
+    half_precision: see there.
+    """
+
+    errors: dict[Row | int, Errors | str]
+    failures: dict[str, str]
+    half_precision: tuple[float, float]
+
+
+def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
+    """These rows of the table, and draws of these seeds, in four processes and in groups of two,
+    which share them among them; and what else needs several processes."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    found = {}
-    for number, (name, make) in enumerate(MASKS.items()):
-        mask = make()
-        for world, group in ((4, None), (2, pairs[rank // 2])):
-            if world == 2 and number % 2 != rank // 2:
-                continue
-            plans = {"interleaved": interleaved(SEQLEN, world)}
-            if SEQLEN % (128 * world) == 0:
-                plans["by work"] = plan(mask, world, seqlen=SEQLEN)
-            for label, rows in plans.items():
-                for method in METHODS:
-                    errors = compare(ParallelCall(mask, rows, method), group, number)
-                    if dist.get_rank(group) == 0:
-                        found[world, name, label, method] = errors
+    soon = timedelta(seconds=2)
+    of_failures = [dist.new_group([0, 1], timeout=soon) for _ in METHODS]
+    failures = {}
+    if rank < 2:
+        for method, group in zip(METHODS, of_failures, strict=True):
+            failures[method] = fail_in_one(group, method)
+    errors = run_calls(rank, rows, seeds, pairs)
+    return Told(errors, failures, half_precision(pairs[rank // 2]))
+
+
+def run_calls(
+    rank: int, rows: Sequence[Row], seeds: Sequence[int], pairs: Sequence[dist.ProcessGroup]
+) -> dict[Row | int, Errors | str]:
+    found: dict[Row | int, Errors | str] = {}
+    for number, row in enumerate([*rows, *seeds]):
+        world = row.world if isinstance(row, Row) else (2, 4)[row % 2]
+        group = None if world == 4 else pairs[rank // 2]
+        if world == 2 and number // 2 % 2 != rank // 2:
+            continue
+        call = row.call() if isinstance(row, Row) else draw(row, world)
+        try:
+            result: Errors | str = compare(call, group, number)
+        except NotImplementedError as error:
+            result = str(error)
+        if dist.get_rank(group) == 0:
+            found[row] = result
     return found
+
+
+def fail_in_one(group: dist.ProcessGroup, method: str) -> str:
+    """Rank 1 calls with wrong rows. What each rank was told."""
+    rows = interleaved(64, 2)
+    q, k, v = (torch.randn(1, 32 - dist.get_rank(group), 2, 8) for _ in range(3))
+    try:
+        context_parallel_attention(q, k, v, None, rows, group, method)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:
+    """The errors of a ring and of one call in bfloat16, against float64."""
+    mask = builders.causal_document([200, 40, 120, 152])
+    rows, rank = interleaved(SEQLEN, 2), dist.get_rank(group)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, SEQLEN, 2, 16, generator=generator).bfloat16() for _ in range(3))
+    exact = flash_attn_func(q.double(), k.double(), v.double(), startend_row_indices=mask)
+    alone = flash_attn_func(q, k, v, startend_row_indices=mask)
+    own = [rows.shard(x, rank) for x in (q, k, v)]
+    part = context_parallel_attention(own[0], own[1], own[2], mask, rows, group, "ring")
+    assert part.dtype == torch.bfloat16
+    errors = (part.double() - rows.shard(exact, rank), (alone.double() - exact))
+    of_part, of_whole = (float(x.abs().max()) for x in errors)
+    return of_part, of_whole

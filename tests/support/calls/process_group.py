@@ -20,7 +20,9 @@ def run_in_processes(
     seconds. The function is of a module, because the processes import it."""
     with tempfile.TemporaryDirectory() as folder:
         told = function, arguments, world, folder, timeout
-        mp.start_processes(_work, told, nprocs=world, start_method="spawn")
+        # one process imports, and the others are its copies
+        mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "cutlass"])
+        mp.start_processes(_work, told, nprocs=world, start_method="forkserver")
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)
         ]

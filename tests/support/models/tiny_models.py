@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from flash_mask_cute.integrations.transformers import register
 
 NAME = register()
+IS_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
     "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
@@ -32,9 +33,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"],
         "intermediate_size_mlp": 64, "no_rope_layers": [1, 0],
     }),
-    # global layers of the published models have 512, too
     "gemma4": ("Gemma4TextConfig", HYBRID | {
-        "global_head_dim": 512, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
+        "global_head_dim": 32, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0,
     }),
     "deepseek_v3": ("DeepseekV3Config", {
         "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -43,6 +43,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4,
     }),
 }  # fmt: skip
+# In older releases `create_masks_for_generate` raises a TypeError for chunks.
+WITH_MASKS_BEFORE = [name for name in DECODERS if not (IS_OLD and name == "llama4")]
 SMALL = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip

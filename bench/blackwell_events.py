@@ -1,0 +1,192 @@
+"""When things happen in a block of the Blackwell kernels: a model of latencies, by events.
+
+Products run one after another, in the order of their issue, each when what it waits for is there. A
+product tells threads that it is complete after a signal's time, and threads tell the product warp
+after another. Exponentials and dS of a block are phases of the compute warps. dQ leaves tensor
+memory by way of staging memory of 16 KB a part; a part's place is free when its bulk add has read
+it. The period of a steady state is the time of a block. Where bytes of shared memory take longer
+than that, they decide (`bench.blackwell_model`).
+
+Cycles of an SM. Nothing was measured on Blackwell: rates that are not known are ranges (`RATES`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# of a thread's arrival until the product warp goes on
+THREAD_SIGNAL = 60
+# dS of a block, and what the exponentials of a block take beside their rate
+DS_PHASE, EXP_LATENCY = 450, 146
+# dQ from tensor memory to registers, all columns
+TO_REGISTERS = 250
+# 16 KB into staging memory, and what passes between its filling, sending and next filling
+STAGE, HAND_OVER = 169, 222
+# from the release of a stage until its next Q or dO is there
+LOAD = 900
+PART = 16384
+# what the softmax of a block takes beside the rate of exponentials: first load, last store
+SOFTMAX_LATENCY = 250
+BLOCKS = 64
+
+
+class Rates(NamedTuple):
+    """read: of shared memory by a bulk add of 16 KB. claim: the compare-and-swap that says whether
+    a row block's sums are there. product_signal: from the end of a product to a waiting thread."""
+
+    read: int
+    claim: int
+    product_signal: int = 150
+
+
+# what a B200 is between, the second one as a bulk add on an H200 takes
+RATES = (Rates(350, 500), Rates(600, 700), Rates(1000, 900))
+
+
+class Product(NamedTuple):
+    """lag: blocks behind the newest. cycles: on the tensor cores."""
+
+    name: str
+    lag: int
+    cycles: int
+
+
+def products(order: str, cycles: dict[str, int]) -> tuple[Product, ...]:
+    """order: names, those of the previous block with an apostrophe: S dK' dQ' dV dP."""
+    return tuple(
+        Product(x.rstrip("'"), int(x.endswith("'")), cycles[x.rstrip("'")]) for x in order.split()
+    )
+
+
+@dataclass(frozen=True)
+class Backward:
+    """exponentials: cycles of a block at their rate. over: the product in whose columns dQ lies,
+    and which waits until dQ has left: dP, S (of which dQ then waits until it has been read), or
+    none. part_bytes: of the parts of dQ, for one staging place. held: the last so many parts leave
+    tensor memory together, into registers, before they are staged. claims: see `Rates`. stages_do:
+    dO in flight."""
+
+    order: tuple[Product, ...]
+    exponentials: int
+    over: str
+    part_bytes: tuple[int, ...]
+    held: int
+    claims: bool
+    stages_do: int = 2
+
+    def period(self, rates: Rates) -> float:
+        """Cycles of a block in the steady state."""
+        ends: dict[tuple[str, int], float] = {}
+        taken: dict[int, float] = {}
+        state = _Drain()
+        exp_end = ds_end = 0.0
+        ready_p: dict[int, float] = {}
+        ready_ds: dict[int, float] = {}
+        now = 0.0
+        for j in range(BLOCKS + 1):
+            for name, lag, cycles in self.order:
+                i = j - lag
+                if i < 0:
+                    continue
+                waits = [now]
+                if name in ("dV", "dP"):
+                    # dO of the block, loaded when the products of an earlier one have read it
+                    used = [ends.get((x, i - self.stages_do), 0.0) for x in ("dV", "dP")]
+                    if i >= self.stages_do:
+                        waits.append(max(used) + rates.product_signal + LOAD)
+                if name == "dV":
+                    waits.append(ready_p[i])
+                if name == "dP" and self.over == "dP":
+                    waits.append(taken.get(i - 1, 0.0))
+                if name == "S" and self.over == "S":
+                    waits.append(taken.get(i - 2, 0.0))
+                if name in ("dK", "dQ"):
+                    waits.append(ready_ds[i])
+                if name == "dQ" and not self.over:
+                    waits.append(taken.get(i - 1, 0.0))
+                if name == "dQ" and self.over == "S":
+                    waits.append(ready_p[j])
+                now = max(waits) + cycles
+                ends[name, i] = now
+                told = now + rates.product_signal
+                if name == "S":
+                    exp_end = max(told, ds_end) + self.exponentials + EXP_LATENCY
+                    ready_p[i] = exp_end + THREAD_SIGNAL
+                elif name == "dP":
+                    ds_end = max(told, exp_end) + DS_PHASE
+                    ready_ds[i] = ds_end + THREAD_SIGNAL
+                elif name == "dQ":
+                    taken[i] = self._drain(state, told, rates) + THREAD_SIGNAL
+        half = BLOCKS // 2
+        return (ends["S", BLOCKS] - ends["S", half]) / (BLOCKS - half)
+
+    def _drain(self, state: _Drain, told: float, rates: Rates) -> float:
+        """When tensor memory is free; the parts of dQ go through staging memory meanwhile."""
+        at = left = max(told, state.warps)
+        in_turn = len(self.part_bytes) - self.held
+        for number, size in enumerate(self.part_bytes):
+            share = size / PART
+            if number == in_turn:
+                left = at + TO_REGISTERS
+            at = max(at, state.place) + STAGE * share
+            read = rates.read * share + (rates.claim if self.claims and number == 0 else 0)
+            state.place = at + HAND_OVER + read
+        state.warps = at
+        return left if self.held else at
+
+
+@dataclass
+class _Drain:
+    """When the reduce warps and the staging place are free."""
+
+    warps: float = 0.0
+    place: float = 0.0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A walk over full blocks: two halves take turns, or one half with two buffers of scores.
+
+    scores, values: cycles of S and of P V of a half. exponentials: of a half, at their rate, which
+    the halves share. stages: key blocks in flight. early: share of the exponentials that is still
+    to come when the first part of P is multiplied. search: cycles before the first exponential, of
+    a maximum of the whole block.
+    """
+
+    scores: int
+    values: int
+    exponentials: int
+    halves: int = 2
+    stages: int = 2
+    early: float = 0.0
+    search: int = 0
+
+    def period(self, rates: Rates) -> float:
+        """Cycles of a key block, of all halves, in the steady state."""
+        phase = self.exponentials + SOFTMAX_LATENCY + self.search
+        now, starts = 0.0, []
+        ready = dict.fromkeys(range(self.halves), 0.0)
+        read: list[float] = []
+        # one half works on a block while the scores of the next are computed
+        ahead = self.halves == 1
+        busy = 0.0
+        for j in range(BLOCKS + 1):
+            starts.append(now)
+            for half in range(self.halves):
+                if not ahead and j:
+                    now = max(now, ready[half]) + self.values
+                if j >= self.stages:
+                    now = max(now, read[j - self.stages] + rates.product_signal + LOAD)
+                now += self.scores
+                told = now + rates.product_signal
+                if ahead and j:
+                    now = max(now, ready[half]) + self.values
+                busy = max(told, busy) + phase if ahead else told + phase
+                ready[half] = busy - self.early * self.exponentials + THREAD_SIGNAL
+            read.append(now)
+        half_way = BLOCKS // 2
+        period = (starts[BLOCKS] - starts[half_way]) / (BLOCKS - half_way)
+        if ahead:
+            return period
+        return max(period, 2 * self.exponentials + SOFTMAX_LATENCY + self.search)

@@ -1,0 +1,29 @@
+"""The bundles of a call, and their other forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flash_mask_cute.call.arguments import NO_LENGTHS, Gradients, Lengths, Tensors, lengths_of
+
+
+def test_tensors_come_back_from_their_other_forms() -> None:
+    """A distinct value in every place; what follows a row is left for its reader."""
+    names: Any = (name for name in [*Tensors._fields, *Lengths._fields, *Gradients._fields])
+    given: dict[str, Any] = {
+        name: object() for name in names if name not in ("lengths", "gradients")
+    }
+    tensors = Tensors.from_names(given)
+    assert tensors.by_name() == given
+    row = iter((*tensors.flat(), "next"))
+    assert Tensors.from_flat(row) == tensors
+    assert next(row) == "next"
+
+
+def test_a_call_without_lengths_has_always_the_same() -> None:
+    """By which its key needs no look at them."""
+    assert lengths_of(None, None, None, None, None, None) is NO_LENGTHS
+    for i, name in enumerate(Lengths._fields):
+        given: list[Any] = [None] * len(Lengths._fields)
+        given[i] = object()
+        assert lengths_of(*given)._asdict() == dict.fromkeys(Lengths._fields) | {name: given[i]}
