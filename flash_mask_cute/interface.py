@@ -34,14 +34,14 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
-from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
+from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.mask_mods import form_without_contents
 from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
-from flash_mask_cute.runtime.checks import brief, number_of
+from flash_mask_cute.runtime.checks import brief, check_bool, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.recent import Recent
@@ -61,7 +61,7 @@ def _weight(key: Any) -> int:
     return _MAX_KEPT // _MAX_KEPT_WITH_CALLABLES if has_callables(key) else 1
 
 
-# by key, as `find_fwd` and `find_bwd` look them up
+# by key, as `find` looks them up
 _prepared_fwd: dict[Any, PreparedFwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 
@@ -166,9 +166,9 @@ def _flash_attn_fwd(
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     lengths = lengths_of(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-        leftpad_k, causals,
+        leftpad_k,
     )  # fmt: skip
-    tensors = Tensors(q, k, v, learnable_sink, lengths, out, lse, lse_low, max_scores)
+    tensors = Tensors(q, k, v, learnable_sink, lengths, causals, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, pack_gqa, return_lse,
@@ -180,8 +180,8 @@ def _flash_attn_fwd(
 
 
 def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
-    """out and lse of a call; key_of_masks as in `find_fwd`."""
-    prepared, key = find_fwd(_prepared_fwd, call, key_of_masks)
+    """out and lse of a call; key_of_masks as in `key_of_fwd`."""
+    prepared, key = find(_prepared_fwd, key_of_fwd, call, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared, call)
@@ -191,7 +191,7 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
 def prepare_forward(call: AttentionCall) -> None:
     """Raise what `forward` would raise for this call, and have its kernels compiled. Nothing is
     launched."""
-    prepared, key = find_fwd(_prepared_fwd, call)
+    prepared, key = find(_prepared_fwd, key_of_fwd, call)
     if prepared is None:
         _keep(_prepared_fwd, key, prepare_fwd(call), call)
 
@@ -262,7 +262,8 @@ def _flash_attn_bwd(
     of the sink, which is computed only on request. daux has an entry for each aux tensor: None, or
     a floating-point tensor of the same shape and dtype. It receives the gradient through score_mod,
     0 where score_mod does not read; reads by mask_mod have no gradient. daux is not supported with
-    a score_mod_bwd or deterministic=True.
+    a score_mod_bwd, and with deterministic=True only of tensors read by head or by key
+    (docs/mods.md#classes-of-reads), not on Blackwell.
 
     config: a `BwdConfig`, or a mapping of some of its fields, which override the table.
     deterministic: sum dq in a fixed order, so that equal calls give equal bits. Otherwise, on a
@@ -286,7 +287,8 @@ def _flash_attn_bwd(
     tensors = Tensors(
         q, k, v, learnable_sink,
         lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
-        out, lse, lse_low, gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
+        None, out, lse, lse_low=lse_low,
+        gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
@@ -301,7 +303,7 @@ def _flash_attn_bwd(
 
 def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call."""
-    prepared, key = find_bwd(_prepared_bwd, call)
+    prepared, key = find(_prepared_bwd, key_of_bwd, call)
     if prepared is None:
         prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared, call)
@@ -309,7 +311,13 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    target: str | None = None,
+    deterministic: bool = False,
+    **keywords: Any,
 ) -> Explanation:
     """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
     and what its backward would run (`.backward`), which is planned and not compiled.
@@ -319,6 +327,8 @@ def explain(
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
+
+    deterministic: of the backward, as in `flash_attn_func`.
 
     The kernel is compiled if it is not yet: for the device of q, or for an H200 if q is on the CPU.
     A target ("sm_90a", "sm_100a" or "sm_103a") overrides this; no such GPU needs to be there.
@@ -339,6 +349,8 @@ def explain(
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
+    check_bool("deterministic", deterministic)
+    call = replaced(call, backward=BackwardOptions(deterministic=deterministic))
     is_torch = mods.mask_mod is not masks.mask_mod
     formed = with_form_of_mod(call, masks) if is_torch else call
     if formed is not call:
@@ -382,7 +394,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.lengths.q_starts is not None
-        or x.lengths.causals is not None
+        or x.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):
@@ -422,7 +434,9 @@ _OF_FUNCTIONAL = {
     "window_size": ("window_size_left", "window_size_right"),
     "block_sparse_tensors": ("block_sparse_tensors_torch",),
 }
-know_keywords("explain", ("q", "k", "v", "target", *_FWD_KEYWORDS, *_OF_FUNCTIONAL))
+know_keywords(
+    "explain", ("q", "k", "v", "target", "deterministic", *_FWD_KEYWORDS, *_OF_FUNCTIONAL)
+)
 
 
 def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:

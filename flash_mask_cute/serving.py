@@ -192,7 +192,7 @@ def flash_attn_with_kvcache(
     call = AttentionCall(
         Tensors(
             q, k_cache, v_cache, learnable_sink,
-            Lengths(cu_seqlens_q, q_starts=q_starts, causals=causals), out),
+            Lengths(cu_seqlens_q, q_starts=q_starts), causals, out),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
@@ -269,7 +269,7 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
         cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.lengths.cu_seqlens_q,
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
-        advances=bool(options.causal) or has_window or x.lengths.causals is not None,
+        advances=bool(options.causal) or has_window or x.causals is not None,
     )  # fmt: skip
 
 

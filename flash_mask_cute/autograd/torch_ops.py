@@ -282,7 +282,7 @@ def _from_operator(
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
-        Tensors(q, k, v, sink, Lengths(**of_bundle("lengths", x))),
+        Tensors(q, k, v, sink, Lengths(**of_bundle("lengths", x)), **of_bundle("tensors", x)),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
         Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(

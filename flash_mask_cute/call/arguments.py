@@ -27,8 +27,7 @@ class Lengths(NamedTuple):
     """Where the sequences of a call lie, and what they have in use; None: not there.
 
     q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k: beside
-    page_table, the row of it that a sequence has, and the rows before its first key. causals: the
-    argument causal, if that is a tensor; `Options.causal` is then False.
+    page_table, the row of it that a sequence has, and the rows before its first key.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -39,7 +38,6 @@ class Lengths(NamedTuple):
     q_starts: Tensor | None = None
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
-    causals: Tensor | None = None
 
     def of_sequences(self) -> tuple[Tensor | None, ...]:
         """Those by which sequences have other lengths than q, k and v, or may."""
@@ -73,16 +71,15 @@ def lengths_of(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
     kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
-    causals: Tensor | None = None,
 ) -> Lengths:  # fmt: skip
     """The lengths of a call, which are always the same object if there are none."""
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is None
-        and q_starts is kv_batch_idx is leftpad_k is causals is None
+        and q_starts is kv_batch_idx is leftpad_k is None
     ):
         return Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-            leftpad_k, causals,
+            leftpad_k,
         )  # fmt: skip
     return NO_LENGTHS
 
@@ -91,7 +88,8 @@ class Tensors(NamedTuple):
     """The tensors of a call of either direction, without those of its masks; None: not there.
 
     out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
-    max_scores: an output of a forward, written only if given.
+    max_scores: an output of a forward, written only if given. causals: the argument causal, if that
+    is a tensor; `Options.causal` is then False.
     """
 
     q: Tensor
@@ -99,6 +97,7 @@ class Tensors(NamedTuple):
     v: Tensor
     learnable_sink: Tensor | None = None
     lengths: Lengths = NO_LENGTHS
+    causals: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
     lse_low: Tensor | None = None
@@ -121,17 +120,17 @@ class Tensors(NamedTuple):
 
     def flat(self) -> tuple[Any, ...]:
         """All tensors in a row, as autograd sees them."""
-        q, k, v, sink, lengths, *results, gradients = self
-        return q, k, v, sink, *lengths, *results, *gradients
+        q, k, v, sink, lengths, *others, gradients = self
+        return q, k, v, sink, *lengths, *others, *gradients
 
     @staticmethod
     def from_flat(tensors: Iterator[Any]) -> Tensors:
         """Made from the first elements of a row that begins with `flat`."""
         inputs = tuple(islice(tensors, 4))
-        lengths = Lengths._make(islice(tensors, len(Lengths._fields)))
-        results = tuple(islice(tensors, 4))
+        lengths = lengths_of(*islice(tensors, len(Lengths._fields)))
+        others = tuple(islice(tensors, 5))
         gradients = Gradients._make(islice(tensors, len(Gradients._fields)))
-        return Tensors._make((*inputs, lengths, *results, gradients))
+        return Tensors._make((*inputs, lengths, *others, gradients))
 
 
 class Masks(NamedTuple):
@@ -292,8 +291,8 @@ class AttentionCall(NamedTuple):
         given = self.tensors.by_name() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
         given["q_start"] = self.options.q_start.argument(q_starts)
-        if self.tensors.lengths.causals is not None:
-            given["causal"] = self.tensors.lengths.causals
+        if self.tensors.causals is not None:
+            given["causal"] = self.tensors.causals
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property

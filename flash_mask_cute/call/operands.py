@@ -34,7 +34,7 @@ OF_OPERATORS = (
     OperatorArgument("q_starts", "Tensor?", "lengths"),
     OperatorArgument("kv_batch_idx", "Tensor?", "lengths"),
     OperatorArgument("leftpad_k", "Tensor?", "lengths"),
-    OperatorArgument("causals", "Tensor?", "lengths"),
+    OperatorArgument("causals", "Tensor?", "tensors"),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),
     OperatorArgument("softmax_scale", "float?", "options"),
@@ -51,6 +51,7 @@ OF_OPERATORS = (
 def plain_arguments(call: AttentionCall) -> dict[str, Any]:
     """By name, what operators take of a call as it is."""
     bundles: dict[str, Any] = {
+        "tensors": call.tensors,
         "lengths": call.tensors.lengths,
         "options": call.options,
         "backward": call.backward,

@@ -28,7 +28,13 @@ from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.bit_tile import WORD, Columns
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskRules, MaskWarpRows
+from flash_mask_cute.rules.mask_rules import (
+    MaskArgs,
+    MaskBitsArgs,
+    MaskRules,
+    MaskWarpRows,
+    WindowArgs,
+)
 
 
 class Tiling(NamedTuple):
@@ -134,7 +140,9 @@ class MaskBitsKernel:
         )
 
     def masks_of(self, block_bits, aux_tensors, window: tuple) -> MaskArgs:
-        return MaskArgs.create(self, window, None, Int32(1), None, block_bits, aux_tensors)
+        return MaskArgs.create(
+            self, WindowArgs(*window), None, Int32(1), None, block_bits, aux_tensors
+        )
 
     @cute.kernel
     def kernel(

@@ -138,11 +138,22 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
         raise ValueError(f"{name} must {'' if is_wanted else 'not '}be given to this kernel")
 
 
+class WindowArgs(NamedTuple):
+    """The sides of a launch's window, None if open.
+
+    causals: int32 (batch,), not 0 where a sequence is causal, beside a right side; absent if all
+    are alike.
+    """
+
+    left: Int32 | None
+    right: Int32 | None
+    causals: cute.Tensor | None = None
+
+
 class MaskArgs(NamedTuple):
     """The tensors of a launch's masks; any may be absent.
 
-    mask_bits: replaces block lists and a mask_mod. causals: int32 (batch,), not 0 where a sequence
-    is causal, beside a window_right; absent if all are alike.
+    mask_bits: replaces block lists and a mask_mod. causals: as in `WindowArgs`.
     """
 
     window_left: Int32 | None
@@ -157,14 +168,13 @@ class MaskArgs(NamedTuple):
     @staticmethod
     def create(
         kernel: "MaskedKernel",
-        window: tuple[Int32 | None, Int32 | None],
+        window: WindowArgs,
         column_tensors: tuple | None,
         num_heads: Int32,
         block_lists: tuple[tuple, tuple | None] | None,
         block_bits: tuple | None,
         aux_tensors: Any,
         mask_bits: MaskBitsArgs | None = None,
-        causals: cute.Tensor | None = None,
     ) -> "MaskArgs":
         """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
         tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
@@ -176,8 +186,8 @@ class MaskArgs(NamedTuple):
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
             check_given("mask_bit_tensors", mask_bits, False)
-        if causals is not None:
-            check_given("window_size_right", window[1], True)
+        if window.causals is not None:
+            check_given("window_size_right", window.right, True)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
             indices, bounds = column_tensors
@@ -189,7 +199,8 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*tensors, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
-        return MaskArgs(*window, columns, lists, bits, aux_tensors, mask_bits, causals)
+        left, right, causals = window
+        return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causals)
 
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
         """Whether intervals, lists or a callable may shorten walks a lot."""

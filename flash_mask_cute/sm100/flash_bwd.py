@@ -58,7 +58,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
@@ -66,11 +66,11 @@ from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_traits import (
-    CAPPED_REGISTERS,
     COMPUTE_WARPS,
     ELEMENTS,
     HALVES,
     MASK_REGISTERS,
+    MORE_FOR_SCORES,
     NUM_MASK_WARPS,
     QUERIES,
     REGISTERS,
@@ -232,7 +232,7 @@ class FlashAttentionBackwardSm100:
         traits = self.traits
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
-        window = (window_size_left, window_size_right)
+        window = WindowArgs(window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
         )
@@ -304,16 +304,16 @@ class FlashAttentionBackwardSm100:
         tiles = traits.tiles(storage)
 
         # -- roles
-        registers = REGISTERS if const_expr(scales.cap is None) else CAPPED_REGISTERS
+        registers = REGISTERS
+        has_both = masks.bits is not None and masks.columns is not None
+        if const_expr(scales.cap is not None or has_both):
+            registers = MORE_FOR_SCORES
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(registers.compute)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.compute(gradients, tiles, channels, lengths, softmax_scale, score_args)
         elif warp_idx < Role.LOAD:
-            if const_expr(registers.holds_dq):
-                cute.arch.setmaxregister_increase(registers.reduce)
-            else:
-                cute.arch.setmaxregister_decrease(registers.reduce)
+            cute.arch.setmaxregister_decrease(registers.reduce)
             self.reduce(tiles, channels, registers)
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(registers.of_helpers)

@@ -72,7 +72,7 @@ from flash_mask_cute.mods.table_rows import LoadedRows, OwnRowColumns
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits
 from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm100 import umma
@@ -107,8 +107,8 @@ class FlashAttentionForwardSm100:
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
     :param pack_gqa: the query heads of a KV head (at most 32) share a tile's rows
-    :param tile_m, tile_n: query rows and keys of a tile, 256 and 128; 128 both if head_dim_v > 128
-        or head_dim > 192
+    :param tile_m, tile_n: query rows and keys of a tile, 256 or 128, and 128; 128 both if
+        head_dim_v > 128 or head_dim > 192
     :param num_stages: key blocks in flight
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
@@ -246,7 +246,7 @@ class FlashAttentionForwardSm100:
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         masks = MaskArgs.create(
             self,
-            (window_size_left, window_size_right),
+            WindowArgs(window_size_left, window_size_right),
             column_tensors,
             schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),

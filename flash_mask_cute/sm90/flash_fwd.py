@@ -68,7 +68,13 @@ from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows, check_given
+from flash_mask_cute.rules.mask_rules import (
+    MaskArgs,
+    MaskBitsArgs,
+    MaskWarpRows,
+    WindowArgs,
+    check_given,
+)
 from flash_mask_cute.rules.mask_warps import make_mask_bits
 from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
@@ -272,9 +278,10 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
-            self, (window_size_left, window_size_right), column_tensors, schedule.num_heads,
+            self, WindowArgs(window_size_left, window_size_right, mCausal), column_tensors,
+            schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
-            block_bits, aux_tensors, mask_bits, mCausal,
+            block_bits, aux_tensors, mask_bits,
         )  # fmt: skip
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)

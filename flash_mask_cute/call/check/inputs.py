@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import from_block_mask
-from flash_mask_cute.call.arguments import AttentionCall, Direction, Lengths, Masks
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Gradients, Masks
 
-_OF_FORWARD = "q", "k", "v", "learnable_sink", *Lengths._fields
+# the others are read by a forward
+_NOT_OF_FORWARD = frozenset({"out", "lse", "lse_low", "max_scores", *Gradients._fields})
 _OF_BACKWARD = "q", "k", "v", "out", "dout"
 
 
 def inputs_of(call: AttentionCall) -> dict[str, Tensor | None]:
     """By name, for messages. Of a backward those of the size of q, k and v."""
-    given, is_forward = call.tensors.by_name(), call.direction is Direction.FORWARD
-    found = {name: given[name] for name in (_OF_FORWARD if is_forward else _OF_BACKWARD)}
-    if is_forward and call.masks is not None:
+    given = call.tensors.by_name()
+    if call.direction is Direction.BACKWARD:
+        return {name: given[name] for name in _OF_BACKWARD}
+    found = {name: x for name, x in given.items() if name not in _NOT_OF_FORWARD}
+    if call.masks is not None:
         found |= dict(tensors_of_masks(call.masks))
     return found
 

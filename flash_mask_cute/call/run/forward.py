@@ -79,10 +79,10 @@ class KernelForward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sink, lengths, out, lse, lse_low, max_scores, _ = tensors
+        q, k, v, sink, lengths, causals, out, lse, lse_low, max_scores, _ = tensors
         (
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            page_table, q_starts, kv_batch_idx, leftpad_k, causals,
+            page_table, q_starts, kv_batch_idx, leftpad_k,
         ) = lengths  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse

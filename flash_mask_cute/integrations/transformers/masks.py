@@ -20,6 +20,7 @@ from flash_mask_cute.lowering.lower import lower_mod
 from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.masks.builders import from_mask_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
 # Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
@@ -190,6 +191,13 @@ def make_mask(
             "attention_mask must have shape (batch, keys), or (batch, 1 or heads, queries, keys), "
             f"got {tuple(attention_mask.shape)}"
         )
+    if current_sharding() is not None:
+        # rows of a rank say nothing of the whole sequence
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise NotImplementedError(
+                "attention_mask has padding inside parallel.sharded: say it in the mask of sharded"
+            )
+        return None
     takes_tensors = getattr(others.get("config"), "model_type", None) in _TAKE_TENSORS
     if torch.compiler.is_compiling() or takes_tensors:
         # elsewhere transformers hides keys behind the first ones by the alignment of a None

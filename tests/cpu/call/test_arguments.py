@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_mask_cute.call.arguments import NO_LENGTHS, Gradients, Lengths, Tensors, lengths_of
+from flash_mask_cute.call import given_outputs
+from flash_mask_cute.call.arguments import (
+    NO_LENGTHS,
+    AttentionCall,
+    Direction,
+    Gradients,
+    Lengths,
+    Tensors,
+    lengths_of,
+)
+from flash_mask_cute.call.check.inputs import inputs_of
 
 
 def test_tensors_come_back_from_their_other_forms() -> None:
@@ -27,3 +37,12 @@ def test_a_call_without_lengths_has_always_the_same() -> None:
         given: list[Any] = [None] * len(Lengths._fields)
         given[i] = object()
         assert lengths_of(*given)._asdict() == dict.fromkeys(Lengths._fields) | {name: given[i]}
+
+
+def test_a_forward_reads_or_writes_each_tensor() -> None:
+    """Where its outputs are looked for in its inputs, none of these is left out."""
+    none: Any = None
+    call = AttentionCall(Tensors(none, none, none))
+    outputs = given_outputs._OUTPUTS[Direction.FORWARD]
+    names = {*call.tensors.by_name()} - {*Gradients._fields}
+    assert {*inputs_of(call), *outputs} == names

@@ -31,7 +31,7 @@ from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90, FlashAttentionF
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 # names of a launch that the tables call otherwise
-OF_LAUNCH = {"q_starts": "q_start"}
+OF_LAUNCH = {"q_starts": "q_start", "of_kernel": "out"}
 
 
 def syntax(function: Callable[..., Any]) -> ast.AST:
@@ -91,7 +91,7 @@ def unpacked(function: Callable[..., Any]) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     "function",
-    [lookup.find_fwd, lookup.find_bwd, KernelForward.__call__, KernelBackward.__call__],
+    [lookup.key_of_fwd, lookup.key_of_bwd, KernelForward.__call__, KernelBackward.__call__],
 )
 def test_tensors_are_unpacked_in_their_order(function: Callable[..., Any]) -> None:
     seen = 0
@@ -125,7 +125,12 @@ def test_host_calls_take_what_the_bundles_hold(
 
 def test_operators_take_every_argument_of_a_call() -> None:
     """As it is, in another form, or by position before them."""
-    bundles = {"lengths": Lengths, "options": Options, "backward": BackwardOptions}
+    bundles = {
+        "tensors": Tensors,
+        "lengths": Lengths,
+        "options": Options,
+        "backward": BackwardOptions,
+    }
     for row in OF_OPERATORS:
         assert row.name in bundles[row.bundle]._fields
     by_position = {"q", "k", "v", "learnable_sink", *torch_ops._RESULTS}
