@@ -37,8 +37,8 @@ TORCHES := 2.9.1 2.14.1
 # of docs/integrations.md
 TRANSFORMERS := 5.17.0 5.24.0
 OF_TRANSFORMERS := tests/cpu/integrations/test_transformers_*.py
-# of docs/integrations_engines.md
-ENGINES := vllm==0.33.0 sglang==0.5.23
+# of docs/integrations_engines.md and docs/integrations_more.md
+ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatron-core==0.16.1 torchtitan==0.3.0
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
 
@@ -87,9 +87,11 @@ $(VENV)-transformers-%/.installed: pyproject.toml
 	$(VENV)-transformers-$*/bin/python -m pip install "$(TORCH)" "transformers==$*" -e ".[dev,cu13]"
 	touch $@
 
-# The Python files of the engines' own wheels, without what they depend on, in .engines.
+# The Python files of the engines' own wheels, without what they depend on, in .engines. Each has a process of its own,
+# because stand-ins for packages hold for a process.
 test-engines: $(VENV)-engines/.installed
-	PYTHONPATH=.engines $(VENV)-engines/bin/python -m pytest tests/engines
+	set -e; for file in tests/engines/test_*.py; do \
+		PYTHONPATH=.engines $(VENV)-engines/bin/python -m pytest $$file; done
 
 $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/fetch.py
 	python3 -m venv $(VENV)-engines

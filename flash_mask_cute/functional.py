@@ -187,9 +187,9 @@ def flash_attn_func(
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad, and whose
     gradients have no fixed order (docs/mods.md#classes-of-reads), only warn.
-    out: memory for the result, without gradients: the shape below, the dtype and device of q, any
-    strides whose last one is 1, and no memory of another argument. On a GPU its rows start at
-    multiples of 16 bytes.
+    out: memory for the result, without gradients: the shape below, the device of q, its dtype or,
+    for 16 bits, also fp32, any strides whose last one is 1, and no memory of another argument. On a
+    GPU its rows start at multiples of 16 bytes.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     which holds for both directions; or a pair (forward, backward) of configs for the two host
     calls.

@@ -144,7 +144,7 @@ def test_under_autocast_it_has_the_dtype_of_the_result() -> None:
         out = torch.empty(2, 12, 4, 16, dtype=torch.bfloat16)
         assert torch.equal(dense(out=out), expected)
         with pytest.raises(TypeError, match="out must have the dtype of q.*bfloat16"):
-            dense(out=torch.empty(2, 12, 4, 16))
+            dense(out=torch.empty(2, 12, 4, 16, dtype=torch.float16))
 
 
 # -- by operators ------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ import torch
 from conftest import needs_engine
 from stand_ins import StandIns
 from torch import Tensor
-from transformers.utils import is_torchvision_available
 
 needs_engine("sglang")
+
+from transformers.utils import is_torchvision_available  # noqa: E402
+
 # transformers remembers that it is not there, and sglang gets a stand-in
 is_torchvision_available()
 StandIns(("compressed_tensors", "gguf", "torchvision")).install()

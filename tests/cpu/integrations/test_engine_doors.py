@@ -1,0 +1,48 @@
+"""The plugins of serving engines where no engine is installed. `tests/engines` has the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOORS = {
+    "vllm.general_plugins": "flash_mask_cute.integrations.vllm",
+    "sglang.srt.plugins": "flash_mask_cute.integrations.sglang",
+}
+
+
+@pytest.mark.parametrize("group", DOORS)
+def test_each_engine_has_an_entry_point(group: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split(f'[project.entry-points."{group}"]\n')[1].split("\n\n")[0]
+    assert section == f'mask_cute = "{DOORS[group]}:register"'
+    assert callable(import_module(DOORS[group]).register)
+
+
+def test_no_engine_is_imported_before_it_asks() -> None:
+    """Engines import the doors at their start, and the backend when it is chosen."""
+    code = f"""
+import sys
+import flash_mask_cute
+for name in {[*DOORS.values(), "flash_mask_cute.integrations.hub"]}:
+    __import__(name)
+heavy = {{"torch", "cutlass", "vllm", "sglang", "kernels", "transformers"}}
+print(sorted(heavy & sys.modules.keys()))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("group", DOORS)
+def test_without_the_engine_its_name_is_told(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = group.split(".")[0]
+    monkeypatch.setitem(sys.modules, engine, None)
+    with pytest.raises(ImportError, match=engine):
+        import_module(DOORS[group]).register()
