@@ -39,6 +39,8 @@ TOLERANCE = 0.03
 BURST_US = 15e3
 STREAM_BYTES = 2**31
 PEERS = ("ours", "fa4", "sdpa", "flex", "fa3")
+# the parents of draft tokens: two alternatives, and one that follows the first
+TREE = (-1, 0, 0, 1)
 Call = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -49,7 +51,8 @@ class DecodeCase:
     keys: of each sequence, or a range that they are drawn from. pages: page sizes, 0: contiguous.
     mask: "causal" (bottom right), "full", "sink" (a learnable sink, causal), "sink_window" (that,
     and a window of 128 keys), "blocks" (every fourth block of 128 keys hidden, by a mask_mod and
-    its lists), "mod" (the same without lists). decoding: sequences in front that have one query
+    its lists), "mod" (the same without lists), "tree" (the queries are drafts of TREE, as bits).
+    decoding: sequences in front that have one query
     each; those behind them have `queries`, and half as many keys. appends: the last key is written
     into the cache by the call.
     """
@@ -102,6 +105,7 @@ CASES = (
     DecodeCase("d64-window-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink_window"),
     DecodeCase("q4-b1x131072", 1, 131072, queries=4),
     DecodeCase("q8-b1x131072", 1, 131072, queries=8),
+    DecodeCase("tree4-b1x131072", 1, 131072, queries=len(TREE), mask="tree"),
     DecodeCase("q4-b16x32768", 16, 32768, queries=4, pages=(0, 64)),
     DecodeCase("blocks-b1x131072", 1, 131072, mask="blocks"),
     DecodeCase("mod-b1x131072", 1, 131072, mask="mod"),
@@ -260,6 +264,12 @@ class Problem:
             seen = seen & (k >= last - 127)
         if case.mask in ("blocks", "mod"):
             seen = seen & (k // 128 % 4 != 3)
+        if case.mask == "tree":
+            for draft, parent in enumerate(TREE):
+                seen[draft, length - len(TREE) :] = seen[parent, length - len(TREE) :] & (
+                    parent >= 0
+                )
+                seen[draft, length - len(TREE) + draft] = True
         return seen
 
     def of_last(self, x: Tensor) -> Tensor:
@@ -352,8 +362,8 @@ def ours(run: Run, p: Problem) -> None:
         )  # fmt: skip
     if p.cu_seqlens_q is not None:
         keywords |= {"cu_seqlens_q": p.cu_seqlens_q, "max_seqlen_q": case.queries}
-    if case.appends:
-        measure(run, p, "ours", appending(p))
+    if case.appends or case.mask == "tree":
+        measure(run, p, "ours", appending(p) if case.appends else verifying(p))
         return
 
     def call(k: Tensor, v: Tensor, **more: Any) -> Tensor:
@@ -385,10 +395,25 @@ def appending(p: Problem) -> Call:
     return call
 
 
+def verifying(p: Problem) -> Call:
+    """The step that verifies a tree of draft tokens, which are in the cache."""
+    from flash_mask_cute import builders, flash_attn_with_kvcache
+
+    tree = builders.draft_tree([TREE] * p.case.batch, device=p.device)
+    mask_mod = tree.mask_mod(p.full - len(TREE))
+
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_with_kvcache(p.q, k, v, cache_seqlens=p.full, mask_mod=mask_mod)
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
 def fa4(run: Run, p: Problem) -> None:
     attend = importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd
     case = p.case
-    if case.mask in ("blocks", "mod"):
+    if case.mask in ("blocks", "mod", "tree"):
         return
     keywords: Json = {"causal": case.mask != "full", "learnable_sink": None}
     if p.sink is not None:
@@ -464,11 +489,16 @@ def flex(run: Run, p: Problem) -> None:
     def blocks(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return k_idx // 128 % 4 != 3
 
+    def tree(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        first = lengths[b] - queries
+        return (k_idx < first) | seen[q_idx, (k_idx - first).clamp(min=0)]
+
+    seen, mods = p.visible(queries), {"causal": causal, "tree": tree}
     mask = None
-    if case.mask in ("blocks", "mod") or (
+    if case.mask in ("blocks", "mod", "tree") or (
         case.mask == "causal" and (p.used is not None or queries > 1)
     ):
-        mod = causal if case.mask == "causal" else blocks
+        mod = mods.get(case.mask, blocks)
         mask = create_block_mask(mod, case.batch, None, queries, case.most_keys, device=p.device)
 
     def call(k: Tensor, v: Tensor) -> Tensor:
@@ -540,6 +570,7 @@ def main() -> int:
             DecodeCase("append", 1, 512, (8, 2), 64, appends=True),
             DecodeCase("mixed", 3, 512, (8, 2), 64, 20, pages=(16,), decoding=2),
             DecodeCase("blocks", 1, 1024, (8, 2), 64, mask="blocks"),
+            DecodeCase("tree4", 2, 512, (8, 2), 64, len(TREE), mask="tree"),
             DecodeCase("sink", 2, 512, (8, 2), 64, 3, pages=(0, 16), mask="sink"),
         )
         peers = ["ours", "sdpa"]

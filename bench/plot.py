@@ -243,6 +243,11 @@ def named_masks() -> dict[str, ColumnMask]:
         "prefix_lm_causal": builders.prefix_lm_causal(n, prefix=200),
         "prefix_lm_document": builders.prefix_lm_document(DOCUMENTS, prefixes=[90, 50, 80]),
         "qk_sparse": builders.qk_sparse(n, dropped=[(70, 110), (260, 150)]),
+        "prefix_tree": builders.prefix_tree([-1, 0, 1, 1, 0, 4], [120, 60, 90, 70, 80, 92]),
+        "image_blocks": builders.image_blocks(
+            torch.tensor([-1, 0, -1, 1]).repeat_interleave(torch.tensor([100, 120, 130, 162]))
+        ),
+        "block_diffusion": builders.block_diffusion(n // 2, 64),
         "random_eviction": builders.random_eviction(
             n, cache_size=256, generator=torch.Generator("cpu").manual_seed(0)
         ),

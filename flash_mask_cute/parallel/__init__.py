@@ -6,5 +6,6 @@ and v. docs/context_parallel.md shows their use.
 
 from flash_mask_cute.parallel.attention import Method, context_parallel_attention
 from flash_mask_cute.parallel.planning import Load, Plan, plan
+from flash_mask_cute.parallel.sharding import sharded
 
-__all__ = ["Load", "Method", "Plan", "context_parallel_attention", "plan"]
+__all__ = ["Load", "Method", "Plan", "context_parallel_attention", "plan", "sharded"]

@@ -130,7 +130,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
-    "integrations": ("functional", "interface", "lowering", "masks", "runtime", "limits"),
+    "integrations": (
+        *("parallel", "functional", "interface", "lowering", "masks", "runtime", "limits"),
+    ),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -150,7 +152,7 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
-    "mods.read_analysis",
+    *("mods.read_analysis", "mods.walk_sums"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
@@ -172,7 +174,7 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
-        "mods.read_analysis",
+        *("mods.read_analysis", "mods.walk_sums"),
     ),
     *("mods.score_chain", "mods.read_classes", "mods.spans"),
 )
@@ -184,6 +186,7 @@ EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
 DOORS = {
     "integrations.transformers": "transformers",
+    "integrations.trl": "transformers",
     "integrations.vllm": "vllm",
     "integrations.sglang": "sglang",
 }

@@ -169,6 +169,9 @@ MASKS: dict[str, Callable[[], ColumnMask]] = {
     "key_padding": lambda: builders.key_padding(torch.arange(640)[None] >= 200),
     "random_eviction": lambda: builders.random_eviction(512, 100),
     "prefix_lm_causal": lambda: builders.prefix_lm_causal(600, 300),
+    "prefix_tree": lambda: builders.prefix_tree([-1, 0, 0, 2], [200, 150, 100, 90]),
+    "image_blocks": lambda: builders.image_blocks(torch.arange(640) // 160 % 2 - 1),
+    "block_diffusion": lambda: builders.block_diffusion(320, 64),
     # documents, of which packed sequences are made
     "causal_document": lambda: builders.causal_document([520, 110, 70, 300]),
     "document": lambda: builders.document([300, 1, 299, 200]),

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
+from flash_mask_cute.parallel.attention import context_parallel_attention
+from flash_mask_cute.parallel.sharding import current_sharding
 
 MOST_HEAD_DIM = 256  # of kernels
 # Arguments that some models give to attention, and that say more about it than is computed here.
@@ -18,6 +20,7 @@ REFUSED = {
     "sinks": "a sink for each query",
     "head_mask": "a factor for each head",
 }
+_SHARDED_LAYERS = "full_attention", "sliding_attention"
 Shape = tuple[int, int, int, int]
 
 
@@ -82,7 +85,26 @@ def layer_attention(
     shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     bias = None
     if position_bias is not None:
-        bias = _fitted(position_bias, "position_bias", shape).expand(shape)
+        bias = _fitted(position_bias, "position_bias", shape)
+    sharding = current_sharding()
+    if sharding is not None:
+        unknown = {"cu_seq_lens_q": cu_seq_lens_q, "position_bias": position_bias}
+        mask = attention_mask if isinstance(attention_mask, Tensor) else None
+        _refuse_in_shards(module, unknown | {"attention_mask": mask})
+        left = None if sliding_window is None else sliding_window - 1
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            sharding.mask,
+            sharding.plan,
+            sharding.group,
+            sharding.method,
+            window_size=(left, None),
+            softcap=softcap or 0.0,
+            softmax_scale=scaling,
+            learnable_sink=s_aux,
+        ), None
     packed = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
@@ -105,7 +127,7 @@ def layer_attention(
             options["mask_mod"] = _mods().visible_to_all
             options["aux_tensors"] = [packed.same_document(*shape[2:])]
             packed = None
-        options["score_mod"] = _mods().added
+        options["score_mod"], bias = _adding(bias, shape)
         options["aux_tensors"] = [bias, *options.get("aux_tensors", ())]
     if packed is not None:
         documents = packed._replace(
@@ -144,6 +166,24 @@ def _refuse(
         raise NotImplementedError(
             f"{type(module).__name__} has head dimension {head_dim}, and kernels have up to "
             f"{MOST_HEAD_DIM}: load the model with attn_implementation='sdpa'"
+        )
+
+
+def _refuse_in_shards(module: torch.nn.Module, given: dict[str, Tensor | None]) -> None:
+    """Refuse what `parallel.sharded` does not know of: tensors of own rows, and other layers than
+    those that see all or a sliding window of it."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is given inside parallel.sharded, where rows and keys of a rank have "
+                "other numbers: say it in the mask of sharded"
+            )
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if kinds is not None and index is not None and kinds[index] not in _SHARDED_LAYERS:
+        raise NotImplementedError(
+            f"layer {index} of {type(module).__name__} is {kinds[index]!r}, which is not supported "
+            f"inside parallel.sharded, only {' and '.join(_SHARDED_LAYERS)}"
         )
 
 
@@ -258,6 +298,13 @@ def _mods() -> Any:
     return table_mods
 
 
+def _adding(bias: Tensor, shape: Shape) -> tuple[Any, Tensor]:
+    """The mod that adds a table, and the table as it reads it."""
+    mods = _mods()
+    mod = mods.added_alike if bias.shape[0] == 1 else mods.added
+    return mod, bias.expand(-1, *shape[1:])
+
+
 def _of_table(
     table: Tensor, shape: Shape, packed: Packed | None, bias: Tensor | None
 ) -> dict[str, Any]:
@@ -270,8 +317,8 @@ def _of_table(
     options: dict[str, Any] = {}
     aux_tensors = []
     if bias is not None:
-        options["score_mod"] = _mods().added
-        aux_tensors.append(bias.expand(shape))
+        options["score_mod"], bias = _adding(bias, shape)
+        aux_tensors.append(bias)
     if shown is not None:
         by_head = shown.shape[1] > 1
         options["mask_mod"] = _mods().visible if by_head else _mods().visible_to_all

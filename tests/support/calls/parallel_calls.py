@@ -252,3 +252,38 @@ def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:
     errors = (part.double() - rows.shard(exact, rank), (alone.double() - exact))
     of_part, of_whole = (float(x.abs().max()) for x in errors)
     return of_part, of_whole
+
+
+def run_on_gpu(rank: int) -> dict[str, tuple[float, float]]:
+    """Of bfloat16 on a GPU for each rank: the error of own rows, and that of one call, against
+    float64 on the CPU; of out and of gradients, by method."""
+    world, device = dist.get_world_size(), torch.device("cuda", rank)
+    seqlen = 1024 * world
+    mask = builders.causal_document([seqlen * 5 // 8, seqlen * 3 // 8])
+    rows = plan(mask, world, seqlen=seqlen)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, seqlen, h, 64, generator=generator).bfloat16() for h in (8, 4, 4, 8)]
+
+    def alone(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        q, k, v, dout = (x.to(device, dtype).requires_grad_() for x in tensors)
+        out = flash_attn_func(q, k, v, startend_row_indices=mask.to(device))
+        return [
+            x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))
+        ]
+
+    exact, of_one = alone(torch.float64, torch.device("cpu")), alone(torch.bfloat16, device)
+    found = {}
+    for method in METHODS:
+        q, k, v, dout = (rows.shard(x, rank).to(device).requires_grad_() for x in tensors)
+        out = context_parallel_attention(q, k, v, mask.to(device), rows, method=method)
+        results = (out, *torch.autograd.grad(out, (q, k, v), dout))
+        errors = [
+            (
+                float((x.detach().cpu().double() - rows.shard(right, rank)).abs().max()),
+                float((one - right).abs().max()),
+            )
+            for x, right, one in zip(results, exact, of_one, strict=True)
+        ]
+        found[f"{method}, out"] = errors[0]
+        found[f"{method}, gradients"] = max(errors[1:])
+    return found

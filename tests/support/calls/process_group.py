@@ -1,4 +1,5 @@
-"""Processes of a group (gloo, on the CPU) that run a function, and what it returned."""
+"""Processes of a group (gloo on the CPU, or NCCL with a GPU each) that run a function, and what it
+returned."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ import torch.multiprocessing as mp
 
 
 def run_in_processes(
-    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
 ) -> list[Any]:
     """What `function(rank, *arguments)` returned in each process. timeout: of the group, in
     seconds. The function is of a module, because the processes import it."""
     with tempfile.TemporaryDirectory() as folder:
-        told = function, arguments, world, folder, timeout
+        told = function, arguments, world, folder, timeout, backend
         # one process imports, and the others are its copies
         mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "cutlass"])
         mp.start_processes(_work, told, nprocs=world, start_method="forkserver")
@@ -35,14 +40,20 @@ def _work(
     world: int,
     folder: str,
     timeout: float,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
+        device_id=device,
     )
     result = function(rank, *arguments)
     torch.save(result, Path(folder) / f"{rank}.pt")
