@@ -192,7 +192,7 @@ def flash_attn_with_kvcache(
     call = AttentionCall(
         Tensors(
             q, k_cache, v_cache, learnable_sink,
-            Lengths(cu_seqlens_q, q_starts=q_starts), causals, out),
+            Lengths(cu_seqlens_q, q_starts=q_starts), causals, out=out),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,

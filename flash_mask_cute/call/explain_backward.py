@@ -71,7 +71,7 @@ def explain_backward(
     if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
     try:
-        backward = plan(_backward_call(call, run), run.target)
+        backward = plan(_backward_call(call), run.target)
     except NotImplementedError as error:
         return None, str(error)
     backward = backward.packed or backward
@@ -102,12 +102,14 @@ def explain_backward(
     return explained, ""
 
 
-def _backward_call(call: AttentionCall, run: ExecutionPlan) -> AttentionCall:
+def _backward_call(call: AttentionCall) -> AttentionCall:
     """The backward of a call, with stand-ins for its results and their gradients, which take no
     memory: plans read no contents."""
     x, masks = call.tensors, call.masks or NO_MASKS
-    out = x.q.new_empty(()).expand(run.out_shape)
-    lse = torch.empty((), dtype=torch.float32, device=x.q.device).expand(run.lse_shape)
+    # not those of the plan, which may be for packed sequences
+    *batch, rows, heads, _ = x.q.shape
+    out = x.q.new_empty(()).expand(*batch, rows, heads, x.v.shape[-1])
+    lse = torch.empty((), dtype=torch.float32, device=x.q.device).expand(*batch, heads, rows)
     sink, aux_tensors = x.learnable_sink, masks.aux_tensors
     daux: list[Tensor | None] | None = None
     if aux_tensors is not None and any(y.requires_grad for y in aux_tensors):

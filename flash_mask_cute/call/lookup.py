@@ -175,8 +175,9 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
 def key_of_bwd(call: AttentionCall) -> tuple[Any, Any]:
     """As `key_of_fwd`, of a backward."""
     given: Any = call.tensors
-    q, k, v, sink, lengths, _, out, lse, lse_low, _, gradients = given
-    dout, dlse, dq, dk, dv, dsink, daux = gradients
+    q, k, v, sink, lengths = given[:5]
+    out, lse, lse_low = given.out, given.lse, given.lse_low
+    dout, dlse, dq, dk, dv, dsink, daux = given.gradients
     masks, (score_mod_bwd, deterministic, config) = call.masks, call.backward
     if not (
         type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor

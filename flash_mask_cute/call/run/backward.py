@@ -83,7 +83,8 @@ class KernelBackward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, sink, lengths, _, out, lse, lse_low, _, gradients = tensors
+        q, k, v, sink, lengths = tensors[:5]
+        out, lse, lse_low, gradients = tensors.out, tensors.lse, tensors.lse_low, tensors.gradients
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _ = lengths
         dout, dlse, dq, dk, dv, dsink, daux = gradients
         index = q.get_device()
