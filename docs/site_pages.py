@@ -24,6 +24,8 @@ OUTSIDE = {"README.md": "overview.md", "bench/results/TABLES.md": "tables.md"}
 # The host calls, which are public by their module.
 HOST_CALLS = ("interface._flash_attn_fwd", "interface._flash_attn_bwd")
 HOST_CALLS += ("interface.FwdConfig", "interface.BwdConfig")
+# Doors into other libraries, which their users import by module.
+DOORS = tuple(f"integrations.torch.{x}" for x in ("register", "sdpa", "kernels_run", "Ran"))
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]+)?(\))")
 
 
@@ -50,7 +52,7 @@ def public_names() -> list[str]:
 
 def api_page() -> str:
     """The API reference, as directives that mkdocstrings fills from docstrings."""
-    names = [*public_names(), *HOST_CALLS]
+    names = [*public_names(), *HOST_CALLS, *DOORS]
     return "# API reference\n\n" + "\n\n".join(f"::: {PACKAGE}.{name}" for name in names) + "\n"
 
 

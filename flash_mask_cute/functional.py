@@ -185,7 +185,8 @@ def flash_attn_func(
     queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
-    has the same effect. With its warn_only, calls with aux tensors that require grad only warn.
+    has the same effect. With its warn_only, calls with aux tensors that require grad, and whose
+    gradients have no fixed order (docs/mods.md#classes-of-reads), only warn.
     out: memory for the result, without gradients: the shape below, the dtype and device of q, any
     strides whose last one is 1, and no memory of another argument. On a GPU its rows start at
     multiples of 16 bytes.
@@ -203,8 +204,9 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
             and value. ValueError also for out where a gradient is recorded. Second derivatives are
-            not supported. If an aux tensor requires grad and there is a score_mod, neither
-            deterministic=True nor a score_mod_bwd is supported.
+            not supported. If an aux tensor requires grad and there is a score_mod, a score_mod_bwd
+            is not supported, and deterministic=True only if the score_mod reads such tensors by
+            head or by key (docs/mods.md#classes-of-reads).
 
     Example:
         >>> import torch

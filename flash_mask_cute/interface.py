@@ -41,7 +41,7 @@ from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.mask_mods import form_without_contents
 from flash_mask_cute.masks.q_start import NO_START, QStartArgument, split_q_start
-from flash_mask_cute.runtime.checks import brief, number_of
+from flash_mask_cute.runtime.checks import brief, check_bool, number_of
 from flash_mask_cute.runtime.compiler import preload
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.recent import Recent
@@ -262,7 +262,8 @@ def _flash_attn_bwd(
     of the sink, which is computed only on request. daux has an entry for each aux tensor: None, or
     a floating-point tensor of the same shape and dtype. It receives the gradient through score_mod,
     0 where score_mod does not read; reads by mask_mod have no gradient. daux is not supported with
-    a score_mod_bwd or deterministic=True.
+    a score_mod_bwd, and with deterministic=True only of tensors read by head or by key
+    (docs/mods.md#classes-of-reads), not on Blackwell.
 
     config: a `BwdConfig`, or a mapping of some of its fields, which override the table.
     deterministic: sum dq in a fixed order, so that equal calls give equal bits. Otherwise, on a
@@ -309,7 +310,13 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, target: str | None = None, **keywords: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    target: str | None = None,
+    deterministic: bool = False,
+    **keywords: Any,
 ) -> Explanation:
     """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
     and what its backward would run (`.backward`), which is planned and not compiled.
@@ -319,6 +326,8 @@ def explain(
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
+
+    deterministic: of the backward, as in `flash_attn_func`.
 
     The kernel is compiled if it is not yet: for the device of q, or for an H200 if q is on the CPU.
     A target ("sm_90a", "sm_100a" or "sm_103a") overrides this; no such GPU needs to be there.
@@ -339,6 +348,8 @@ def explain(
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
+    check_bool("deterministic", deterministic)
+    call = replaced(call, backward=BackwardOptions(deterministic=deterministic))
     is_torch = mods.mask_mod is not masks.mask_mod
     formed = with_form_of_mod(call, masks) if is_torch else call
     if formed is not call:
@@ -392,7 +403,8 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
         # refused by name later
         return call
-    form = form_without_contents(mask_mod, (x.q.shape[1], x.k.shape[1]), x.q.device)
+    seqlens = x.q.shape[1], x.k.shape[1]
+    form = form_without_contents(mask_mod, seqlens, x.q.shape[0], x.q.device)
     if form is None or (form.mask is not None and masks.startend_row_indices is not None):
         return call
     columns = masks.startend_row_indices
@@ -421,7 +433,9 @@ _OF_FUNCTIONAL = {
     "window_size": ("window_size_left", "window_size_right"),
     "block_sparse_tensors": ("block_sparse_tensors_torch",),
 }
-know_keywords("explain", ("q", "k", "v", "target", *_FWD_KEYWORDS, *_OF_FUNCTIONAL))
+know_keywords(
+    "explain", ("q", "k", "v", "target", "deterministic", *_FWD_KEYWORDS, *_OF_FUNCTIONAL)
+)
 
 
 def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:

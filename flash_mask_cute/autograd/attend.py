@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_mask_cute import interface
+from flash_mask_cute.autograd.aux_order import why_unordered
 from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.autograd.passes import recorded, refuse_dual_level, with_outputs
@@ -24,6 +25,7 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.check.validate import (
     CAUSALS_HAVE_NO_GRADIENTS,
+    check_differentiable_by_aux,
     check_gradient_settings,
     refuse_transforms,
     settle_order,
@@ -81,8 +83,10 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     reason = None
     if wants_aux and score_mod is not None:
         reason = f"aux_tensors[{wants_aux[0]}] requires grad"
-    if reason is not None or torch.are_deterministic_algorithms_enabled():
-        in_order = settle_order(reason, score_mod_bwd, deterministic)
+        check_differentiable_by_aux(reason, score_mod_bwd)
+    if torch.are_deterministic_algorithms_enabled() or (reason is not None and deterministic):
+        unordered = None if reason is None else why_unordered(call, wants_aux)
+        in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
     refused = None
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):

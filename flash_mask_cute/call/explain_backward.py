@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
-from flash_mask_cute.call.build.scratch import BwdScratch
+from flash_mask_cute.call.build.scratch import BwdScratch, stored_bytes, stored_sums
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
@@ -85,6 +85,7 @@ def explain_backward(
     if scratch_bytes is not None and aux_tensors is not None:
         # sums in fp32
         scratch_bytes += 4 * sum(aux_tensors[i].numel() for i in backward.problem.wants_aux)
+        scratch_bytes += stored_bytes(stored_sums(backward))
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,

@@ -7,11 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 
 # What a gradient costs, by the class of its tensor. Additions to one element wait for each other.
+_COSTS_OF_WALKS = {
+    ReadClass.HEAD: "an addition to memory for each 16 keys and head",
+    ReadClass.KEY: "an addition to memory for each key and head",
+}
 _COSTS = {
     ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
     ReadClass.KEY: "an addition to memory for each 8 queries and a key",
@@ -68,4 +73,7 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
     is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
     if is_long and reads.read_class is ReadClass.DIFFERENCE:
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")
-    return AuxGradient(number, reads, is_wanted, _COSTS[reads.read_class])
+    costs = _COSTS
+    if arch_spec(run.target).backward.orders_aux:
+        costs = _COSTS | _COSTS_OF_WALKS
+    return AuxGradient(number, reads, is_wanted, costs[reads.read_class])

@@ -15,7 +15,7 @@ class FwdConfig:
     """Tile shape of a forward kernel; None lets the library choose that field.
 
     tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile. On
-    Blackwell they are 256 and 128, and for heads wider than 192/128 they are 128 and 128.
+    Blackwell they are 256 or 128, and 128; for heads wider than 192/128 they are 128 and 128.
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.

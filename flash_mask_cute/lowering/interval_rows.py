@@ -182,7 +182,9 @@ class _Numbers:
         equal = [x for x in parts_of(root) if isinstance(x, Equal)]
         if not equal or self._rows != self._keys:
             return ~self._true
-        same = [(self._value(x.of_query) == self._value(x.of_key)).all() for x in equal]
+        pairs = [(self._value(x.of_query), self._value(x.of_key)) for x in equal]
+        # a token whose number is NaN sees nothing
+        same = [((x == y) | ((x != x) & (y != y))).all() for x, y in pairs]
         return torch.stack(same).all()
 
     def _span(self, low: Tensor, high: Tensor) -> _Span:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import suppress
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ def _mask_of_mod(
 
     check_torch_mod(mask_mod, "mask_mod")
     lowered = lower_mod(mask_mod, "mask_mod", device)
-    made = mask_without_contents(lowered, seqlens)
+    made = mask_without_contents(lowered, seqlens, batch)
     columns = lowered.columns
     if made is not None or columns is None:
         return made if made is None else _moved(made, device or torch.get_default_device())
@@ -163,47 +164,62 @@ _forms: Memo[ModForm | None] = Memo()
 
 
 def form_without_contents(
-    mask_mod: Callable[..., Any], seqlens: tuple[int, int], device: torch.device
+    mask_mod: Callable[..., Any], seqlens: tuple[int, int], batch: int, device: torch.device
 ) -> ModForm | None:
     """The form of a torch mask_mod that reads no tensor, whose contents might change unseen.
 
-    None: it reads one, or has no such form. It waits for no device, and is kept for the mod.
+    None: it reads one, or has no such form, or nothing shows whether it is the same at the next
+    call. It waits for no device, and is kept for the mod.
 
     Raises:
         NotImplementedError, TypeError: as `lower_mod`.
     """
-    key = id(mask_mod), seqlens, device
+    key = id(mask_mod), seqlens, batch, device
     entry = _forms.get(key)
     if entry is not None and entry.holds():
         form = entry.value
+    elif not isinstance(mask_mod, FunctionType | functools.partial):
+        return None
     else:
-        from flash_mask_cute.lowering.lower import lower_mod
-
-        lowered = lower_mod(mask_mod, "mask_mod", device)
-        form = _form_without_contents(lowered, seqlens, device)
-        # of an object without weak references nothing is kept
-        with suppress(TypeError):
-            if lowered.band is None and (lowered.columns is None or lowered.columns.captured):
-                # right ever after, whatever changes
-                stays_mod.keep(id(mask_mod), MemoEntry(None, (), None, False), [mask_mod])
-            elif made := memo_entry(form, [(lowered, False)], None):
-                _forms.keep(key, made, [mask_mod])
+        form = _new_form(mask_mod, key)
     # what a captured graph reads must outlive it, and what is kept here may be dropped
     return None if form is not None and form.mask is not None and is_capturing() else form
 
 
-def _form_without_contents(
-    lowered: LoweredMod, seqlens: tuple[int, int], device: torch.device
-) -> ModForm | None:
-    if lowered.band is not None:
-        window = lowered.band.as_window(*seqlens)
-        if window is not None:
-            return ModForm(window, None)
-    mask = None if is_capturing() else mask_without_contents(lowered, seqlens)
-    return None if mask is None else ModForm(None, _moved(mask, device))
+def _new_form(mask_mod: Callable[..., Any], key: tuple[Any, ...]) -> ModForm | None:
+    from flash_mask_cute.lowering.lower import lower_mod
+
+    _, seqlens, batch, device = key
+    lowered = lower_mod(mask_mod, "mask_mod", device)
+    # None is right ever after, whatever the mod becomes
+    stays: MemoEntry[Any] = MemoEntry(None, (), None, False)
+    reads = lowered.band is None and (lowered.columns is None or lowered.columns.captured)
+    if reads or not lowered.is_lasting:
+        stays_mod.keep(id(mask_mod), stays, [mask_mod])
+        return None
+    window = None if lowered.band is None else lowered.band.as_window(*seqlens)
+    if window is not None:
+        form = ModForm(window, None)
+    elif is_capturing():
+        return None
+    else:
+        mask = mask_without_contents(lowered, seqlens, batch)
+        if mask is None:
+            _forms.keep(key, stays, [mask_mod])
+            return None
+        form = ModForm(None, _moved(mask, device))
+    made: MemoEntry[ModForm | None] | None = memo_entry(form, [(lowered, False)], None)
+    if made is not None:
+        _forms.keep(key, made, [mask_mod])
+    elif not is_capturing():
+        stays_mod.keep(id(mask_mod), stays, [mask_mod])
+        return None
+    return form
 
 
-def mask_without_contents(lowered: LoweredMod, seqlens: tuple[int, int]) -> ColumnMask | None:
+def mask_without_contents(
+    lowered: LoweredMod, seqlens: tuple[int, int], batch: int
+) -> ColumnMask | None:
     """The mask of a mod that reads no tensor, on the CPU; None if it reads one, or if it is no
     intervals. It waits for no device."""
     with torch.inference_mode(False):
@@ -211,7 +227,7 @@ def mask_without_contents(lowered: LoweredMod, seqlens: tuple[int, int]) -> Colu
             return mask_of_band(lowered.band, seqlens)
         if lowered.columns is None or lowered.columns.captured:
             return None
-        rows = lowered.columns.rows(seqlens, 1, _CPU)
+        rows = lowered.columns.rows(seqlens, batch, _CPU)
         return None if rows is None else mask_of_rows(rows, seqlens).mask
 
 

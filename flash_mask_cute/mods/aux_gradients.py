@@ -51,7 +51,7 @@ class AuxSums:
         for i, (known, term) in enumerate(zip(self._open, terms, strict=True)):
             new = self._contribution(term, grad, counts)
             is_other = (new.offset != known.offset) & (new.value != 0.0)
-            _add_to_memory(is_other & (known.value != 0.0), *known)
+            add_to_memory(is_other & (known.value != 0.0), *known)
             self._open[i] = _Open(
                 known.target,
                 cutlass.select_(is_other, new.offset, known.offset),
@@ -72,7 +72,7 @@ class AuxSums:
 
 
 @cute.jit
-def _add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value: Float32) -> None:
+def add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value: Float32) -> None:
     if condition:
         place = target.iterator + offset
         cute.arch.red(place, value, op="add", dtype=Float32, sem="relaxed", scope="gpu")
@@ -82,6 +82,6 @@ def _add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value
 def _add_over_warp(target: cute.Tensor, offset: Int64, value: Float32) -> None:
     if cute.arch.match_sync(FULL_WARP, offset, "all") != 0:
         total = cute.arch.warp_reduction_sum(value)
-        _add_to_memory(cute.arch.lane_idx() == 0, target, offset, total)
+        add_to_memory(cute.arch.lane_idx() == 0, target, offset, total)
     else:
-        _add_to_memory(value != 0.0, target, offset, value)
+        add_to_memory(value != 0.0, target, offset, value)

@@ -20,7 +20,13 @@ from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.mods import derivative, ir_analysis
 from flash_mask_cute.mods.aux_reads import Place, noted_limits
-from flash_mask_cute.mods.read_classes import MOST_POSITION, ModReads, ReadClass, TensorReads
+from flash_mask_cute.mods.read_classes import (
+    MOST_POSITION,
+    Factor,
+    ModReads,
+    ReadClass,
+    TensorReads,
+)
 from flash_mask_cute.mods.spans import Span, span_of
 
 _POSITION: Span = 0, MOST_POSITION - 1
@@ -88,7 +94,8 @@ def analyse_reads(
             read_class, why = values.classify(indices)
             is_difference = read_class is ReadClass.DIFFERENCE
             difference = values.describe(indices[0]) if is_difference else ""
-            found[number] = TensorReads(read_class, why, needs_score, difference)
+            factors = tuple(_factor(factor) for _, factor in own)
+            found[number] = TensorReads(read_class, why, needs_score, difference, factors)
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
 
 
@@ -523,6 +530,40 @@ def _operations_behind(value: ir.Value) -> Iterator[ir.Operation]:
             for view in (view for block in region.blocks for view in block.operations):
                 yield view.operation
                 pending.extend(_operands(view.operation))
+
+
+# products of magnitudes below this are finite in fp32
+_MOST_BITS = 120
+_SAME_MAGNITUDE = {"arith.negf", "math.absf", *_SAME}
+_GREATER = {"arith.select", "arith.maximumf", "arith.maxnumf", "arith.minimumf", "arith.minnumf"}
+
+
+def _factor(factor: Float32) -> Factor:
+    constant, bits = ir_analysis.constant(factor), _magnitude(factor.ir_value())
+    return Factor(constant, bits is not None and bits < _MOST_BITS)
+
+
+def _magnitude(value: ir.Value) -> int | None:
+    """A number n so that the value is always below 2^n; None: not known."""
+    operation = _maker(value)
+    if operation is None:
+        return None
+    name, operands = operation.name, _operands(operation)
+    if name == "arith.constant":
+        attribute = operation.attributes["value"]
+        number = attribute.value if isinstance(attribute, ir.FloatAttr) else math.inf
+        return max(math.frexp(number)[1], 0) if math.isfinite(number) else None
+    if name in ("arith.sitofp", "arith.uitofp"):
+        return _width(operands[0].type)
+    if name in _SAME_MAGNITUDE:
+        return _magnitude(operands[0])
+    if name not in ("arith.addf", "arith.subf", "arith.mulf", *_GREATER):
+        return None
+    bits = [_magnitude(x) for x in operands[1 if name == "arith.select" else 0 :]]
+    known = [x for x in bits if x is not None]
+    if len(known) < len(bits):
+        return None
+    return sum(known) if name == "arith.mulf" else max(known) + 1
 
 
 def _depends_on(value: ir.Value, score: Float32) -> bool:

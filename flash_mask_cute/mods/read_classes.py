@@ -32,24 +32,59 @@ class ReadClass(Enum):
     UNREAD = "unread"
 
 
+# Elements of these classes stay the same along a walk over the queries of a head.
+OF_WALKS = (ReadClass.HEAD, ReadClass.KEY)
+
+
+class Factor(NamedTuple):
+    """A derivative by an element. constant: its value, if it is always the same. is_finite: it is
+    finite for all scores, visible or not."""
+
+    constant: float | None = None
+    is_finite: bool = False
+
+
 class TensorReads(NamedTuple):
     """The reads of one aux tensor.
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
-    difference: of DIFFERENCE, as an expression in q_idx and kv_idx.
+    difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
     """
 
     read_class: ReadClass
     why: str = ""
     needs_score: bool = False
     difference: str = ""
+    factors: tuple[Factor, ...] = ()
+
+    @property
+    def is_of_walks(self) -> bool:
+        return self.read_class in OF_WALKS
 
 
 class ModReads(NamedTuple):
     """The reads of a score_mod, of the tensors whose gradients are wanted, by their numbers.
 
-    is_shift: the modified score is the score plus something that does not depend on it.
+    is_shift: the derivative by the score is 1.
     """
 
     tensors: Mapping[int, TensorReads]
     is_shift: bool = False
+
+    @property
+    def are_of_grads(self) -> bool:
+        """Whether all gradients are sums over walks, of gradients of scores times something that
+        does not depend on the score."""
+        tensors = self.tensors.values()
+        return (
+            self.is_shift and self.unordered() is None and not any(x.needs_score for x in tensors)
+        )
+
+    def unordered(self) -> tuple[int, str] | None:
+        """The first tensor whose gradient is not summed over walks, and so has no fixed order of
+        sums, and how it is read."""
+        for number, reads in self.tensors.items():
+            if not reads.is_of_walks and reads.read_class is not ReadClass.UNREAD:
+                why = f" ({reads.why})" if reads.why else ""
+                return number, f"by {reads.read_class.value}{why}"
+        return None

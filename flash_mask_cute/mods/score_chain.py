@@ -10,20 +10,24 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
+from flash_mask_cute.mods.aux_reads import tensors_of
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
+from flash_mask_cute.mods.walk_sums import NO_HEAD, SumPlace, WalkRead, WalkSums
 
 
 class Elements(Protocol):
     """The scores of a tile that a thread of a warpgroup holds, as rows (keys) and columns
-    (queries)."""
+    (queries). lanes_per_row: threads of a warp, one after another, that share a row."""
 
     num_rows: int
+    lanes_per_row: int
 
     def row_of(self, thread: Int32, r: int) -> Int32:
         """The key of row r, counted from the warpgroup's first."""
@@ -55,7 +59,9 @@ class ScoreChain:
     The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block.
+    block. walk: the sums over a walk, if there are any. of_grads: all gradients of aux tensors are
+    such sums, of dS times what does not depend on the score (`apply_to_grads`). blocks: numbers of
+    key blocks, if sums are stored.
     """
 
     scales: ScoreScales
@@ -69,6 +75,15 @@ class ScoreChain:
     elements: cutlass.Constexpr[Elements]
     first_key: Int32
     first_query: Int32
+    of_grads: cutlass.Constexpr[bool] = False
+    walk: WalkSums | None = None
+    blocks: RowBlocks | None = None
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether gradients of aux tensors need each score beside its dP, for one part of the
+        columns after another (`apply_to_both`)."""
+        return bool(self.wants_aux) and not self.of_grads
 
     @property
     def is_empty(self) -> bool:
@@ -117,7 +132,7 @@ class ScoreChain:
                 pair = []
                 for i in (first, first + 1):
                     c = first_col + i
-                    score, slope, _ = self._modified(scores[r, i], place(r, c))
+                    score, slope, _ = self._modified(scores[r, i], place(r, c), ())
                     prob = self._probability(score, statistics, bits, r, c)
                     if ir_analysis.constant(slope) is None:
                         # where nothing counts, the slope may be anything
@@ -146,7 +161,7 @@ class ScoreChain:
         first_col: the thread's column of the block that is column 0 of scores and grads. All
         threads of the warp must call it, for work tiles with scores.
         """
-        sums = AuxSums(dict(zip(self.wants_aux, self.aux_grads, strict=True)))
+        sums, of_walk = self._aux_sums(), self._zeros_of_walk()
         place = partial(self._place, *block)
         for r in range(self.elements.num_rows):
             if r > 0:
@@ -156,17 +171,142 @@ class ScoreChain:
                 pairs = []
                 for i in (first, first + 1):
                     c = first_col + i
-                    score, slope, terms = self._modified(scores[r, i], place(r, c))
+                    score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
                     prob = self._probability(score, statistics, bits, r, c)
                     by_modified = prob * (grads[r, i] - statistics.delta[c])
                     # where nothing counts, derivatives may be anything
                     counts = prob > 0.0
-                    sums.add(terms, by_modified, counts)
+                    self._add_to_rows(of_walk, r, terms, by_modified, counts)
+                    sums.add(self._others(terms), by_modified, counts)
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
                 for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
                     self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
+        self._add_to_walk(of_walk)
+
+    def apply_to_grads(
+        self,
+        work: Work,
+        head_idx: Int32,
+        m_block: Int32,
+        probs: cute.Tensor,
+        grads: cute.Tensor,
+        delta: cute.Tensor,
+        dscores: cute.Tensor,
+    ) -> None:
+        """Round dS of a block into words, from P (which `apply` has left in place of S) and dP.
+
+        Also add the contributions to the gradients of aux tensors, which are sums over the walk of
+        dS times what does not depend on the score.
+        """
+        of_walk = self._zeros_of_walk()
+        place = partial(self._place, work, head_idx, m_block)
+        are_known = all(read.factor.constant is not None for read in self._reads_of_walk)
+        # row by row within the columns: what is no longer needed makes room for more
+        for first in range(0, cute.size(grads, mode=[1]), 2):
+            for r in range(self.elements.num_rows):
+                pair = []
+                for c in (first, first + 1):
+                    prob, terms = probs[r, c], ()
+                    dscore = prob * (grads[r, c] - delta[c])
+                    if not are_known:
+                        _, _, terms = self._differentiate(Float32(0.0), place(r, c), self.wants_aux)
+                    self._add_to_rows(of_walk, r, terms, dscore, prob > 0.0)
+                    pair.append(dscore)
+                self.elements.keep_pair(dscores, self.dtype, r, first, *pair)
+        self._add_to_walk(of_walk)
+
+    # -- sums over a walk -----------------------------------------------------------------------
+
+    @cute.jit
+    def turn_to(self, work: Work, head_idx: Int32) -> None:
+        """Called before the scores of a block of a head."""
+        head = self.walk.head
+        if head[0] != head_idx:
+            self._send_walk(work, head[0])
+            head[0] = head_idx
+
+    @cute.jit
+    def end_walk(self, work: Work) -> None:
+        """Called at the end of a work tile, by all threads of its warps."""
+        self._send_walk(work, self.walk.head[0])
+
+    @cute.jit
+    def _send_walk(self, work: Work, head_idx: Int32) -> None:
+        """Send the sums of a head, if there are any, and begin with 0."""
+        if head_idx != NO_HEAD:
+            self._send_sums(work, head_idx)
+            self.walk.clear()
+
+    def _send_sums(self, work: Work, head_idx: Int32) -> None:
+        elements, tensors = self.elements, tensors_of(self.aux_tensors)
+        lane = cute.arch.lane_idx()
+        rows_per_warp = cute.arch.WARP_SIZE // elements.lanes_per_row * elements.num_rows
+        block = Int32(0)
+        if self.blocks is not None:
+            block = self.blocks.first_of(work.batch_idx, work.offset_k) + work.block
+        for r in range(elements.num_rows):
+            key = self.first_key + elements.row_of(thread_in_warpgroup(), r)
+            k_idx = cutlass.min(work.block * self.tiles[1] + key, work.seqlen_k - 1)
+            # any query: no element depends on it
+            place = work.batch_idx, head_idx, work.position(Int32(0)), k_idx
+            _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
+            for i, read in enumerate(self.walk.reads):
+                if r > 0 and not read.by_key:
+                    continue
+                lanes, slots, slot = elements.lanes_per_row, self.tiles[1], key
+                if not read.by_key:
+                    lanes, slots = cute.arch.WARP_SIZE, slots // rows_per_warp
+                    slot = key // rows_per_warp
+                total = self.walk.of_row(i, r)
+                total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+                number, coordinates, _ = terms[read.term]
+                at = SumPlace(head_idx, block, slot + read.of_tensor * slots)
+                self.walk.send(i, coordinates, tensors[number], total, at, lane % lanes == 0)
+
+    @property
+    def _reads_of_walk(self) -> tuple[WalkRead, ...]:
+        return () if self.walk is None else self.walk.reads
+
+    def _aux_sums(self) -> AuxSums:
+        """Sums of the tensors that are not summed over a walk."""
+        targets = zip(self.wants_aux, self.aux_grads, strict=True)
+        of_walk = {read.number for read in self._reads_of_walk}
+        return AuxSums({number: x for number, x in targets if number not in of_walk})
+
+    def _zeros_of_walk(self) -> list[list[Float32]]:
+        """What a block gives to each read of the walk, from each row."""
+        return [[Float32(0.0)] * self.elements.num_rows for _ in self._reads_of_walk]
+
+    def _add_to_walk(self, of_walk: list[list[Float32]]) -> None:
+        for i, of_rows in enumerate(of_walk):
+            self.walk.add(i, of_rows)
+
+    def _others(self, terms: Sequence[AuxTerm]) -> list[AuxTerm]:
+        """The terms of reads that are not of the walk."""
+        known = {read.term for read in self._reads_of_walk}
+        return [term for i, term in enumerate(terms) if i not in known]
+
+    def _add_to_rows(
+        self,
+        of_walk: list[list[Float32]],
+        r: int,
+        terms: Sequence[AuxTerm],
+        grad: Float32,
+        counts: Boolean,
+    ) -> None:
+        """Add what a score in row r gives to each read of the walk; see `AuxSums.add`."""
+        reads = self._reads_of_walk
+        for values, read in zip(of_walk, reads, strict=True):
+            factor = read.factor.constant
+            if factor is None:
+                factor = terms[read.term][2]
+            more = grad if read.factor.constant == 1.0 else grad * factor
+            if not read.factor.is_finite:
+                # it may be anything where nothing counts
+                more = cutlass.select_(counts, more, Float32(0.0))
+            values[r] = values[r] + more
 
     def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
         """The position of a thread's score, as callables see it."""
@@ -190,7 +330,14 @@ class ScoreChain:
             prob = cutlass.select_(self.elements.is_set(bits, r, c), prob, Float32(0.0))
         return prob
 
-    def _modified(self, score: Float32, place: tuple) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
+    def _differentiate(
+        self, score: Float32, place: tuple, wants_aux: tuple[int, ...]
+    ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
+        return differentiate(self.score_mod, score, *place, self.aux_tensors, wants_aux)
+
+    def _modified(
+        self, score: Float32, place: tuple, wants_aux: tuple[int, ...]
+    ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
         """The modified value of a raw product, and its derivatives.
 
         The value is what the softmax takes (divided by scale_log2). The derivatives are with
@@ -203,9 +350,7 @@ class ScoreChain:
         if self.score_mod is not None:
             score = score * self.scales.scale_mod
             if self.score_mod_bwd is None:
-                score, by_score, terms = differentiate(
-                    self.score_mod, score, *place, self.aux_tensors, self.wants_aux
-                )
+                score, by_score, terms = self._differentiate(score, place, wants_aux)
             else:
                 # a derivative is linear in the gradient that it is given
                 one = Float32(1.0)

@@ -66,11 +66,11 @@ from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_traits import (
-    CAPPED_REGISTERS,
     COMPUTE_WARPS,
     ELEMENTS,
     HALVES,
     MASK_REGISTERS,
+    MORE_FOR_SCORES,
     NUM_MASK_WARPS,
     QUERIES,
     REGISTERS,
@@ -304,16 +304,16 @@ class FlashAttentionBackwardSm100:
         tiles = traits.tiles(storage)
 
         # -- roles
-        registers = REGISTERS if const_expr(scales.cap is None) else CAPPED_REGISTERS
+        registers = REGISTERS
+        has_both = masks.bits is not None and masks.columns is not None
+        if const_expr(scales.cap is not None or has_both):
+            registers = MORE_FOR_SCORES
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(registers.compute)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
             self.compute(gradients, tiles, channels, lengths, softmax_scale, score_args)
         elif warp_idx < Role.LOAD:
-            if const_expr(registers.holds_dq):
-                cute.arch.setmaxregister_increase(registers.reduce)
-            else:
-                cute.arch.setmaxregister_decrease(registers.reduce)
+            cute.arch.setmaxregister_decrease(registers.reduce)
             self.reduce(tiles, channels, registers)
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(registers.of_helpers)

@@ -41,7 +41,7 @@ TILE_DIMS = (64, 96, 128)
 NUM_WARPGROUPS = 5
 MASK_REGISTERS = 48
 # columns of dQ that a reduce thread holds, at most
-MOST_HELD = 96
+MOST_HELD = 64
 # warpgroups that share the queries of a block
 HALVES = 2
 QUERIES = TILE_M // HALVES
@@ -70,9 +70,10 @@ class Registers(NamedTuple):
         return registers_left(NUM_WARPGROUPS, taken)
 
 
-REGISTERS = Registers(136, 128)
-# a soft cap has more values at a time: with 136 registers it spills
-CAPPED_REGISTERS = Registers(176, 48)
+REGISTERS = Registers(152, 96)
+# for a soft cap, which has more values of a score at a time, and for lists beside intervals: with
+# fewer registers they spill
+MORE_FOR_SCORES = Registers(176, 48)
 
 
 class Role(IntEnum):
@@ -523,7 +524,7 @@ def _rounded(dim: int) -> int:
 class KeyElements:
     """`Elements` for a thread that has one key, and its half of a block's queries."""
 
-    num_rows = 1
+    num_rows = lanes_per_row = 1
 
     def row_of(self, thread: Int32, r: int) -> Int32:
         return thread

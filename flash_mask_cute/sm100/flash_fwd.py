@@ -107,8 +107,8 @@ class FlashAttentionForwardSm100:
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
     :param pack_gqa: the query heads of a KV head (at most 32) share a tile's rows
-    :param tile_m, tile_n: query rows and keys of a tile, 256 and 128; 128 both if head_dim_v > 128
-        or head_dim > 192
+    :param tile_m, tile_n: query rows and keys of a tile, 256 or 128, and 128; 128 both if
+        head_dim_v > 128 or head_dim > 192
     :param num_stages: key blocks in flight
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them

@@ -161,8 +161,9 @@ class FwdTraits(PackedHeads):
     @property
     def halves(self) -> int:
         """Number of halves. A work tile has two halves of 128 rows, which take turns on the tensor
-        cores. For wide values it is a single half whose scores have two buffers."""
-        return 2 if self.tile_dv <= MOST_OF_HALVES else 1
+        cores. For wide values, and where few rows share keys, it is a single half whose scores have
+        two buffers."""
+        return self.tile_m // ROWS
 
     @property
     def softmax_warps(self) -> int:
@@ -280,8 +281,10 @@ class FwdTraits(PackedHeads):
         dims = f"head_dim/head_dim_v {self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > max(TILE_DIMS[-1]):
             return f"head_dim and head_dim_v go up to {max(TILE_DIMS[-1])}, got {dims}"
-        if self.tile_m != (rows := self.halves * ROWS):
-            return f"tile_m must be {rows} for {dims} on Blackwell, got {self.tile_m}"
+        rows = (ROWS, 2 * ROWS) if self.tile_dv <= MOST_OF_HALVES else (ROWS,)
+        if self.tile_m not in rows:
+            one_of = " or ".join(map(str, rows))
+            return f"tile_m must be {one_of} for {dims} on Blackwell, got {self.tile_m}"
         if self.tile_n != TILE_N:
             return f"tile_n must be {TILE_N} on Blackwell, got {self.tile_n}"
         if self.stages_q not in (1, 2):

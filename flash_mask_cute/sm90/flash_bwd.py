@@ -40,13 +40,13 @@ memory, in fp32 and in accumulator order. From there the load warp (`flash_bwd_l
 scratch memory. As in the forward, the mma warps see masks only as bits (`rules/backward_mask.py`),
 and a key block that no query sees visits one hidden query block.
 If aux tensors of score_mod have gradients, the mma warps add these to memory themselves
-(`mods/aux_gradients.py`).
+(`mods/walk_sums.py`, `mods/aux_gradients.py`).
 docs/backward_sm90.md gives the reasons.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -69,12 +69,12 @@ from flash_mask_cute.core.walk_ring import (
     Kind,
 )
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
@@ -97,14 +97,6 @@ from flash_mask_cute.sm90.warpgroups import (
     mma_warpgroup_idx,
     sync_warpgroup,
 )
-
-
-class BwdScoreArgs(NamedTuple):
-    """Processing of the scores, and the tensors that the modifier reads and has gradients for."""
-
-    scales: ScoreScales
-    aux_tensors: Any
-    aux_grads: tuple[cute.Tensor, ...] | None
 
 
 class FlashAttentionBackwardSm90:
@@ -180,10 +172,8 @@ class FlashAttentionBackwardSm90:
         reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
-        if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
-            raise ValueError(
-                f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
-            )
+        if wants_aux and (score_mod is None or score_mod_bwd is not None):
+            raise ValueError(f"wants_aux {wants_aux} needs a score_mod and no score_mod_bwd")
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
         if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pairs.CTAS):
@@ -250,7 +240,8 @@ class FlashAttentionBackwardSm90:
         (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
         the other. tile_counter, column_tensors and block_bits are those of
         `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
-        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added.
+        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added;
+        if deterministic, pairs of tensors in place of each (`mods.walk_sums.StoredSums`).
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
         in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
@@ -322,7 +313,7 @@ class FlashAttentionBackwardSm90:
         group: Int32,
         group_splits: Int32 | None,
         tile_counter: cute.Tensor | None,
-        aux_grads: tuple[cute.Tensor, ...] | None,
+        aux_grads: tuple | None,
     ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -389,7 +380,7 @@ class FlashAttentionBackwardSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            self.mma(gradients, tiles, channels, softmax_scale, score_args, passes_over)
+            self.mma(gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over)
         if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
@@ -402,6 +393,7 @@ class FlashAttentionBackwardSm90:
         gradients: KeyGradients,
         tiles: Tiles,
         channels: Channels,
+        lengths: Lengths,
         softmax_scale: Float32,
         score_args: BwdScoreArgs,
         passes_over: cutlass.Constexpr[bool],
@@ -416,17 +408,7 @@ class FlashAttentionBackwardSm90:
         acc_dK = [
             wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_d)
         ]  # (64, n) each
-        chain = ScoreChain(
-            *score_args,
-            self.wants_aux,
-            self.score_mod,
-            self.score_mod_bwd,
-            traits.dtype,
-            (traits.tile_m, traits.tile_n),
-            wgmma.ELEMENTS,
-            traits.first_key(),
-            Int32(0),
-        )
+        chain = make_chain(self, score_args, lengths)
         scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -480,6 +462,8 @@ class FlashAttentionBackwardSm90:
 
             # -- dK and dV leave
             work = ring.read(tile)
+            if const_expr(chain.walk is not None):
+                scores.end_walk(work)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
             if const_expr(traits.cta_pair):

@@ -123,7 +123,7 @@ class BlockScores:
     def create(
         traits: BwdTraits, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
     ) -> "BlockScores":
-        num_parts = traits.num_score_parts(len(chain.wants_aux))
+        num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
         mma = traits.mma_scores(num_parts)
 
         def parts(smem: cute.Tensor, dim: int) -> tuple[cute.Tensor, ...]:
@@ -258,7 +258,8 @@ class BlockScores:
     # -- keys of its own ------------------------------------------------------------------------
 
     def _compute_both(self, kind: Kind, state: MainloopState) -> None:
-        if self.chain.wants_aux:
+        self._turn_to_head(state)
+        if self.chain.by_parts:
             self._compute_by_parts(kind, state)
         else:
             self._compute_whole(kind, state)
@@ -290,9 +291,12 @@ class BlockScores:
         if not is_plain:
             self._issue_dp(acc_dP, state)
         warpgroup.wait_group(0)
-        delta = statistics.delta
-        score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(acc_S), delta)
-        wgmma.round_pairs(self.grads, acc_dP, traits.dtype)
+        delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
+        if chain.wants_aux:
+            chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
+        else:
+            score_gradients(grads, factors, delta)
+            wgmma.round_pairs(self.grads, acc_dP, traits.dtype)
         if is_plain:
             wgmma.round_pairs(self.probs, acc_S, traits.dtype)
 
@@ -321,7 +325,7 @@ class BlockScores:
 
     @cute.jit
     def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
-        if const_expr(self.chain.wants_aux):
+        if const_expr(self.chain.by_parts):
             self._compute_in_first(kind, state)
         elif mma_warpgroup_idx() == 0:
             self._compute_probs(kind, state)
@@ -331,6 +335,7 @@ class BlockScores:
     @cute.jit
     def _compute_in_first(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if mma_warpgroup_idx() == 0:
+            self._turn_to_head(state)
             self._compute_by_parts(kind, state)
             self._store_grads(self.grads, self.traits.ds_stage(state.block))
             self._pass_probs(state.block)
@@ -369,6 +374,22 @@ class BlockScores:
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
         wgmma.round_pairs(self.grads, acc_dP, traits.dtype)
         self._store_grads(self.grads, self.traits.ds_stage(state.block))
+
+    # -- gradients of aux tensors ---------------------------------------------------------------
+
+    def _turn_to_head(self, state: MainloopState) -> None:
+        if self.chain.walk is not None:
+            work, head_idx, _ = self._place(state)
+            self.chain.turn_to(work, head_idx)
+
+    @cute.jit
+    def end_walk(self, work: Work) -> None:
+        """Send the sums over the walk of a work tile; of warpgroups that share keys, the first."""
+        if const_expr(self.traits.shares_keys):
+            if mma_warpgroup_idx() == 0:
+                self.chain.end_walk(work)
+        else:
+            self.chain.end_walk(work)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -426,7 +447,7 @@ class BlockScores:
         delta, reference = (
             cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
         )
-        if self.traits.shares_keys or self.chain.wants_aux:
+        if self.traits.shares_keys or self.chain.by_parts:
             # here ptxas would serialise the products for a branch, there it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))

@@ -100,6 +100,7 @@ class AccumulatorElements:
     """`Elements` of accumulators; a thread's rows and columns are those of `rows_by_cols`."""
 
     num_rows = ROWS_PER_THREAD
+    lanes_per_row = 4
 
     def row_of(self, thread: Int32, r: int) -> Int32:
         return row_of(thread, r)

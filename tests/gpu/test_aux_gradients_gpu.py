@@ -12,6 +12,7 @@ from gradient_oracle import make_output_gradients
 from test_functional_gpu import arguments_of, run_and_check_gradients
 from torch import Tensor
 from trained_mods import (
+    ORDERED_CASES,
     TRAINED_CASES,
     TRAINED_MODS,
     TrainedInputs,
@@ -37,10 +38,22 @@ all_cases = pytest.mark.parametrize(
 )
 
 
-def check(given: TrainedInputs, call: Callable[..., Any] | None = None) -> None:
-    """call: instead of the function, with its keywords."""
+ORDERED_LONG = (
+    (Case("slopes-long-gqa4", 2, 2000, 2000, 8, 2, causal=True), "slopes"),
+    (Case("key-bias-long-window", 3, 1500, 1500, 2, 2, window_left=300), "key_bias"),
+    (Case("gain-long-fp16", 1, 1025, 1500, 8, 8, head_dim=96, dtype=FP16), "gain"),
+    (Case("gain-long-d256", 1, 700, 900, 4, 2, head_dim=256, causal=True), "gain"),
+)
+ordered_cases = pytest.mark.parametrize(
+    ("case", "name"), ORDERED_CASES + ORDERED_LONG, ids=lambda x: getattr(x, "id", x)
+)
+
+
+def check(given: TrainedInputs, call: Callable[..., Any] | None = None, **more: Any) -> None:
+    """call: instead of the function, with its keywords, and more of these."""
     inputs = given.inputs
     function, keywords = arguments_of(inputs)
+    keywords |= more
     keywords["aux_tensors"] = [
         x.clone().requires_grad_() if i in given.wants_aux else x
         for i, x in enumerate(given.aux_tensors)
@@ -89,3 +102,64 @@ def test_captured_by_hand() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_aux_gradients_close([found], given, dout)
+
+
+# -- in a fixed order ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@ordered_cases
+def test_in_order_against_oracle(case: Case, name: str) -> None:
+    check(make_trained(case, name, "cuda"), deterministic=True)
+
+
+@ordered_cases
+def test_without_order_against_oracle(case: Case, name: str) -> None:
+    check(make_trained(case, name, "cuda"))
+
+
+def trained_gradients(given: TrainedInputs, **more: Any) -> list[Tensor]:
+    function, keywords = arguments_of(given.inputs)
+    trained = [x.clone().requires_grad_() for x in given.trained]
+    others = given.aux_tensors[: len(given.aux_tensors) - len(trained)]
+    keywords["aux_tensors"] = [*others, *trained]
+    dout, _ = make_output_gradients(given.inputs)
+    out, _ = function(**keywords | more)
+    return list(torch.autograd.grad(out, trained, dout))
+
+
+@ordered_cases
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_equal_bits_in_ten_runs(case: Case, name: str, by_setting: bool) -> None:
+    given = make_trained(case, name, "cuda")
+    more = {} if by_setting else {"deterministic": True}
+    torch.use_deterministic_algorithms(by_setting)
+    try:
+        first, *others = [trained_gradients(given, **more) for _ in range(10)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for found in others:
+        for x, y in zip(first, found, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_equal_bits_whoever_is_beside_in_the_batch() -> None:
+    """Of elements that a batch entry has for itself."""
+    mod = TRAINED_MODS["key_bias"].cute
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(5, 900, 4, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for _ in range(4)
+    )
+    bias = torch.randn(5, 4, 900, device="cuda", generator=generator)
+
+    def gradient(batch: slice) -> Tensor:
+        leaf = bias[batch].clone().requires_grad_()
+        keywords: dict[str, Any] = {"score_mod": mod, "aux_tensors": [leaf], "causal": True}
+        out = flash_attn_func(q[batch], k[batch], v[batch], **keywords, deterministic=True)
+        (found,) = torch.autograd.grad(out, leaf, dout[batch])
+        return found
+
+    together = gradient(slice(0, 5))
+    for i in range(5):
+        assert torch.equal(gradient(slice(i, i + 1))[0], together[i])

@@ -1,4 +1,4 @@
-"""What is Blackwell's own of the compiled forward, on the software GPU: pairs, wide heads."""
+"""What is Blackwell's own of the compiled forward, on the software GPU: pairs, one half."""
 
 from __future__ import annotations
 
@@ -54,6 +54,28 @@ def test_wide_heads_whose_maxima_are_outgrown(simulator: ModuleType, cta_pair: b
     """O is rescaled once P V of the block before is complete."""
     inputs = make_growing_inputs(256, 256, 40)
     run_sim(simulator, inputs, seeds=(None, 1), config={"cta_pair": cta_pair})
+
+
+# what splits and pages have where few rows share keys, asked for
+HALVES = (
+    Case("d64-causal-200x300-gqa2", 1, 200, 300, 2, 1, head_dim=64, causal=True),
+    Case("d96-window-130x260", 1, 130, 260, 1, 1, head_dim=96, window_left=50, window_right=9),
+    Case("d128-varlen", lengths_q=(150, 0, 9), lengths_k=(200, 70, 0), heads_q=1, heads_kv=1),
+    Case("d192-128-checks-lists", 1, 140, 300, 1, 1, head_dim=192, head_dim_v=128,
+         mask_mod="checks", blocks=(128, 128)),
+    Case("d128-gqa8-packed-softcap", 1, 40, 300, 8, 1, pack_gqa=True, softcap=15.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.id)
+def test_one_half_against_oracle(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), seeds=SEEDS, config={"tile_m": 128, "cta_pair": False})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_half_whose_maxima_are_outgrown(simulator: ModuleType, head_dim: int) -> None:
+    inputs = make_growing_inputs(head_dim, head_dim, 40)
+    run_sim(simulator, inputs, seeds=SEEDS, config={"tile_m": 128, "cta_pair": False})
 
 
 def test_padded_keys(simulator: ModuleType) -> None:

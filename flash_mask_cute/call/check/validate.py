@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -212,7 +212,7 @@ def _check_gradients(
         _check_daux(of.daux, masks.aux_tensors)
         outputs |= {f"daux[{i}]": y for i, y in enumerate(of.daux)}
         if masks.score_mod is not None and any(y is not None for y in of.daux):
-            check_differentiable_by_aux("daux is given", score_mod_bwd, deterministic)
+            check_differentiable_by_aux("daux is given", score_mod_bwd)
     check_outputs_apart(outputs, {"q": q, "k": x.k, "v": x.v, "out": out, "dout": dout})
 
 
@@ -265,56 +265,57 @@ def check_gradient_settings(
         )
 
 
-def check_differentiable_by_aux(
-    reason: str, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
-) -> None:
-    """Refuse settings without gradients of aux tensors. reason: why these are wanted.
+def check_differentiable_by_aux(reason: str, score_mod_bwd: Callable[..., Any] | None) -> None:
+    """Refuse a setting without gradients of aux tensors. reason: why these are wanted.
 
     Raises:
-        NotImplementedError: a score_mod_bwd, or a fixed order of sums.
+        NotImplementedError: a score_mod_bwd.
     """
     if score_mod_bwd is not None:
         raise NotImplementedError(
             f"{reason}, but score_mod_bwd gives no gradients of aux tensors: leave it out, so that "
             f"score_mod is differentiated, or detach the tensor; got {brief(score_mod_bwd)}"
         )
-    if deterministic:
-        raise NotImplementedError(
-            f"{reason}, but gradients of aux tensors are summed in no fixed order: they are not "
-            "supported with deterministic=True or torch.use_deterministic_algorithms(True); detach "
-            "the tensor"
-        )
 
 
-def settle_order(
-    reason: str | None, score_mod_bwd: Callable[..., Any] | None, deterministic: bool
-) -> bool:
+def refuse_order(reason: str, unordered: str) -> NoReturn:
+    """Refuse a fixed order of sums. reason: why gradients of aux tensors are wanted. unordered: why
+    they have none."""
+    raise NotImplementedError(
+        f"{reason}, but {unordered}: they are not supported with deterministic=True or "
+        "torch.use_deterministic_algorithms(True); detach the tensor"
+    )
+
+
+def settle_order(reason: str | None, unordered: str | None, deterministic: bool) -> bool:
     """Whether sums have a fixed order: if `deterministic` or torch's setting asks for it.
 
-    reason: why gradients of aux tensors are wanted, which have no fixed order; None if they are not
-    wanted. With them torch's setting acts as for torch's own functions: an error, or with warn_only
-    a warning and any order. `deterministic` is always an error.
+    reason: why gradients of aux tensors are wanted, None if they are not. unordered: why these have
+    no fixed order, None if they have one. If not, torch's setting acts as for torch's own
+    functions: an error, or with warn_only a warning and any order. `deterministic` is always an
+    error.
 
     Raises:
-        NotImplementedError: as `check_differentiable_by_aux`.
+        NotImplementedError: as `refuse_order`.
     """
     by_torch = torch.are_deterministic_algorithms_enabled()
-    if reason is None:
+    if reason is None or unordered is None:
         return deterministic or by_torch
-    check_differentiable_by_aux(reason, score_mod_bwd, deterministic)
-    if by_torch and not _only_warns(reason):
-        check_differentiable_by_aux(reason, score_mod_bwd, True)
+    if deterministic:
+        refuse_order(reason, unordered)
+    if by_torch and not _only_warns(reason, unordered):
+        refuse_order(reason, unordered)
     return False
 
 
 @assume_constant_result
-def _only_warns(reason: str) -> bool:
+def _only_warns(reason: str, unordered: str) -> bool:
     """Whether torch's setting is warn_only; if so, warn. Dynamo can trace neither: it warns once,
     and guards the answer together with the setting."""
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
     warnings.warn(
-        f"{reason}, and gradients of aux tensors are summed in no fixed order: the last bits of "
+        f"{reason}, and {unordered}: the last bits of "
         "all gradients of this call may differ from run to run, although "
         "torch.use_deterministic_algorithms(True, warn_only=True) asks for one",
         stacklevel=5,  # the caller of the public function

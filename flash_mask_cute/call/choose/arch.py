@@ -49,11 +49,13 @@ class ForwardKernel(AttentionKernel):
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
-    splits_groups: several CTAs may share the query heads of a group."""
+    splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
+    tensors that are read by head or key may be summed in a fixed order."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
     splits_groups: bool
+    orders_aux: bool
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ SM90_BACKWARD = BackwardKernel(
     SM90_BWD,
     "accumulators",
     splits_groups=True,
+    orders_aux=True,
 )
 SM90 = ArchSpec(
     "Hopper",
@@ -179,6 +182,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM100_BWD,
             "lanes",
             splits_groups=False,
+            orders_aux=False,
         ),
         _columns_sm100,
         reads_mask_bits=False,

@@ -12,8 +12,9 @@ import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
+from flash_mask_cute.call.check.validate import check_head_dims, check_inputs, refuse_order
 from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.aux_order import why_unordered
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
@@ -229,6 +230,7 @@ def plan(
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
     plain = replace(plain, causal_each=causal_each)
+    _check_order(plain, masks, target or target_of(call.tensors.q))
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -339,6 +341,14 @@ def _bwd_problem(
         wants_aux=wants_aux,
         deterministic=call.backward.deterministic,
     )
+
+
+def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
+    """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
+    if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
+        unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
+        if unordered is not None:
+            refuse_order("daux is given", unordered)
 
 
 def _first_position(

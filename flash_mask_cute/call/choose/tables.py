@@ -328,6 +328,14 @@ SM90_FWD = (
 # pair of CTAs has two work tiles with one walk, which wastes nothing where every query sees the
 # same keys and there is more than one tile.
 SM100_FWD = (
+    *(
+        FwdRow(
+            *(d, d_v, 128, 128, stages, 1, False),
+            "few rows share keys: one half of a tile, and its memory for keys in flight",
+            for_decode=True,
+        )
+        for d, d_v, stages in ((64, 64, 5), (96, 96, 3), (128, 128, 2), (192, 128, 2))
+    ),
     FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
     FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
     FwdRow(
@@ -343,6 +351,12 @@ SM100_FWD = (
         "a pair of CTAs reads half of each block, and twice as many are in flight",
         masks=(TuningClass.FULL,),
         min_seqlen_q=257,
+        cta_pair=True,
+    ),
+    FwdRow(
+        *(192, 128, 256, 128, 2, 1, False),
+        "a single CTA waits for its only place for keys; a pair visits a few blocks more",
+        min_seqlen_q=1024,
         cta_pair=True,
     ),
     FwdRow(*(192, 128, 256, 128, 1, 1, False), "one key block and two value blocks fit"),

@@ -8,13 +8,14 @@ allocates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.build.backward import BwdKernels
-from flash_mask_cute.call.build.scratch import BwdScratch
+from flash_mask_cute.call.build.scratch import BwdScratch, stored_sums
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.forward import (
@@ -40,7 +41,8 @@ class KernelBackward:
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
         "_parts_shape", "_partial_shapes", "_q_start", "_reads_q_starts", "_reads_query_early",
-        "_scale", "_scale_dq", "_softcap", "_stats_shape", "_make_mask_bits", "_padding",
+        "_scale", "_scale_dq", "_softcap", "_stats_shape", "_stored_shapes", "_make_mask_bits",
+        "_padding",
         "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -64,6 +66,7 @@ class KernelBackward:
         self._padding = facts.padding
         self._clears_dq = plan.bwd_choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
+        self._stored_shapes = stored_sums(plan)
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
@@ -129,10 +132,13 @@ class KernelBackward:
             cleared = dq_accum
         else:
             semaphores = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
-        aux_sums = aux_grads = None
+        aux_sums: dict[int, Tensor] | None = None
+        aux_grads: Any = None
         if daux is not None:
             aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
             aux_grads = tuple(aux_sums.values()) or None
+            if self._stored_shapes:
+                aux_grads = _new_stored_sums(q, self._stored_shapes)
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
@@ -161,6 +167,8 @@ class KernelBackward:
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:
+            if self._stored_shapes:
+                _add_stored_sums(aux_sums, aux_grads)
             _write_aux_gradients(daux, aux_sums)
         return result
 
@@ -241,6 +249,23 @@ def _aux_sums(
     """Zeros for the sums of aux tensor gradients, by index."""
     wanted = ((i, daux[i]) for i in wants_aux)
     return {i: x.new_zeros(x.shape, dtype=dtype) for i, x in wanted if x is not None}
+
+
+def _new_stored_sums(q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    """Where a kernel stores sums and the numbers of their elements: 0 for element 0, where it does
+    not."""
+    return tuple(
+        (q.new_zeros(shape, dtype=torch.float32), q.new_zeros(shape, dtype=torch.int64))
+        for shape in shapes
+    )
+
+
+def _add_stored_sums(sums: Mapping[int, Tensor], stored: Any) -> None:
+    """Add stored sums to those of whole tensors, in an order that only their places determine:
+    torch sorts them by element, and keeps the order of those of one element."""
+    for total, (values, elements) in zip(sums.values(), stored, strict=True):
+        if total.numel():
+            total.view(-1).index_put_((elements.view(-1),), values.view(-1), accumulate=True)
 
 
 def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tensor]) -> None:

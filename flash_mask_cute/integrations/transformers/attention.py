@@ -85,7 +85,7 @@ def layer_attention(
     shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     bias = None
     if position_bias is not None:
-        bias = _fitted(position_bias, "position_bias", shape).expand(shape)
+        bias = _fitted(position_bias, "position_bias", shape)
     sharding = current_sharding()
     if sharding is not None:
         unknown = {"cu_seq_lens_q": cu_seq_lens_q, "position_bias": position_bias}
@@ -127,7 +127,7 @@ def layer_attention(
             options["mask_mod"] = _mods().visible_to_all
             options["aux_tensors"] = [packed.same_document(*shape[2:])]
             packed = None
-        options["score_mod"] = _mods().added
+        options["score_mod"], bias = _adding(bias, shape)
         options["aux_tensors"] = [bias, *options.get("aux_tensors", ())]
     if packed is not None:
         documents = packed._replace(
@@ -298,6 +298,13 @@ def _mods() -> Any:
     return table_mods
 
 
+def _adding(bias: Tensor, shape: Shape) -> tuple[Any, Tensor]:
+    """The mod that adds a table, and the table as it reads it."""
+    mods = _mods()
+    mod = mods.added_alike if bias.shape[0] == 1 else mods.added
+    return mod, bias.expand(-1, *shape[1:])
+
+
 def _of_table(
     table: Tensor, shape: Shape, packed: Packed | None, bias: Tensor | None
 ) -> dict[str, Any]:
@@ -310,8 +317,8 @@ def _of_table(
     options: dict[str, Any] = {}
     aux_tensors = []
     if bias is not None:
-        options["score_mod"] = _mods().added
-        aux_tensors.append(bias.expand(shape))
+        options["score_mod"], bias = _adding(bias, shape)
+        aux_tensors.append(bias)
     if shown is not None:
         by_head = shown.shape[1] > 1
         options["mask_mod"] = _mods().visible if by_head else _mods().visible_to_all

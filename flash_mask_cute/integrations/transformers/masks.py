@@ -9,7 +9,7 @@ mask. For one query it is evaluated for all keys, with a few small operators and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
+# Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
+# they get tensors.
+_TAKE_TENSORS = ("doge",)
 
 
 class Found(NamedTuple):
@@ -95,6 +98,13 @@ class AttentionMask(BlockMask):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"attention_mask.{name}: {_NO_TENSOR}")
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        raise NotImplementedError(f"attention_mask in {name}: {_NO_TENSOR}")
+
     def to(self, device: Any, *others: Any, **more: Any) -> AttentionMask:
         """The mask on a device: itself if it is there, else made anew there.
 
@@ -145,7 +155,7 @@ class AttentionMask(BlockMask):
 
 _NO_TENSOR = (
     "masks of flash_mask_cute are no tensors, and this model computes with its mask; load it with "
-    "attn_implementation='sdpa'"
+    "attn_implementation='sdpa' or 'eager'"
 )
 
 
@@ -170,7 +180,8 @@ def make_mask(
     """The mask half, with the arguments of `AttentionMaskInterface`.
 
     In a region that torch.compile traces the mask is a dense tensor, as that of sdpa, or None for a
-    causal mask without padding over as many keys as queries.
+    causal mask without padding over as many keys as queries. Models of `_TAKE_TENSORS` get a dense
+    tensor always.
 
     Raises:
         ValueError: attention_mask is no (batch, keys) tensor.
@@ -187,9 +198,11 @@ def make_mask(
                 "attention_mask has padding inside parallel.sharded: say it in the mask of sharded"
             )
         return None
-    if torch.compiler.is_compiling():
+    takes_tensors = getattr(others.get("config"), "model_type", None) in _TAKE_TENSORS
+    if torch.compiler.is_compiling() or takes_tensors:
         # elsewhere transformers hides keys behind the first ones by the alignment of a None
         skips = others.pop("allow_is_causal_skip", True) and q_length == kv_length
+        skips = skips and not takes_tensors
         made: Tensor | None = masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=skips, use_vmap=use_vmap, device=device, **others,

@@ -24,3 +24,11 @@ def visible(b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any) -
 @cute.jit
 def added(score: Any, b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any) -> Any:
     return score + aux_tensors[0][b_idx[0], h_idx[0], q_idx[0], kv_idx[0]]
+
+
+@cute.jit
+def added_alike(
+    score: Any, b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any
+) -> Any:
+    """What all batch entries get alike, so that its gradient has one entry."""
+    return score + aux_tensors[0][0, h_idx[0], q_idx[0], kv_idx[0]]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cutlass
 import numpy as np
 import pytest
 import torch
@@ -156,12 +157,39 @@ def test_the_setting_of_torch_asks_for_a_fixed_order(
 
 
 def test_what_has_no_fixed_order_is_refused_by_the_setting_too(fixed_order: None) -> None:
-    def biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return score + aux[0][h[0]]
-
-    bias = torch.zeros(2, requires_grad=True)
+    bias = torch.zeros(80, requires_grad=True)
     with pytest.raises(NotImplementedError, match="requires grad.*use_deterministic_algorithms"):
-        flash_attn_func(*leaves(), score_mod=biased, aux_tensors=[bias])
+        flash_attn_func(*leaves(), score_mod=_biased, aux_tensors=[bias])
+
+
+@WAYS
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_sums_by_head_and_by_key_have_a_fixed_order(
+    found: Found, request: pytest.FixtureRequest, way: Callable[..., Any], by_setting: bool
+) -> None:
+    """Equal bits, and what the call without an order computes in float64."""
+    if by_setting:
+        request.getfixturevalue("fixed_order")
+    slopes, bias = torch.full((2,), 0.1), torch.zeros(40, dtype=torch.float64)
+
+    def gradients(deterministic: bool) -> list[Tensor]:
+        trained = [x.clone().requires_grad_() for x in (slopes, bias)]
+
+        def attend(*qkv: Tensor) -> Tensor:
+            more = {} if by_setting else {"deterministic": deterministic}
+            out: Tensor = flash_attn_func(
+                *qkv, score_mod=_sloped, aux_tensors=trained, causal=True, **more
+            )
+            return out
+
+        way(attend)(*leaves()).square().sum().backward()
+        assert found[-1]["deterministic"] is (deterministic or by_setting)
+        return [x.grad for x in trained if x.grad is not None]
+
+    first, second, plain = gradients(True), gradients(True), gradients(False)
+    for x, y, z in zip(first, second, plain, strict=True):
+        assert torch.equal(x, y) and (x != 0).any()
+        torch.testing.assert_close(x, z)
 
 
 @pytest.fixture
@@ -172,14 +200,18 @@ def warn_only() -> Iterator[None]:
 
 
 def _biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[0][h[0]]
+    return score + aux[0][q[0] + k[0]]
+
+
+def _sloped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score - aux[0][h[0]] * abs(q - k).to(cutlass.Float32) + aux[1][k[0]]
 
 
 @WAYS
 def test_the_setting_that_only_warns(
     found: Found, warn_only: None, way: Callable[..., Any]
 ) -> None:
-    bias = torch.zeros(2, requires_grad=True)
+    bias = torch.zeros(80, requires_grad=True)
 
     def attend(*qkv: Tensor) -> Tensor:
         out: Tensor = flash_attn_func(*qkv, score_mod=_biased, aux_tensors=[bias])
@@ -212,7 +244,7 @@ def test_the_setting_that_only_warns(
 def test_arguments_are_refused_where_the_setting_only_warns(
     warn_only: None, keywords: dict[str, Any]
 ) -> None:
-    given = {"score_mod": _biased, "aux_tensors": [torch.zeros(2, requires_grad=True)], **keywords}
+    given = {"score_mod": _biased, "aux_tensors": [torch.zeros(80, requires_grad=True)], **keywords}
     with pytest.raises(NotImplementedError, match=f"requires grad.*{next(iter(keywords))}"):
         flash_attn_func(*leaves(), **given)
 

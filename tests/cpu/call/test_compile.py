@@ -235,6 +235,18 @@ def test_pairs_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
 
 
 @SWEEP
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128)])
+def test_one_half_compiles_well_for_blackwell(dims: tuple[int, int]) -> None:
+    """As splits have it whose rows are few."""
+    problem = AttentionProblem("bfloat16", *dims, is_causal=True, split="rows", packed_heads=8)
+    choice = select_fwd_config(problem, shapes_of(problem), spec=arch_spec(B200), decode_rows=8)
+    assert choice.tiles.tile_m == 128
+    with compile_lock():
+        meta = build_fwd(problem, choice.tiles, B200).meta
+    check_blackwell(f"{dims}", meta, {})
+
+
+@SWEEP
 @pytest.mark.parametrize("row", SM100_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_compiles_well_for_the_second_blackwell(row: FwdRow) -> None:
     """Of sm_103a disassemblers may know nothing."""

@@ -69,9 +69,10 @@ def test_rows_for_blackwell(row: FwdRow) -> None:
     """Each runs as it stands: no field had to be made smaller."""
     is_causal = "full" not in row.masks
     problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=is_causal)
-    seqlen = 300 if row.tile_m == 256 or row.cta_pair else 100
+    seqlen = max(row.min_seqlen_q, 300 if row.tile_m == 256 or row.cta_pair else 100)
     shapes = FwdShapes(1, seqlen, 300, seqlen, 300, 64, 2, row.max_dim, row.max_dim_v)
-    choice = select_fwd_config(problem, shapes, True, spec=SM100)
+    more = {"decode_rows": 100} if row.for_decode else {}
+    choice = select_fwd_config(problem, shapes, True, spec=SM100, **more)
     assert (choice.tiles.tile_m, choice.tiles.tile_n) == (row.tile_m, 128)
     assert choice.tiles.num_stages == row.num_stages
     assert choice.tiles.stages_q == row.stages_q
@@ -117,7 +118,7 @@ def test_all_head_dims_on_blackwell() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (FwdConfig(tile_m=128), "tile_m must be 256 for .* 128/128 on Blackwell, got 128"),
+        (FwdConfig(tile_m=192), "tile_m must be 128 or 256 for .* 128/128 on Blackwell, got 192"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
         (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
@@ -144,6 +145,9 @@ def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str
         ({"has_softcap": True}, 1000, None, True),
         ({"head_dim": 64, "head_dim_v": 64}, 1000, None, False),
         ({"head_dim": 192}, 1000, None, True),
+        ({"head_dim": 192, "is_causal": True}, 1023, None, False),
+        ({"head_dim": 192, "is_causal": True}, 1024, None, True),
+        ({"head_dim": 192, "varlen_q": True, "intervals": (2, True)}, 1024, None, True),
         ({"head_dim": 256, "head_dim_v": 256, "is_causal": True}, 129, None, True),
         ({"head_dim": 256, "head_dim_v": 256}, 128, None, False),
         ({"head_dim": 256, "head_dim_v": 256}, 1000, FwdConfig(cta_pair=False), False),
@@ -160,6 +164,19 @@ def test_pairs_of_ctas_on_blackwell(
     rows = 128 if problem.head_dim_v > 128 else 256
     assert choice.tiles.cluster_tile_m == (2 * rows if expected else rows)
     assert choice.tiles.nest_in((rows, 128)) is not expected
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("decode_rows", "tile_m"), [(1, 128), (128, 128), (129, 256), (None, 256)])
+def test_one_half_where_few_rows_share_keys(
+    dims: tuple[int, int], decode_rows: int | None, tile_m: int
+) -> None:
+    """Forwards in splits or over pages: a second half would have no row."""
+    shapes = FwdShapes(4, 1, 5000, 1, 5000, 8, 1, *dims)
+    problem = AttentionProblem("bfloat16", *dims)
+    choice = select_fwd_config(problem, shapes, spec=SM100, decode_rows=decode_rows)
+    assert choice.tiles.tile_m == (128 if dims[1] > 128 else tile_m)
+    assert not choice.tiles.cta_pair
 
 
 def test_pairs_of_ctas_are_refused_on_hopper() -> None:

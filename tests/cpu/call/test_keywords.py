@@ -113,7 +113,11 @@ def test_foreign_keywords(function: Call, name: str, value: Any, said: str) -> N
         (flashmask_attention, "return_aux", "say return_lse$"),
         (flash_attn_func, "return_softmax_lse", "say return_lse$"),
         (flash_attn_func, "cu_seqlens_q", r"argument of explain, flash_attn_varlen_func, .*_flash"),
-        (_flash_attn_fwd, "deterministic", "deterministic is an argument of flash_attn_func, "),
+        (
+            _flash_attn_fwd,
+            "deterministic",
+            "deterministic is an argument of explain, flash_attn_func",
+        ),
         (_flash_attn_fwd, "dlse", "dlse is an argument of _flash_attn_bwd$"),
         (flashmask_attention, "score_mod", "score_mod is an argument of explain, flash_attn_func"),
         (flash_attn_func, "rng_state", "dropout is not supported, leave it out$"),

@@ -151,6 +151,7 @@ WITHOUT_TENSORS: dict[str, tuple[Any, str]] = {
     "no side of a window": (lambda b, h, q, k: k < q, "intervals"),
     "chunks": (lambda b, h, q, k: (k // 16 == q // 16) & (k <= q), "intervals"),
     "prefix": (lambda b, h, q, k: (k < 20) | (k <= q), "intervals"),
+    "of batch entries": (lambda b, h, q, k: (k <= q) & (k >= 11 * b), "intervals"),
     "remainders": (lambda b, h, q, k: (q - k) % 3 == 0, "mod"),
     "of heads": (lambda b, h, q, k: k <= q + h, "mod"),
     "documents": (documents, "mod"),
@@ -260,6 +261,20 @@ def test_a_number_that_changes(calls: list[AttentionCall]) -> None:
         out = flash_attn_func(*qkv, mask_mod=near)
         torch.testing.assert_close(out, expected(qkv, near), rtol=1e-9, atol=1e-9)
         assert calls[-1].options.window_size_left == new and kind_of(calls[-1]) == "window"
+
+
+def test_what_nothing_watches_stays_a_mod(calls: list[AttentionCall]) -> None:
+    class Near:
+        size = 4
+
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q - k).abs() <= self.size
+
+    near, qkv = Near(), tensors()
+    for near.size in (4, 9):
+        out = flash_attn_func(*qkv, mask_mod=near)
+        torch.testing.assert_close(out, expected(qkv, near), rtol=1e-9, atol=1e-9)
+        assert kind_of(calls[-1]) == "mod"
 
 
 def test_contents_are_followed(calls: list[AttentionCall]) -> None:

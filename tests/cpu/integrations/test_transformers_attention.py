@@ -107,9 +107,10 @@ def test_a_mask_of_keys_and_more_keys_than_there_are() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
-def test_numbers_are_added_and_learned(heads: int) -> None:
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_numbers_are_added_and_learned(heads: int, batch: int) -> None:
     q, k, v = inputs()
-    added = drawn(1, heads, SEQ, SEQ, seed=5).requires_grad_()
+    added = drawn(batch, heads, SEQ, SEQ, seed=5).requires_grad_()
     check(attend(q, k, v, added), dense(q, k, v, bias=added), q, k, v, added)
 
 
@@ -240,6 +241,22 @@ def test_bias_softcap_and_sinks(kind: str, packed: bool) -> None:
     found = attend(q, k, v, mask, **options)
     wanted = dense(q, k, v, visible, bias[..., :SEQ], 2.0, sink)
     check(found, wanted, q, k, v, bias, sink)
+
+
+@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_a_bias_of_each_batch_entry_or_of_all(batch: int, heads: int) -> None:
+    q, k, v = inputs()
+    bias = drawn(batch, heads, SEQ, SEQ, seed=6).requires_grad_()
+    visible = drawn(BATCH, HEADS, SEQ, SEQ, seed=3) > -1
+    check(attend(q, k, v, visible, position_bias=bias), dense(q, k, v, visible, bias), bias)
+    check(attend(q, k, v, None, position_bias=bias), dense(q, k, v, CAUSAL, bias), bias)
+    mask = make_mask(BATCH, SEQ, SEQ, attention_mask=visible[:, 0, 0])
+    hidden = CAUSAL & visible[:, :1, :1]
+    check(attend(q, k, v, mask, position_bias=bias), dense(q, k, v, hidden, bias), bias)
+    added = drawn(1, 1, SEQ, SEQ, seed=5).requires_grad_()
+    found = attend(q, k, v, added, position_bias=bias)
+    check(found, dense(q, k, v, bias=added + bias), bias, added)
 
 
 @pytest.mark.parametrize("kind", ["none", "bools", "window", "columns", "mask_mod"])

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import tiny_models as tiny
 import torch
+import transformers
 from tiny_models import IDS, LEFT, PACKED
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -385,6 +386,63 @@ def test_dropout_is_refused_by_name() -> None:
         model.train()(IDS)
 
 
+def test_a_model_that_would_leave_our_masks_out() -> None:
+    """Doge joins its mask with one of its own, and passes over a `BlockMask`."""
+    pair = tiny.pair_of(transformers.DogeConfig(**tiny.SIZES))
+    for padding in (None, LEFT):
+        call = {"input_ids": IDS, "attention_mask": padding}
+        assert tiny.error_of(pair, call, padding) <= 7e-6
+    found, wanted = (x.generate(IDS, max_new_tokens=5, do_sample=False) for x in pair)
+    assert torch.equal(found, wanted)
+
+
+INDEXED = {
+    "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "said"),
+    [
+        ("BloomConfig", {"n_layer": 2, "n_head": 4}, "attention_mask in add"),
+        ("DeepseekV32Config", INDEXED, r"attention_mask\[.*\]"),
+    ],
+)
+def test_models_that_compute_with_masks_are_refused_by_name(
+    config: str, sizes: dict[str, Any], said: str
+) -> None:
+    model = tiny.pair_of(getattr(transformers, config)(**(tiny.SIZES | sizes))).ours
+    with pytest.raises(NotImplementedError, match=f"{said}: .*attn_implementation='sdpa' or 'eag"):
+        model(IDS)
+
+
+def test_continuous_batching_is_refused_by_transformers() -> None:
+    """It takes attention whose name has "flash" in it, and its own."""
+    model = tiny.decoder("llama").ours
+    with pytest.raises(ValueError, match="mask_cute.* is not supported"):
+        model.generate_batch(inputs=[[5, 6, 7]])
+
+
+@pytest.mark.parametrize("name", ["BartConfig", "MarianConfig"])
+def test_a_decoder_that_looks_at_an_encoder(name: str) -> None:
+    """Masks of unequal lengths, with padding on the side of the keys."""
+    config = getattr(transformers, name)(
+        vocab_size=97, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        max_position_embeddings=64, pad_token_id=0, decoder_start_token_id=1, eos_token_id=2,
+        forced_eos_token_id=None,
+    )  # fmt: skip
+    pair = tiny.pair_of(config, transformers.AutoModelForSeq2SeqLM)
+    call = {"input_ids": IDS, "attention_mask": LEFT, "decoder_input_ids": IDS[:, :9]}
+    assert tiny.error_of(pair, call) <= 7e-6
+    options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
+    found, wanted = (x.generate(IDS, attention_mask=LEFT, **options) for x in pair)
+    assert torch.equal(found, wanted)
+
+
 def test_a_decoder_that_looks_both_ways() -> None:
     pair = tiny.pair_of(tiny.config_of("llama", is_causal=False))
     call = {"input_ids": IDS, "attention_mask": LEFT}
@@ -430,6 +488,27 @@ def test_compiled_decoding_in_a_static_cache(name: str) -> None:
         outs.append(torch.stack(logits))
     assert tiny.relative(outs[1], outs[0]) <= 7e-6
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "inside"])
+def test_a_compiled_training_step(name: str, before: bool) -> None:
+    """Forward and backward as one graph each, with masks of padding made before or inside."""
+    pair, call = tiny.decoder(name), {"input_ids": IDS, "attention_mask": LEFT}
+    torch._dynamo.reset()
+    found = {}
+    for model in pair:
+        run, given = model, call | {"use_cache": False}
+        if model is pair.ours:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+            if before:
+                given = given | {"attention_mask": masks_for(model, **call)}
+        model.zero_grad()
+        (run(**given).logits.square() * LEFT[..., None]).sum().backward()
+        found[model] = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+    assert found[pair.ours].keys() == found[pair.eager].keys()
+    for each, wanted in found[pair.eager].items():
+        assert tiny.relative(found[pair.ours][each], wanted) <= 2e-5, each
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])

@@ -191,6 +191,7 @@ FAMILIES = {
         lambda x, w: joined(either(at(causal, x.positions), group(x.groups)), equal(x.ids)), True
     ),
     "both windows": Family(lambda x, w: either(joined(after_window(w), causal), near(w))),
+    "of batch entries": Family(lambda x, w: lambda b, h, q, k: (k <= q + 5 * b) & (k >= w * b)),
     "or all": Family(lambda x, w: either(causal, lambda *_: torch.tensor(True))),
     "sinks": Family(
         lambda x, w: either(
@@ -278,6 +279,7 @@ def random_mod(rng: random.Random, x: Tokens, depth: int) -> Mod:
                 causal, after_window(size), near(size), every_query, equal(x.ids), group(x.groups),
                 valid(x.is_real), chunks(size + 1, x.start), chunks_back(size + 1, 1),
                 lambda b, h, q, k: x.is_real[b, q],
+                lambda b, h, q, k: k >= b * size,
                 lambda b, h, q, k: q < x.start[b] + k,
                 lambda b, h, q, k: x.positions[b, k] > x.positions[b, q] - size,
                 lambda b, h, q, k: x.ids[b, q] < x.ids[b, k] + 1,
@@ -288,7 +290,7 @@ def random_mod(rng: random.Random, x: Tokens, depth: int) -> Mod:
         return at(atom, x.positions) if rng.random() < 0.2 else atom
     parts = [random_mod(rng, x, depth - 1) for _ in range(rng.randint(1, 3))]
     made = rng.choice((joined, joined, either))(*parts)
-    return made if rng.random() < 0.8 else lambda *indices: ~made(*indices)
+    return made if rng.random() < 0.8 else lambda b, h, q, k: ~made(b, h, q, k)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -315,7 +317,7 @@ def test_dtypes_of_tables() -> None:
         check(joined(causal, equal(ids.to(dtype))))
     unknown = ids.double()
     unknown[ids == 1] = torch.nan
-    check(joined(causal, equal(unknown)))
+    assert check(joined(causal, equal(unknown))).documents
     check(lambda b, h, q, k: ~(q >= torch.full((), torch.nan)) & (k <= q))
     # a sum that leaves int32 wraps, one of large numbers does not
     large = positions.int() + (2**31 - 70)

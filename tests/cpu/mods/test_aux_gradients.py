@@ -19,6 +19,8 @@ from gradient_oracle import assert_gradients_close, make_output_gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trained_mods import (
+    ORDERED_CASES,
+    REACH,
     TRAINED_CASES,
     TRAINED_MODS,
     TrainedInputs,
@@ -92,7 +94,9 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 # -- values -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(
+    ("case", "name"), TRAINED_CASES + ORDERED_CASES, ids=lambda x: getattr(x, "id", x)
+)
 def test_against_oracle(case: Case, name: str) -> None:
     check(make_trained(small(case), name))
 
@@ -331,18 +335,21 @@ def _passes_on(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"deterministic": True}, r"aux_tensors\[1\] requires grad.*deterministic=True"),
+        (
+            {"deterministic": True},
+            r"aux_tensors\[1\] requires grad.*aux_tensors\[1\] by difference.*deterministic=True",
+        ),
         ({"score_mod_bwd": _passes_on}, r"aux_tensors\[1\] requires grad.*score_mod_bwd"),
     ],
     ids=["deterministic", "score_mod_bwd"],
 )
 def test_refused_in_the_forward(keywords: dict[str, Any], message: str, compiled: bool) -> None:
     q, k, v = qkv()
-    slopes = torch.ones(2, requires_grad=True)
+    slopes = torch.ones(2 * REACH + 1, 2, requires_grad=True)
 
     def call() -> Any:
         aux_tensors = [torch.zeros(1), slopes]
-        mod = TRAINED_MODS["slopes"].cute
+        mod = TRAINED_MODS["t5"].cute
         return flash_attn_func(q, k, v, score_mod=mod, aux_tensors=aux_tensors, **keywords)
 
     if compiled:
@@ -424,30 +431,34 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
 
 @SWEEP
 @pytest.mark.parametrize(
-    ("name", "head_dim"),
-    [("slopes", 64), ("slopes", 96), ("slopes", 128), ("t5", 128), ("gain_and_bias", 128),
-     ("gain_and_bias", 256)],
+    ("name", "head_dim", "in_order"),
+    [("slopes", 64, False), ("slopes", 96, False), ("slopes", 128, False), ("slopes", 128, True),
+     ("key_bias", 128, False), ("key_bias", 128, True), ("t5", 128, False),
+     ("gain_and_bias", 128, False), ("gain_and_bias", 256, False)],
 )  # fmt: skip
-def test_compiles_well(name: str, head_dim: int, tmp_path: Path) -> None:
+def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path) -> None:
     mod = TRAINED_MODS[name].cute
     aux = {
         "slopes": (("float32", 1),),
         "t5": (("bfloat16", 2),),
+        "key_bias": (("float32", 3),),
         "gain_and_bias": (("bfloat16", 2), ("float16", 1)),
     }[name]
     problem = AttentionProblem(
         "bfloat16", head_dim, head_dim, is_causal=True, needs_lse=False,
         score_mod=callable_key(mod), aux=aux, wants_aux=tuple(range(len(aux))),
+        deterministic=in_order,
     )  # fmt: skip
     choice = select_bwd_config(
-        *(head_dim, head_dim, problem.tuning_class), modifier=problem.score_modifier
-    )
+        *(head_dim, head_dim, problem.tuning_class), deterministic=in_order,
+        modifier=problem.score_modifier,
+    )  # fmt: skip
     options = f"--keep-cubin --dump-dir={tmp_path}"
     with compile_lock(), compiler_keeps(options):
         compiled = build_bwd(problem, choice, Target.default(), Mods(score_mod=mod))
     function: Any = compiled.function
     meta, counts = dict(compiled.meta), count_sass(disassembly(function.__cubin__, tmp_path))
     check_code(f"{meta}, {counts}", meta, counts)
-    if counts and name == "slopes":
-        # for each part of the columns, cut and whole: where a warp agrees, and where it does not
-        assert counts["REDG"] == 2 * 2 * 2, counts
+    if counts and name == "slopes" and not in_order:
+        # where a walk turns to another head, in its cut blocks and whole ones, and at its end
+        assert counts["REDG"] == 3, counts

@@ -60,6 +60,20 @@ def _squared(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + own * aux[-1][h[0]] * aux[-1][(h[0] + k[0]) % 2]
 
 
+def _gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score * aux[-1][h[0] // 2]
+
+
+def _two_of_key(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Two reads of a tensor, of neighbouring keys in reversed order; and one of a head's tensor,
+    whose derivative is infinite where the key is the query's."""
+    from cutlass import Float32
+
+    near = 1.0 / abs(q - k).to(Float32)
+    last = k[0] // 2
+    return score + aux[-2][last] - aux[-2][last + 1] * 0.5 + near * aux[-1][b[0], h[0]]
+
+
 TRAINED_MODS = {
     "t5": TrainedRecipe(
         _t5,
@@ -80,6 +94,21 @@ TRAINED_MODS = {
         _gain_and_bias,
         lambda score, b, h, q, k, bias, gain: score * gain[h] + bias[q, k],
         lambda x: [((x.seqlen_q, x.seqlen_k), BF16), ((x.heads_q,), FP16)],
+    ),
+    "gain": TrainedRecipe(
+        _gain,
+        lambda score, b, h, q, k, gain: score * gain[h // 2],
+        lambda x: [((x.heads_q // 2 + 1,), FP32)],
+    ),
+    "two_of_key": TrainedRecipe(
+        _two_of_key,
+        lambda score, b, h, q, k, of_key, of_head: (
+            score
+            + of_key[k // 2]
+            - of_key[k // 2 + 1] * 0.5
+            + of_head[b, h] / (q - k).abs().to(score.dtype).clamp(min=1e-9)
+        ),
+        lambda x: [((x.seqlen_k // 2 + 2,), BF16), ((x.batch, x.heads_q), FP32)],
     ),
     "squared": TrainedRecipe(
         _squared,
@@ -125,6 +154,24 @@ TRAINED_CASES = (
 )  # fmt: skip
 
 
+# Of reads by head and key alone, whose sums may have an order: heads of a group in one walk and in
+# several, gains that need scores, several reads of a tensor, packed sequences, wide heads.
+ORDERED_CASES = (
+    (Case("gain-gqa2", 2, 130, 200, 4, 2, head_dim=64, causal=True), "gain"),
+    (
+        Case(
+            "key-bias-varlen-gqa2", heads_q=2, heads_kv=1, head_dim=64,
+            lengths_q=(0, 70, 9, 65), lengths_k=(40, 200, 0, 65), causal=True,
+        ),
+        "key_bias",
+    ),
+    (Case("slopes-gqa4", 1, 70, 140, 4, 1, window_left=40), "slopes"),
+    (Case("two-of-key", 2, 150, 150, 2, 2, head_dim=64, window_right=-2), "two_of_key"),
+    (Case("key-bias-d192", 1, 65, 129, 2, 1, head_dim=192, head_dim_v=64), "key_bias"),
+    (Case("gain-d256", 1, 70, 70, 2, 1, head_dim=256, causal=True), "gain"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TrainedMasks:
     """`DenseMasks` with a modifier of `TRAINED_MODS`; trained: as the modifier reads them."""
@@ -159,10 +206,13 @@ class TrainedInputs(NamedTuple):
         return [self.aux_tensors[i] for i in self.wants_aux]
 
 
-def make_trained(case: Case, name: str, device: torch.device | str = "cpu") -> TrainedInputs:
-    """`make_inputs`, with a modifier of `TRAINED_MODS` and trained tensors of small numbers."""
+def make_trained(
+    case: Case, name: str | TrainedRecipe, device: torch.device | str = "cpu"
+) -> TrainedInputs:
+    """`make_inputs`, with a modifier of `TRAINED_MODS`, by its name, or another one, and trained
+    tensors of small numbers."""
     inputs = make_inputs(case, device)
-    recipe = TRAINED_MODS[name]
+    recipe = TRAINED_MODS[name] if isinstance(name, str) else name
     extents = Extents(case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
     generator = torch.Generator().manual_seed(len(case.id))
     trained = tuple(

@@ -1,0 +1,136 @@
+"""Models of transformers on a GPU: bfloat16, waits of masks, decoding in a CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[dev]'")
+
+import tiny_models as tiny
+import torch
+from tiny_models import IDS, LEFT, LENGTHS, PACKED
+from torch import Tensor
+from transformers import StaticCache
+
+from flash_mask_cute.integrations.transformers import masks_for
+from flash_mask_cute.integrations.transformers.masks import make_mask
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {"input_ids": IDS},
+    "left": {"input_ids": IDS, "attention_mask": LEFT},
+    "packed": {"input_ids": IDS[:1], "position_ids": PACKED, "use_cache": False},
+    "lengths": {"input_ids": IDS[:1], "position_ids": PACKED, "use_cache": False, **LENGTHS},
+}
+
+
+def on_gpu(values: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.cuda() if isinstance(x, Tensor) else x for n, x in values.items()}
+
+
+def models(name: str) -> tuple[Any, Any, Any]:
+    """Eager in float32, eager in bfloat16, and ours in bfloat16."""
+    pair = tiny.pair_of(tiny.config_of(name))
+    low = [copy.deepcopy(x).cuda().bfloat16() for x in pair]
+    return pair.eager.cuda(), low[0], low[1]
+
+
+def gradients(model: Any, call: dict[str, Any], rows: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    logits = model(**(call | {"use_cache": False})).logits
+    (logits.float().square() * rows[..., None]).mean().backward()
+    return {n: x.grad.float() for n, x in model.named_parameters() if x.grad is not None}
+
+
+# eager attention of gpt-oss knows of no documents
+CASES = [(x, y) for x in tiny.DECODERS for y in CALLS if (x, y) != ("gpt_oss", "lengths")]
+
+
+@pytest.mark.parametrize(("name", "situation"), CASES)
+def test_no_further_from_float32_than_eager(name: str, situation: str) -> None:
+    call = on_gpu(CALLS[situation])
+    rows = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+    exact, eager, ours = models(name)
+    wanted, high, found = (tiny.output_of(x, call).float()[rows] for x in (exact, eager, ours))
+    assert tiny.relative(found, wanted) <= 1.5 * tiny.relative(high, wanted) + 2**-8
+    if situation in ("plain", "left"):
+        found, high, wanted = (gradients(x, call, rows) for x in (ours, eager, exact))
+        for each in wanted:
+            if wanted[each].abs().max() < 1e-6:
+                continue
+            bound = 2 * tiny.relative(high[each], wanted[each]) + 2**-6
+            assert tiny.relative(found[each], wanted[each]) <= bound, each
+
+
+def waits(function: Any) -> int:
+    """How often a call waits for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(x.message) for x in caught)
+
+
+def test_a_mask_waits_at_most_once() -> None:
+    padding = LEFT.bool().cuda()
+    rows = {"device": "cuda", "attention_mask": padding}
+    steps = {
+        "window": (0, lambda: make_mask(2, 17, 17, device="cuda")),
+        "padding": (1, lambda: make_mask(2, 17, 17, **rows)),
+        "decoding": (0, lambda: make_mask(2, 1, 17, 16, **rows)),
+        "static": (0, lambda: make_mask(2, 1, 17, torch.tensor(9, device="cuda"), **rows)),
+    }
+    for name, (allowed, make) in steps.items():
+        make()
+        assert waits(make) <= allowed, name
+
+
+def test_wide_heads_are_refused() -> None:
+    model = tiny.pair_of(tiny.config_of("gemma4", global_head_dim=512)).ours.cuda().bfloat16()
+    with pytest.raises(NotImplementedError, match="head dimension 512, and kernels have up to 256"):
+        model(IDS.cuda())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
+    """Steps compiled with CUDA graphs give the logits of steps that are not."""
+    model = tiny.pair_of(tiny.config_of(name)).ours.cuda().bfloat16()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    outs = []
+    for step in (model, compiled):
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        logits = []
+        with torch.no_grad():
+            for i in range(6):
+                ids = IDS[:, :4] if i == 0 else IDS[:, 3 + i : 4 + i]
+                padding = torch.ones(2, 4 + i, dtype=torch.int64)
+                padding[1, :2] = 0
+                inputs = model.prepare_inputs_for_generation(
+                    ids.cuda(), attention_mask=padding.cuda(), past_key_values=cache,
+                    use_cache=True, is_first_iteration=i == 0,
+                )  # fmt: skip
+                run = model if i == 0 else step
+                logits.append(run(**inputs).logits[:, -1].float().clone())
+        outs.append(torch.stack(logits))
+    assert tiny.relative(outs[1], outs[0]) <= 2**-6
+
+
+def test_masks_made_before_a_compiled_training_step() -> None:
+    model = tiny.pair_of(tiny.config_of("gemma3")).ours.cuda().bfloat16()
+    compiled = torch.compile(model, fullgraph=True)
+    call = on_gpu({"input_ids": IDS[:1], "position_ids": PACKED})
+    rows = torch.ones_like(call["input_ids"])
+    masks = masks_for(model, **call)
+    assert all(x.form.startswith("documents") for x in masks.values())
+    wanted = gradients(model, call, rows)
+    found = gradients(compiled, call | {"attention_mask": masks}, rows)
+    for name, grad in wanted.items():
+        assert tiny.relative(found[f"_orig_mod.{name}"], grad) <= 2**-4, name

@@ -1,0 +1,66 @@
+"""Gradients of drawn mods that add an element of a learned table, by the compiled backward on the
+software GPU. FLASH_MASK_READ_DRAWS: how many, FLASH_MASK_READ_SEED: which."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import FP32, Case
+from conftest import ACTIVE_ARCH
+from gradient_oracle import make_output_gradients
+from random_reads import SIZE, Draw, Language, RandomRead, dsl_language, torch_language
+from simulated_backward import run_sim
+from torch import Tensor
+from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+DRAWS = int(os.environ.get("FLASH_MASK_READ_DRAWS", "2"))
+SEED = int(os.environ.get("FLASH_MASK_READ_SEED", str(int(time.time() // 86400))))
+# heads of a group in one walk, several key blocks, cut and whole blocks
+CASE = Case("drawn", 2, 140, 150, 4, 2, head_dim=64, causal=True)
+
+
+def _number(i: Any) -> Any:
+    return (i * 5 + 3) % 9
+
+
+def _computed(language: Language) -> Language:
+    """Numbers that are computed and not looked up: a call has one tensor."""
+    return language._replace(look_up=_number)
+
+
+def recipe(drawn: RandomRead) -> TrainedRecipe:
+    def cute(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        place = b[0], h[0], q[0], k[0]
+        return score + aux[-1][drawn.inside(_computed(dsl_language(None)), *place)]
+
+    def dense(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        language = _computed(torch_language(torch.empty(0)))
+        index = drawn.inside(language, torch.tensor(b), torch.tensor(h), q, k)
+        return score + table[index.expand(score.shape)]
+
+    return TrainedRecipe(cute, dense, lambda x: [((SIZE,), FP32)])
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("name", ["head", "key", "query", "difference", "other"])
+def test_drawn(simulator: ModuleType, name: str, number: int) -> None:
+    seeds = (seed for seed in range(SEED * 1000, SEED * 1000 + 10**6))
+    of_class = (seed for seed in seeds if Draw(seed).read().name == name)
+    seed = next(seed for i, seed in enumerate(of_class) if i == number)
+    print(f"{name}: FLASH_MASK_READ_SEED={SEED}, seed {seed}")
+    given = make_trained(CASE, recipe(Draw(seed).read()))
+    dout, _ = make_output_gradients(given.inputs)
+    orders = [False]
+    if name in ("head", "key") and ACTIVE_ARCH == "sm_90a":
+        orders.append(True)
+    for deterministic in orders:
+        daux = [torch.full_like(x, float("nan")) for x in given.trained]
+        run_sim(simulator, given.inputs, (None,), daux=daux, deterministic=deterministic)
+        assert_aux_gradients_close(daux, given, dout)
