@@ -26,6 +26,10 @@ HOST_CALLS = ("interface._flash_attn_fwd", "interface._flash_attn_bwd")
 HOST_CALLS += ("interface.FwdConfig", "interface.BwdConfig")
 # Doors into other libraries, which their users import by module.
 DOORS = tuple(f"integrations.torch.{x}" for x in ("register", "sdpa", "kernels_run", "Ran"))
+# What modules of `__all__` have from their own modules.
+OF_MODULES = ("parallel.planning.plan", "parallel.planning.Plan", "parallel.planning.Load")
+OF_MODULES += ("parallel.attention.context_parallel_attention", "parallel.sharding.sharded")
+OF_MODULES += ("masks.draft_tree.draft_tree", "masks.draft_tree.DraftTree")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]+)?(\))")
 
 
@@ -52,7 +56,7 @@ def public_names() -> list[str]:
 
 def api_page() -> str:
     """The API reference, as directives that mkdocstrings fills from docstrings."""
-    names = [*public_names(), *HOST_CALLS, *DOORS]
+    names = [*public_names(), *OF_MODULES, *HOST_CALLS, *DOORS]
     return "# API reference\n\n" + "\n\n".join(f"::: {PACKAGE}.{name}" for name in names) + "\n"
 
 

@@ -50,8 +50,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, peers: Peers, routes: Routes
     ) -> tuple[Tensor, Tensor]:
         own = Shard(k, v)
-        ctx.own = Shard(k.detach(), v.detach())
-        ctx.peers, ctx.routes = peers, routes
+        ctx.num_rows, ctx.peers, ctx.routes = k.shape[1], peers, routes
         parts = KeyMessages(own, peers, routes, _WHAT).send_keys().wait()
         parts[peers.rank] = own.rows(routes.sends[peers.rank])
         in_order = [parts[r] for r in range(peers.world)]
@@ -64,8 +63,12 @@ class _Gathered(torch.autograd.Function):
         splits = (x.split(list(routes.receives), 1) for x in (dk, dv))
         parts = {r: Shard(*pair) for r, pair in enumerate(zip(*splits, strict=True))}
         own = parts.pop(peers.rank)
-        arriving = KeyMessages(ctx.own, peers, routes, _WHAT).send_gradients(parts)
-        sums = Sums(ctx.own)
+        # of which shapes, dtypes and the device count: the keys themselves are not kept
+        like = Shard(
+            *(x.new_empty(()).expand(x.shape[0], ctx.num_rows, *x.shape[2:]) for x in (dk, dv))
+        )
+        arriving = KeyMessages(like, peers, routes, _WHAT).send_gradients(parts)
+        sums = Sums(like)
         sums.add(routes.sends[peers.rank], own)
         for r, part in sorted(arriving.wait().items()):
             sums.add(routes.sends[r], part)

@@ -94,7 +94,7 @@ class Sums:
     def __init__(self, like: Shard) -> None:
         self._like = like
         self._totals = Shard(
-            *(torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in like)
+            *(x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in like)
         )
 
     def add(self, chosen: Tensor, part: Shard) -> None:

@@ -181,11 +181,11 @@ def plan(
     Example:
         >>> from flash_mask_cute import builders, parallel
         >>> mask = builders.causal(1024)
-        >>> for name, x in (("even", parallel.plan(mask, 2, seqlen=1024)),
-        ...                 ("contiguous", parallel.Plan([[(0, 512)], [(512, 1024)]]))):
-        ...     print(name, x.rows[0], round(x.load(mask).imbalance, 2))
-        even ((0, 256), (768, 1024)) 1.0
-        contiguous ((0, 512),) 1.44
+        >>> even, halves = parallel.plan(mask, 2, seqlen=1024), [[(0, 512)], [(512, 1024)]]
+        >>> [round(x.load(mask).imbalance, 2) for x in (even, parallel.Plan(halves))]
+        [1.0, 1.44]
+        >>> even.rows
+        (((256, 768),), ((0, 256), (768, 1024)))
     """
     for name, value in (("world", world), ("seqlen", seqlen), ("max_ranges", max_ranges)):
         if isinstance(value, bool) or not isinstance(value, INTS):

@@ -14,15 +14,19 @@ import pytest
 from test_architecture import PAGES, anchors
 
 import flash_mask_cute
-from flash_mask_cute import interface
+from flash_mask_cute import interface, parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
     **{name: getattr(flash_mask_cute, name) for name in flash_mask_cute.__all__ if name[0] != "_"},
     **{name: getattr(interface, name) for name in ("_flash_attn_fwd", "_flash_attn_bwd")},
+    **{
+        f"parallel.{name}": getattr(parallel, name)
+        for name in ("Plan", "plan", "context_parallel_attention", "sharded")
+    },
 }
-# A name that takes nothing, one whose fields are checked where they are used, and a module.
-RAISE_NOTHING = {"compile_count", "BlockSparseTensorsTorch", "builders"}
+# A name that takes nothing, one whose fields are checked where they are used, and modules.
+RAISE_NOTHING = {"compile_count", "BlockSparseTensorsTorch", "builders", "parallel"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
