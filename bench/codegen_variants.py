@@ -128,7 +128,8 @@ def compile_variant(name: str) -> Built:
         block_size=variant.block_size,
         spec=arch_spec(target),
     ).tiles
-    return Built(build_fwd(problem, tiles, target, variant.mods), asdict(tiles))
+    fields = tiles.arguments(arch_spec(target).forward)
+    return Built(build_fwd(problem, tiles, target, variant.mods), fields)
 
 
 # -- attention ----------------------------------------------------------------------------------
