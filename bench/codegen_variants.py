@@ -127,7 +127,8 @@ def compile_variant(name: str) -> Built:
         walk=WalkFacts(variant.window, variant.block_size),
         spec=arch_spec(target),
     ).tiles
-    return Built(build_fwd(problem, tiles, target, variant.mods), asdict(tiles))
+    fields = tiles.arguments(arch_spec(target).forward)
+    return Built(build_fwd(problem, tiles, target, variant.mods), fields)
 
 
 # -- attention ----------------------------------------------------------------------------------

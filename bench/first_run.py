@@ -93,7 +93,7 @@ def steps() -> dict[str, Step]:
             Call((64, 64), (3, 4000), (3, 300), (8, 2), True, page=16)])),
         Step("rates", 120, _rates),
         Step("pairs-timed", 300, _timed_pairs),
-        Step("stages-timed", 300, _timed_stages),
+        Step("choices-timed", 300, _timed_choices),
     ]  # fmt: skip
     return {step.name: step for step in found}
 
@@ -118,10 +118,12 @@ def _timed_pairs(machine: Machine) -> Iterator[Json]:
             yield from _timed(machine, dims, causal, choices)
 
 
-def _timed_stages(machine: Machine) -> Iterator[Json]:
-    """Key blocks in flight, and queries that wait ready."""
+def _timed_choices(machine: Machine) -> Iterator[Json]:
+    """Key blocks in flight and queries that wait ready; exponentials by polynomial."""
     for dims, choices in (
         ((64, 64), [{"num_stages": n, "stages_q": q} for n, q in ((4, 2), (5, 1), (3, 2))]),
+        ((64, 64), [{"polynomial": n} for n in (0, 8, 16, 24, 32)]),
+        ((128, 128), [{"polynomial": n} for n in (0, 8, 16, 24)]),
         ((96, 96), [{"num_stages": n, "stages_q": q} for n, q in ((3, 1), (2, 2))]),
     ):
         yield from _timed(machine, dims, True, choices)

@@ -19,6 +19,8 @@ class FwdConfig:
     num_stages: key and value blocks in flight. stages_q: query tiles in flight, 1 or 2.
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
+    polynomial: on Blackwell, how many of 128 exponentials are computed by a polynomial on the
+    multiply-add pipes: a multiple of 8 up to 64, or 0.
     skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
     False visits and masks every block, with the same result as one pass, bit for bit.
 
@@ -39,6 +41,7 @@ class FwdConfig:
     share_qo: bool | None = None
     cta_pair: bool | None = None
     skip_blocks: bool | None = None
+    polynomial: int | None = None
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -121,7 +124,7 @@ def _check_values(config: FwdConfig | BwdConfig) -> None:
         wanted = bool if name in BOOLEANS else int
         if type(number) is not wanted:
             raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
-        smallest = 0 if name == "value_cols" else 1
+        smallest = 0 if name in ("value_cols", "polynomial") else 1
         if wanted is int and number < smallest:
             raise ValueError(f"config.{name} must be at least {smallest}, got {number}")
 

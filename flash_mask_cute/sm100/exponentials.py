@@ -13,9 +13,8 @@ from cutlass import Float32
 from flash_mask_cute.core.exp2 import DEGREE_3, PACKED, exp2_polynomial
 from flash_mask_cute.core.softmax import BinaryOp
 
-# of this many neighbouring pairs of a row, these go by the polynomial
+# some of so many neighbouring pairs of a row go by the polynomial
 PERIOD = 16
-BY_POLYNOMIAL = (2, 7, 12)
 # chains of sums, in pairs
 CHAINS = 4
 
@@ -23,11 +22,11 @@ CHAINS = 4
 class WholeRows:
     """`RowArithmetic` for threads that have all columns of a row.
 
-    uses_polynomial: whether a share of the exponentials is computed by `exp2_polynomial`.
+    polynomial: of 128 exponentials, so many are computed by `exp2_polynomial`.
     """
 
-    def __init__(self, uses_polynomial: bool):
-        self.uses_polynomial = uses_polynomial
+    def __init__(self, polynomial: int):
+        self.by_polynomial = spread(polynomial // (128 // PERIOD))
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         return value
@@ -40,7 +39,7 @@ class WholeRows:
             exponents = cute.arch.fma_packed_f32x2(
                 scores_pair, (scale_log2, scale_log2), (bias, bias)
             )
-            if self.uses_polynomial and i % PERIOD in BY_POLYNOMIAL:
+            if i % PERIOD in self.by_polynomial:
                 results += exp2_polynomial(exponents, DEGREE_3, PACKED)
             else:
                 results += [cute.math.exp2(x, fastmath=True) for x in exponents]
@@ -54,6 +53,12 @@ class WholeRows:
         while len(sums) > 1:
             sums = [cute.arch.add_packed_f32x2(a, b) for a, b in _pairs(sums)]
         return sums[0][0] + sums[0][1]
+
+
+def spread(count: int) -> tuple[int, ...]:
+    """So many of PERIOD places, at equal distances."""
+    step = PERIOD // max(count, 1)
+    return tuple(range(step // 2, PERIOD, step))[:count]
 
 
 def _pairs(values: Sequence) -> list[tuple]:

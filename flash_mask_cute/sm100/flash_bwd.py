@@ -305,8 +305,10 @@ class FlashAttentionBackwardSm100:
 
         # -- roles
         registers = REGISTERS
-        has_both = masks.bits is not None and masks.columns is not None
-        if const_expr(scales.cap is not None or has_both):
+        has_lists_and_more = masks.bits is not None and (
+            masks.columns is not None or self.deterministic
+        )
+        if const_expr(scales.cap is not None or has_lists_and_more):
             registers = MORE_FOR_SCORES
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(registers.compute)

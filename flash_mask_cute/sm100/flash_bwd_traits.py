@@ -71,8 +71,8 @@ class Registers(NamedTuple):
 
 
 REGISTERS = Registers(152, 96)
-# for a soft cap, which has more values of a score at a time, and for lists beside intervals: with
-# fewer registers they spill
+# for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
+# fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
 
 

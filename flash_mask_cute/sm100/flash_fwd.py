@@ -116,7 +116,7 @@ class FlashAttentionForwardSm100:
     :param share_qo: False
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
-    :param fast_exp: the device computes exponentials fast enough (10.3) to need no polynomial
+    :param polynomial: of 128 exponentials, those computed by a polynomial: a multiple of 8 up to 64
     :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
         does not use tile_counter
@@ -143,7 +143,7 @@ class FlashAttentionForwardSm100:
         share_qo: bool = False,
         intervals: Intervals | None = None,
         skip_blocks: bool = True,
-        fast_exp: bool = False,
+        polynomial: int = 0,
         num_sms: int = 148,
         cta_pair: bool = False,
         split: str | None = None,
@@ -181,7 +181,7 @@ class FlashAttentionForwardSm100:
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
-        self.arithmetic = WholeRows(uses_polynomial=not fast_exp)
+        self.arithmetic = WholeRows(polynomial)
         self.num_sms = num_sms
         self.split = split
 

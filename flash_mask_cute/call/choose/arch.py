@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -12,6 +11,7 @@ from flash_mask_cute.call.choose.tables import (
     SM90_FWD,
     SM100_BWD,
     SM100_FWD,
+    SM103_FWD,
     BwdRow,
     FwdRow,
 )
@@ -38,12 +38,13 @@ class AttentionKernel:
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
-    or a warp's; packed heads must divide them. causal_each: sequences may differ in being
-    causal."""
+    or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
+    has_polynomial: a share of exponentials may be computed by a polynomial."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
+    has_polynomial: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ def _columns_sm90() -> Any:
     return COLUMNS
 
 
-def _forward_sm100(fast_exp: bool) -> Any:
+def _forward_sm100() -> Any:
     from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
 
-    return functools.partial(FlashAttentionForwardSm100, fast_exp=fast_exp)
+    return FlashAttentionForwardSm100
 
 
 def _forward_traits_sm100() -> Any:
@@ -168,11 +169,12 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         ForwardKernel(
             "FlashAttentionForwardSm100",
             "flash_fwd_sm100",
-            functools.partial(_forward_sm100, fast_exp),
+            _forward_sm100,
             _forward_traits_sm100,
-            SM100_FWD,
+            SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
+            has_polynomial=True,
         ),
         BackwardKernel(
             "FlashAttentionBackwardSm100",

@@ -31,6 +31,8 @@ from flash_mask_cute.runtime.target import H200_SMS
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
+# exponentials of 128: two in each group of 16 pairs
+POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class FwdTiles:
     share_qo: bool
     cta_pair: bool = False
     skip_blocks: bool = True
+    polynomial: int = 0
+
+    def arguments(self, kernel: ForwardKernel) -> dict[str, Any]:
+        """The fields that a kernel's class takes."""
+        fields = asdict(self)
+        if not kernel.has_polynomial:
+            del fields["polynomial"]
+        return fields
 
     @property
     def cluster_tile_m(self) -> int:
@@ -159,7 +169,8 @@ def _choose_packing(
 
 def _of_row(row: FwdRow) -> FwdTiles:
     return FwdTiles(
-        row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair
+        *(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair),
+        polynomial=row.polynomial,
     )
 
 
@@ -224,6 +235,11 @@ def check_feasible(
     decides."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
+    if tiles.polynomial and not kernel.has_polynomial:
+        return 0, f"polynomial must be 0 but on Blackwell, got {tiles.polynomial}"
+    if tiles.polynomial % POLYNOMIAL_STEP or tiles.polynomial > MOST_POLYNOMIAL:
+        steps = f"a multiple of {POLYNOMIAL_STEP} up to {MOST_POLYNOMIAL}"
+        return 0, f"polynomial must be {steps}, got {tiles.polynomial}"
     traits = kernel.load_traits()(
         BFloat16,
         head_dim,

@@ -81,7 +81,7 @@ class FwdRow(NamedTuple):
     only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
     which keeps the special function units busy. for_decode: only for forwards in splits or over
-    pages, if the rows that share keys fit a tile.
+    pages, if the rows that share keys fit a tile. polynomial: see `FwdConfig`.
     """
 
     max_dim: int
@@ -104,6 +104,7 @@ class FwdRow(NamedTuple):
     gain: float | None = None
     for_decode: bool = False
     splits_sectors: bool = False
+    polynomial: int = 0
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -327,7 +328,7 @@ SM90_FWD = (
 # On Blackwell a tile is 256 x 128, and of wide heads 128 x 128 (docs/forward_sm100.md says why). A
 # pair of CTAs has two work tiles with one walk, which wastes nothing where every query sees the
 # same keys and there is more than one tile.
-SM100_FWD = (
+_SM100_FWD = (
     *(
         FwdRow(
             *(d, d_v, 128, 128, stages, 1, False),
@@ -374,6 +375,11 @@ SM100_FWD = (
         )
     ),
 )
+
+# the share of exponentials that FlashAttention-4 computes by a polynomial on 10.0; on 10.3, where
+# they are computed at twice the rate, none
+SM100_FWD = tuple(row._replace(polynomial=24) for row in _SM100_FWD)
+SM103_FWD = _SM100_FWD
 
 SM90_BWD = (
     BwdRow(

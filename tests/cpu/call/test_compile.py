@@ -333,16 +333,19 @@ def runs(places: list[int], gap: int) -> list[tuple[int, int]]:
 
 
 def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:
-    """A B300 computes exponentials at twice the rate of a B200."""
-    tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), spec=arch_spec(B200)).tiles
+    """A B300 computes exponentials at twice the rate of a B200. A caller may say another share."""
     exponentials = []
-    for target in (B200, B300):
+    for target, override in ((B200, None), (B300, None), (B200, FwdConfig(polynomial=16))):
+        tiles = select_fwd_config(
+            PLAIN, shapes_of(PLAIN), override=override, spec=arch_spec(target)
+        ).tiles
         with compile_lock(), compiler_keeps(f"--keep-ptx --dump-dir={tmp_path}"):
             compiled = build_fwd(PLAIN, tiles, target)
         assert compiled.meta["spill_bytes"] == 0
         exponentials.append(cast(Any, compiled.function).__ptx__.count("ex2.approx"))
     # the text has a key tile's 128 exponentials twice, and a fifth of them goes by the polynomial
     assert exponentials[1] - exponentials[0] == 2 * 24
+    assert exponentials[1] - exponentials[2] == 2 * 16
 
 
 def bounded(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:

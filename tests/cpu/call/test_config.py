@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from cutlass import BFloat16
 
-from flash_mask_cute.call.choose.arch import SM100
+from flash_mask_cute.call.choose.arch import SM90, SM100, SM103
 from flash_mask_cute.call.choose.config import (
     FwdChoice,
     WalkFacts,
@@ -17,6 +17,7 @@ from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.sm100.exponentials import spread
 
 HEAD_DIMS = range(8, 257, 8)
 
@@ -121,6 +122,8 @@ def test_all_head_dims_on_blackwell() -> None:
         (FwdConfig(tile_m=192), "tile_m must be 128 or 256 for .* 128/128 on Blackwell, got 192"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
+        (FwdConfig(polynomial=12), "polynomial must be a multiple of 8 up to 64, got 12"),
+        (FwdConfig(polynomial=72), "polynomial must be a multiple of 8 up to 64, got 72"),
         (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
     ],
 )
@@ -177,6 +180,33 @@ def test_one_half_where_few_rows_share_keys(
     choice = select_fwd_config(problem, shapes, spec=SM100, decode_rows=decode_rows)
     assert choice.tiles.tile_m == (128 if dims[1] > 128 else tile_m)
     assert not choice.tiles.cta_pair
+
+
+@pytest.mark.parametrize(("spec", "share"), [(SM100, 24), (SM103, 0)])
+def test_exponentials_by_polynomial(spec: Any, share: int) -> None:
+    """Of 128; 10.3 computes them at twice the rate."""
+    problem, shapes = AttentionProblem("bfloat16", 64, 64), FwdShapes(1, 9, 9, 9, 9, 2, 2, 64, 64)
+    assert select_fwd_config(problem, shapes, spec=spec).tiles.polynomial == share
+    for other in (0, 8, 64):
+        override = FwdConfig(polynomial=other)
+        choice = select_fwd_config(problem, shapes, override=override, spec=spec)
+        assert choice.tiles.polynomial == other
+        assert choice.tiles.arguments(spec.forward)["polynomial"] == other
+
+
+def test_a_polynomial_is_refused_on_hopper() -> None:
+    problem, shapes = AttentionProblem("bfloat16", 64, 64), FwdShapes(1, 9, 9, 9, 9, 2, 2, 64, 64)
+    assert "polynomial" not in select_fwd_config(problem, shapes).tiles.arguments(SM90.forward)
+    with pytest.raises(ValueError, match="polynomial must be 0 but on Blackwell, got 8"):
+        select_fwd_config(problem, shapes, override=FwdConfig(polynomial=8))
+
+
+def test_places_of_exponentials_by_polynomial() -> None:
+    """At equal distances, so that both pipes have work at any time."""
+    assert spread(3) == (2, 7, 12)
+    for count in range(9):
+        places = spread(count)
+        assert len(set(places)) == count and all(0 <= x < 16 for x in places)
 
 
 def test_pairs_of_ctas_are_refused_on_hopper() -> None:
