@@ -34,6 +34,8 @@ class ReadClass(Enum):
 
 # Elements of these classes stay the same along a walk over the queries of a head.
 OF_WALKS = (ReadClass.HEAD, ReadClass.KEY)
+# keys of a warp, which has one sum for an element of a head
+KEYS_OF_WARP = 16
 
 
 class Factor(NamedTuple):
@@ -60,6 +62,12 @@ class TensorReads(NamedTuple):
     @property
     def is_of_walks(self) -> bool:
         return self.read_class in OF_WALKS
+
+    def stored_sums(self, tile_n: int) -> int:
+        """Sums that a work tile of tile_n keys stores for a head, if they have an order. At least
+        some, as tensors of kernels have elements."""
+        per_read = tile_n if self.read_class is ReadClass.KEY else tile_n // KEYS_OF_WARP
+        return max(len(self.factors), 1) * per_read
 
 
 class ModReads(NamedTuple):

@@ -19,6 +19,7 @@ from flash_mask_cute.mods.aux_gradients import AuxSums
 from flash_mask_cute.mods.aux_reads import tensors_of
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
+from flash_mask_cute.mods.read_classes import KEYS_OF_WARP
 from flash_mask_cute.mods.walk_sums import NO_HEAD, SumPlace, WalkRead, WalkSums
 
 
@@ -242,7 +243,6 @@ class ScoreChain:
     def _send_sums(self, work: Work, head_idx: Int32) -> None:
         elements, tensors = self.elements, tensors_of(self.aux_tensors)
         lane = cute.arch.lane_idx()
-        rows_per_warp = cute.arch.WARP_SIZE // elements.lanes_per_row * elements.num_rows
         block = Int32(0)
         if self.blocks is not None:
             block = self.blocks.first_of(work.batch_idx, work.offset_k) + work.block
@@ -257,8 +257,8 @@ class ScoreChain:
                     continue
                 lanes, slots, slot = elements.lanes_per_row, self.tiles[1], key
                 if not read.by_key:
-                    lanes, slots = cute.arch.WARP_SIZE, slots // rows_per_warp
-                    slot = key // rows_per_warp
+                    lanes, slots = cute.arch.WARP_SIZE, slots // KEYS_OF_WARP
+                    slot = key // KEYS_OF_WARP
                 total = self.walk.of_row(i, r)
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
                 number, coordinates, _ = terms[read.term]

@@ -55,6 +55,18 @@ class StoredSums(NamedTuple):
     sums: cute.Tensor
     elements: cute.Tensor
 
+    @staticmethod
+    def create(sums: cute.Tensor, elements: cute.Tensor, slots: int) -> "StoredSums":
+        """Of contiguous tensors with that many slots. Strides that are known save registers."""
+        return StoredSums(_rows(sums, slots), _rows(elements, slots))
+
+
+def _rows(tensor: cute.Tensor, slots: int) -> cute.Tensor:
+    heads, blocks, _ = tensor.shape
+    strides = (Int64(blocks) * slots, slots, 1)
+    layout = cute.make_layout((heads, blocks, slots), stride=strides)
+    return cute.make_tensor(tensor.iterator, layout)
+
 
 class SumPlace(NamedTuple):
     """The place of a sum among the stored ones."""

@@ -57,7 +57,8 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
         targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
         found = [targets[read.number] for read in of_walk]
         if kernel.deterministic:
-            found = [StoredSums(*pair) for pair in found]
+            slots = (reads.tensors[x.number].stored_sums(traits.tile_n) for x in of_walk)
+            found = [StoredSums.create(*x, n) for x, n in zip(found, slots, strict=True)]
             of_keys = Lengths(lengths.cu_seqlens_k, None, None, None, lengths.seqlen_k, Int32(0))
             blocks = RowBlocks(of_keys, traits.tile_n)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, tuple(found))

@@ -8,14 +8,9 @@ from typing import NamedTuple
 from flash_mask_cute.call.build.backward import num_row_blocks
 from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.mods.read_classes import ReadClass, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 
 Shape = tuple[int, ...]
-
-
-# keys of a warp of the kernel that stores sums of gradients of aux tensors
-_KEYS_OF_WARP = 16
 
 
 class BwdScratch(NamedTuple):
@@ -77,20 +72,13 @@ def stored_sums(plan: ExecutionPlan) -> tuple[Shape, ...]:
     keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
     blocks = num_row_blocks(keys, shapes.batch, problem.varlen_k, tile_n)
     reads = find_reads(score_mod, problem, problem.wants_aux).tensors
-    slots = (_slots(reads[i], tile_n) for i in problem.wants_aux)
-    return tuple((shapes.heads_q, blocks, n) for n in slots)
+    counts = (reads[i].stored_sums(tile_n) for i in problem.wants_aux)
+    return tuple((shapes.heads_q, blocks, n) for n in counts)
 
 
 def stored_bytes(shapes: tuple[Shape, ...]) -> int:
     """Of sums in fp32, and of numbers of elements in int64."""
     return sum(12 * math.prod(shape) for shape in shapes)
-
-
-def _slots(reads: TensorReads, tile_n: int) -> int:
-    """Sums that a work tile stores for a head."""
-    per_read = tile_n if reads.read_class is ReadClass.KEY else tile_n // _KEYS_OF_WARP
-    # tensors of kernels have elements
-    return max(len(reads.factors), 1) * per_read
 
 
 def _num_bytes(*shapes: Shape | None) -> int:

@@ -315,8 +315,8 @@ def _only_warns(reason: str, unordered: str) -> bool:
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
     warnings.warn(
-        f"{reason}, and {unordered}: the last bits of "
-        "all gradients of this call may differ from run to run, although "
+        f"{reason}, and {unordered}: the last bits of all gradients of this call may differ from "
+        "run to run, although "
         "torch.use_deterministic_algorithms(True, warn_only=True) asks for one",
         stacklevel=5,  # the caller of the public function
     )

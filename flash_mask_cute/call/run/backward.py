@@ -42,8 +42,7 @@ class KernelBackward:
         "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
         "_parts_shape", "_partial_shapes", "_q_start", "_reads_q_starts", "_reads_query_early",
         "_scale", "_scale_dq", "_softcap", "_stats_shape", "_stored_shapes", "_make_mask_bits",
-        "_padding",
-        "_wants_aux", "_window_left", "_window_right",
+        "_padding", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(

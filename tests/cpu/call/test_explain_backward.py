@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16
+from cutlass import Float32
 from planned import backward_call, planned
 from torch import Tensor
 
@@ -25,6 +26,12 @@ def qkv(
     q = torch.zeros(1, seqlen, heads_q, head_dim, dtype=BF16)
     k = torch.zeros(1, seqlen, heads_kv, head_dim, dtype=BF16)
     return q, k, k.clone()
+
+
+def on_cpu() -> tuple[Tensor, Tensor, Tensor]:
+    """What no kernel takes, so that none is compiled."""
+    q, k, v = (x.float() for x in qkv())
+    return q, k, v
 
 
 class Allocations:
@@ -147,7 +154,53 @@ def test_the_class_of_each_tensor_is_told() -> None:
 def test_a_mod_written_in_torch_is_told() -> None:
     bias = torch.zeros(4, 200, requires_grad=True)
     ids = torch.zeros(200, dtype=torch.int32)
-    found = explain(*qkv(), score_mod=lambda s, b, h, q, k: s + bias[h, k], target="sm_90a")
+    found = explain(*on_cpu(), score_mod=lambda s, b, h, q, k: s + bias[h, k])
     assert "is read by key; its gradient costs" in str(found)
-    found = explain(*qkv(), score_mod=lambda s, b, h, q, k: s + bias[ids[q], ids[k]])
+    found = explain(*on_cpu(), score_mod=lambda s, b, h, q, k: s + bias[ids[q], ids[k]])
     assert "is read by other (its indices depend on query and key separately)" in str(found)
+
+
+def _sloped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score - aux[0][h[0]] * abs(q - k).to(Float32) + aux[1][b[0], k[0]]
+
+
+def test_what_a_class_costs_on_each_target() -> None:
+    trained = [torch.ones(4, requires_grad=True), torch.zeros(1, 200, requires_grad=True)]
+    keywords = {"score_mod": _sloped, "aux_tensors": trained}
+    hopper = explain(*on_cpu(), **keywords, target="sm_90a").backward
+    blackwell = explain(*on_cpu(), **keywords, target="sm_100a").backward
+    assert hopper is not None and blackwell is not None
+    costs = [x.cost for x in hopper.aux_gradients]
+    assert costs == [
+        "an addition to memory for each 16 keys and head",
+        "an addition to memory for each key and head",
+    ]
+    assert all(x.cost not in costs for x in blackwell.aux_gradients)
+
+
+def test_a_fixed_order_takes_scratch() -> None:
+    """Sums of each of 4 heads and 2 key blocks, by key and by 16 keys, with their numbers."""
+    trained = [torch.ones(4, requires_grad=True), torch.zeros(1, 200, requires_grad=True)]
+    keywords = {"score_mod": _sloped, "aux_tensors": trained, "target": "sm_90a"}
+    told = explain(*qkv(), **keywords, deterministic=True).backward
+    detached = [x.detach() for x in trained]
+    plain = explain(*qkv(), **keywords | {"aux_tensors": detached}, deterministic=True).backward
+    assert told is not None and told.scratch_bytes is not None
+    assert plain is not None and plain.scratch_bytes is not None
+    more = told.scratch_bytes - plain.scratch_bytes
+    assert more == 4 * 2 * (128 + 128 // 16) * 12 + 4 * (4 + 200)
+
+
+def test_a_backward_that_has_no_order_is_told() -> None:
+    distances = torch.zeros(4, 400, requires_grad=True)
+    keywords = {"score_mod": _gained, "aux_tensors": [torch.ones(4), distances]}
+    found = explain(*on_cpu(), **keywords, deterministic=True, target="sm_90a")
+    assert found.backward is None
+    assert "there is no backward: " in found.note and "aux_tensors[1] by difference" in found.note
+    slopes = [torch.ones(4, requires_grad=True), torch.zeros(1, 200)]
+    found = explain(
+        *on_cpu(), score_mod=_sloped, aux_tensors=slopes, deterministic=True, target="sm_100a"
+    )
+    assert found.backward is None and "in no fixed order on Blackwell" in found.note
+    with pytest.raises(TypeError, match="deterministic must be True or False, got 1"):
+        explain(*on_cpu(), deterministic=1)  # type: ignore[arg-type]

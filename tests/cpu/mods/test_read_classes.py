@@ -194,6 +194,29 @@ def test_whether_a_derivative_needs_the_score() -> None:
     assert reads_of(capped, table, [0]).tensors[0].needs_score
 
 
+def test_which_derivatives_are_finite_and_which_constant() -> None:
+    """Where a score is hidden, anything else times a gradient of 0 might be NaN."""
+
+    def factor_of(factor: Callable[..., Any] | None) -> tuple[float | None, bool]:
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+            distance = abs(q - k).to(Float32)
+            element = aux[0][h[0]]
+            return score + (factor(distance, aux[1][k[0]]) * element if factor else element)
+
+        (found,) = reads_of(score_mod, [torch.zeros(8), torch.zeros(8)], [0]).tensors.values()
+        (told,) = found.factors
+        return told.constant, told.is_finite
+
+    assert factor_of(None) == (1.0, True)
+    assert factor_of(lambda x, y: -x * x * 0.125) == (None, True)
+    assert factor_of(lambda x, y: cute.where(x > 3.0, x - 1.0, 2.0)) == (None, True)
+    assert factor_of(lambda x, y: 1.0 / x) == (None, False)
+    assert factor_of(lambda x, y: x * y) == (None, False)
+    assert factor_of(lambda x, y: x * x * x * x * x) == (None, False)
+    assert factor_of(lambda x, y: cute.math.exp(x)) == (None, False)
+    assert factor_of(lambda x, y: float("inf")) == (None, False)
+
+
 def test_a_mod_without_a_derivative_is_other_and_tells_why() -> None:
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return score + Int32(aux[0][h[0]]).to(Float32)
