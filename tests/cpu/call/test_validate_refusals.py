@@ -266,7 +266,7 @@ REFUSALS = {
     # outputs
     "out_type": Refusal("dense", {"out": 1}, TypeError, ("out must be a torch.Tensor", "1")),
     "out_dtype": Refusal(
-        "dense", {"out": zeros(2, 24, 6, 32, dtype=torch.float32)}, TypeError, ("out", "float32")
+        "dense", {"out": zeros(2, 24, 6, 32, dtype=torch.float64)}, TypeError, ("out", "float64")
     ),
     "out_shape": Refusal(
         "dense",
