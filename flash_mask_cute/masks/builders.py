@@ -288,7 +288,8 @@ def prefix_tree(
     for i, tree in enumerate(trees):
         # lists of a batch have empty nodes before the others
         first = width - len(tree)
-        last[i, first:] = torch.tensor(last_descendants(tree), dtype=torch.int64) + first
+        of_nodes = torch.tensor(last_descendants(tree), dtype=torch.int64, device="cpu")
+        last[i, first:] = of_nodes + first
     ends = _ends(sizes, seqlen)
     row_ends = ends.gather(1, _move(last, sizes.device))[..., None]
     indices = _look_up(ends[:, :-1], row_ends, seqlen, device)

@@ -132,7 +132,8 @@ def _parent_numbers(parents: Any, device: Device) -> Tensor:
             f"{MAX_DRAFTS} drafts"
         )
     if numbers.device.type == "cpu":
-        is_wrong = (numbers >= torch.arange(numbers.shape[1])) | (numbers < -1)
+        own = torch.arange(numbers.shape[1], device="cpu")
+        is_wrong = (numbers >= own) | (numbers < -1)
         if bool(is_wrong.any()):
             batch_idx, draft = is_wrong.nonzero()[0].tolist()
             raise ValueError(

@@ -236,10 +236,10 @@ def visited_blocks(
 ) -> VisitedBlocks:
     """Of self-attention over seqlen tokens."""
     blocks = -(-seqlen // BLOCK)
-    first_row = torch.arange(blocks) * BLOCK
+    first_row = torch.arange(blocks, device="cpu") * BLOCK
     end_row = (first_row + BLOCK).clamp(max=seqlen)
     first_key, end_key = first_row, end_row
-    hidden = torch.zeros((blocks, blocks), dtype=torch.bool)
+    hidden = torch.zeros((blocks, blocks), dtype=torch.bool, device="cpu")
     if causal or (mask is not None and mask.causal):
         hidden |= first_key >= end_row[:, None]
     left, right = window
@@ -251,7 +251,8 @@ def visited_blocks(
         return VisitedBlocks((~hidden).sum(1).double(), ~hidden)
     intervals = Intervals(mask.num_vectors, mask.causal)
     bounds = mask.bounds(BLOCK).cpu()
-    cost, seen = torch.zeros(blocks, dtype=torch.float64), torch.zeros_like(hidden)
+    cost = torch.zeros(blocks, dtype=torch.float64, device="cpu")
+    seen = torch.zeros_like(hidden)
     for of_batch in bounds:
         for values in of_batch:
             is_hidden, _ = intervals.classify(
@@ -332,13 +333,14 @@ def _swapped(cost: Tensor, seen: Tensor, world: int, chunks: int) -> _Assignment
         [
             [(r * of_rank + a, r * of_rank + b) for a, b in zip(cuts, cuts[1:], strict=False)]
             for r in range(world)
-        ]
+        ],
+        device="cpu",
     )
     sums = torch.cat((cost.new_zeros(1), cost.cumsum(0)))
     work = sums[spans[..., 1]] - sums[spans[..., 0]]
     sizes = spans[..., 1] - spans[..., 0]
     # the key blocks that each chunk sees, and those that it has
-    is_own = torch.zeros((world, chunks, len(cost)), dtype=torch.bool)
+    is_own = torch.zeros((world, chunks, len(cost)), dtype=torch.bool, device="cpu")
     is_seen = torch.zeros_like(is_own)
     for r, i in product(range(world), range(chunks)):
         span = slice(*spans[r, i].tolist())

@@ -194,7 +194,7 @@ class _StagedRanges:
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
         pin = device.type == "cuda"
-        self._host = torch.empty((max_tokens, 2), dtype=torch.int32, pin_memory=pin)
+        self._host = torch.empty((max_tokens, 2), dtype=torch.int32, device="cpu", pin_memory=pin)
         self._device = torch.empty((max_tokens, 2), dtype=torch.int32, device=device)
 
     def of_tokens(self, common: CommonAttentionMetadata) -> tuple[Tensor | None, int]:

@@ -32,7 +32,7 @@ from mask_cases import MASK_MODS, SCORE_MODS
 
 from flash_mask_cute.call.build.forward import build_fwd, compile_fwd
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import FwdTiles, select_fwd_config
+from flash_mask_cute.call.choose.config import FwdTiles, WalkFacts, select_fwd_config
 from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.call.settings import FwdConfig
@@ -239,7 +239,8 @@ def test_pairs_compile_well_for_blackwell(name: str, tmp_path: Path) -> None:
 def test_one_half_compiles_well_for_blackwell(dims: tuple[int, int]) -> None:
     """As splits have it whose rows are few."""
     problem = AttentionProblem("bfloat16", *dims, is_causal=True, split="rows", packed_heads=8)
-    choice = select_fwd_config(problem, shapes_of(problem), spec=arch_spec(B200), decode_rows=8)
+    walk = WalkFacts(decode_rows=8)
+    choice = select_fwd_config(problem, shapes_of(problem), walk=walk, spec=arch_spec(B200))
     assert choice.tiles.tile_m == 128
     with compile_lock():
         meta = build_fwd(problem, choice.tiles, B200).meta

@@ -72,8 +72,8 @@ def test_rows_for_blackwell(row: FwdRow) -> None:
     problem = AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=is_causal)
     seqlen = max(row.min_seqlen_q, 300 if row.tile_m == 256 or row.cta_pair else 100)
     shapes = FwdShapes(1, seqlen, 300, seqlen, 300, 64, 2, row.max_dim, row.max_dim_v)
-    more = {"decode_rows": 100} if row.for_decode else {}
-    choice = select_fwd_config(problem, shapes, True, spec=SM100, **more)
+    walk = WalkFacts(decode_rows=100 if row.for_decode else None)
+    choice = select_fwd_config(problem, shapes, True, walk=walk, spec=SM100)
     assert (choice.tiles.tile_m, choice.tiles.tile_n) == (row.tile_m, 128)
     assert choice.tiles.num_stages == row.num_stages
     assert choice.tiles.stages_q == row.stages_q
@@ -177,7 +177,8 @@ def test_one_half_where_few_rows_share_keys(
     """Forwards in splits or over pages: a second half would have no row."""
     shapes = FwdShapes(4, 1, 5000, 1, 5000, 8, 1, *dims)
     problem = AttentionProblem("bfloat16", *dims)
-    choice = select_fwd_config(problem, shapes, spec=SM100, decode_rows=decode_rows)
+    walk = WalkFacts(decode_rows=decode_rows)
+    choice = select_fwd_config(problem, shapes, walk=walk, spec=SM100)
     assert choice.tiles.tile_m == (128 if dims[1] > 128 else tile_m)
     assert not choice.tiles.cta_pair
 
