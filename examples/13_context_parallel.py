@@ -46,6 +46,13 @@ def start() -> torch.device:
 
 def main() -> None:
     device = start()
+    try:
+        run(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(device: torch.device) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     seqlen = 512 * world
     mask = builders.causal_document([seqlen * 5 // 8, seqlen * 3 // 8], device=device)
@@ -74,7 +81,6 @@ def main() -> None:
         loss = (out.float() * plan.shard(weight, rank)).sum()
         gradients = torch.autograd.grad(loss, (q, k, v))
         check(plan, rank, method, [out.detach(), *gradients], whole, weight, mask)
-    dist.destroy_process_group()
 
 
 def check(
