@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ def flash_attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, rng_state, unused, debug_mask) of tensors (batch, seqlen, heads, head_dim), or
     (total, heads, head_dim) with cum_seq_*. With block_table key and value are pages."""
+    _refuse(dropout_p, return_debug_mask, alibi_slopes)
     out, lse = _attend(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, scale, window_size_left, window_size_right, seqused_k, alibi_slopes,
-        block_table, num_splits, _laid_out_as(query),
+        query, key, value, scale, _band(is_causal, window_size_left, window_size_right),
+        _lengths(cum_seq_q, cum_seq_k, max_q, max_k) | _pages(seqused_k, block_table),
+        num_splits=num_splits, out=_laid_out_as(query),
     )  # fmt: skip
     return out, lse, *_unused_state(query)
 
@@ -75,19 +77,20 @@ def flash_attention_forward_no_dropout_inplace(
     num_splits: int | None = None,
 ) -> Tensor:
     """lse; the output is written to out, of any strides."""
-    arguments = (
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, scale, window_size_left, window_size_right, seqused_k, alibi_slopes,
-        block_table, num_splits,
+    _refuse(dropout_p, return_debug_mask, alibi_slopes)
+    attend = partial(
+        _attend, query, key, value, scale, _band(is_causal, window_size_left, window_size_right),
+        _lengths(cum_seq_q, cum_seq_k, max_q, max_k) | _pages(seqused_k, block_table),
+        num_splits=num_splits,
     )  # fmt: skip
     if _is_written_by_kernels(out):
-        return _attend(*arguments, out)[1]
+        return attend(out=out)[1]
     if out.shape != query.shape or out.dtype != query.dtype or out.device != query.device:
         raise ValueError(
             f"out must be like query, {query.dtype} {tuple(query.shape)} on {query.device}, got "
             f"{out.dtype} {tuple(out.shape)} on {out.device}"
         )
-    result, lse = _attend(*arguments, None)
+    result, lse = attend()
     out.copy_(result)
     return lse
 
@@ -136,10 +139,9 @@ def scaled_dot_product_flash_attention(
     seqlen, head_dim)."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     max_q, max_k = query.shape[2], key.shape[2]
-    out, lse = _attend(
-        q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, None,
-        None, None, None, None, None, _laid_out_as_heads_first(query, q),
-    )  # fmt: skip
+    _refuse(dropout_p, return_debug_mask)
+    band = _band(is_causal, None, None)
+    out, lse = _attend(q, k, v, scale, band, {}, out=_laid_out_as_heads_first(query, q))
     return out.transpose(1, 2), lse, None, None, max_q, max_k, *_unused_state(query)
 
 
@@ -267,45 +269,22 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
     scale: float | None,
-    window_size_left: int | None,
-    window_size_right: int | None,
-    seqused_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-    out: Tensor | None,
+    band: dict[str, Any],
+    lengths: dict[str, Any],
+    *,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse. out: where to write, or None."""
-    _refuse_dropout(dropout_p)
-    if return_debug_mask:
-        raise NotImplementedError("return_debug_mask=True is not supported: no mask is stored")
-    if alibi_slopes is not None:
-        raise NotImplementedError(
-            "alibi_slopes are not supported: write them as score_mod of "
-            "flash_mask_cute.flash_attn_varlen_func"
-        )
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"query and value must have the same head_dim in torch's operators, got "
             f"{query.shape[-1]} and {value.shape[-1]}"
         )
-    if block_table is not None:
-        if seqused_k is None:
-            raise ValueError("block_table needs seqused_k, the number of keys of each sequence")
-        cum_seq_k = None  # seqused_k has the lengths, and pages are not packed
     found, lse = _flash_attn_fwd(
-        query, key, value, out=out, softmax_scale=scale,
-        **_band(is_causal, window_size_left, window_size_right),
-        **_lengths(cum_seq_q, cum_seq_k, max_q, max_k), seqused_k=seqused_k,
-        page_table=block_table, num_splits=num_splits or 0, return_lse=True,
+        query, key, value, out=out, softmax_scale=scale, **band, **lengths,
+        num_splits=num_splits or 0, return_lse=True,
     )  # fmt: skip
     assert lse is not None  # it was asked for
     return found, lse
@@ -325,7 +304,7 @@ def _gradients(
     memory: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv. memory: where to write them; None: in new tensors."""
-    _refuse_dropout(dropout_p)
+    _refuse(dropout_p)
     dq, dk, dv = memory
     return _flash_attn_bwd(
         query, key, value, out, grad_out, logsumexp, softmax_scale=scale, **band, **lengths,
@@ -333,9 +312,18 @@ def _gradients(
     )  # fmt: skip
 
 
-def _refuse_dropout(dropout_p: float) -> None:
+def _refuse(
+    dropout_p: float, return_debug_mask: bool = False, alibi_slopes: Tensor | None = None
+) -> None:
     if dropout_p:
         raise NotImplementedError(f"dropout_p={dropout_p} is not supported: only 0")
+    if return_debug_mask:
+        raise NotImplementedError("return_debug_mask=True is not supported: no mask is stored")
+    if alibi_slopes is not None:
+        raise NotImplementedError(
+            "alibi_slopes are not supported: write them as score_mod of "
+            "flash_mask_cute.flash_attn_varlen_func"
+        )
 
 
 def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
@@ -355,6 +343,21 @@ def _lengths(
         "cu_seqlens_k": cum_seq_k,
         "max_seqlen_q": None if cum_seq_q is None else max_q,
         "max_seqlen_k": None if cum_seq_k is None else max_k,
+    }
+
+
+def _pages(seqused_k: Tensor | None, block_table: Tensor | None) -> dict[str, Any]:
+    """Used lengths and pages, to be joined to `_lengths`."""
+    if block_table is None:
+        return {"seqused_k": seqused_k}
+    if seqused_k is None:
+        raise ValueError("block_table needs seqused_k, the number of keys of each sequence")
+    # seqused_k has the lengths, and pages are not packed
+    return {
+        "seqused_k": seqused_k,
+        "page_table": block_table,
+        "cu_seqlens_k": None,
+        "max_seqlen_k": None,
     }
 
 
