@@ -76,4 +76,7 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
     costs = _COSTS
     if arch_spec(run.target).backward.orders_aux:
         costs = _COSTS | _COSTS_OF_WALKS
-    return AuxGradient(number, reads, is_wanted, costs[reads.read_class])
+    cost = costs[reads.read_class]
+    if number in run.problem.exact_aux:
+        cost += ", each as two of integers, in any order"
+    return AuxGradient(number, reads, is_wanted, cost)

@@ -95,7 +95,8 @@ def analyse_reads(
             is_difference = read_class is ReadClass.DIFFERENCE
             difference = values.describe(indices[0]) if is_difference else ""
             factors = tuple(_factor(factor) for _, factor in own)
-            found[number] = TensorReads(read_class, why, needs_score, difference, factors)
+            is_once = read_class is ReadClass.PLACES and values.are_once(indices)
+            found[number] = TensorReads(read_class, why, needs_score, difference, factors, is_once)
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
 
 
@@ -212,6 +213,10 @@ class _Values:
             return x.constant
         place = next((place for place in Place if x.number == self._number(place)), None)
         return place
+
+    def are_once(self, reads: list[tuple[_Value, ...]]) -> bool:
+        """Whether no two scores read the same element, of a tensor that is read by places."""
+        return len(reads) == 1 and set(Place) <= set(self._places_of(reads[0]) or ())
 
     # -- values ---------------------------------------------------------------------------------
 

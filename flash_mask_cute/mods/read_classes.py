@@ -34,8 +34,6 @@ class ReadClass(Enum):
 
 # Elements of these classes stay the same along a walk over the queries of a head.
 OF_WALKS = (ReadClass.HEAD, ReadClass.KEY)
-# keys of a warp, which has one sum for an element of a head
-KEYS_OF_WARP = 16
 
 
 class Factor(NamedTuple):
@@ -51,6 +49,7 @@ class TensorReads(NamedTuple):
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
+    is_once: no two scores read the same element.
     """
 
     read_class: ReadClass
@@ -58,16 +57,11 @@ class TensorReads(NamedTuple):
     needs_score: bool = False
     difference: str = ""
     factors: tuple[Factor, ...] = ()
+    is_once: bool = False
 
     @property
     def is_of_walks(self) -> bool:
         return self.read_class in OF_WALKS
-
-    def stored_sums(self, tile_n: int) -> int:
-        """Sums that a work tile of tile_n keys stores for a head, if they have an order. At least
-        some, as tensors of kernels have elements."""
-        per_read = tile_n if self.read_class is ReadClass.KEY else tile_n // KEYS_OF_WARP
-        return max(len(self.factors), 1) * per_read
 
 
 class ModReads(NamedTuple):
@@ -84,15 +78,14 @@ class ModReads(NamedTuple):
         """Whether all gradients are sums over walks, of gradients of scores times something that
         does not depend on the score."""
         tensors = self.tensors.values()
-        return (
-            self.is_shift and self.unordered() is None and not any(x.needs_score for x in tensors)
-        )
+        are_of_walks = all(x.is_of_walks or x.read_class is ReadClass.UNREAD for x in tensors)
+        return self.is_shift and are_of_walks and not any(x.needs_score for x in tensors)
 
-    def unordered(self) -> tuple[int, str] | None:
-        """The first tensor whose gradient is not summed over walks, and so has no fixed order of
-        sums, and how it is read."""
-        for number, reads in self.tensors.items():
-            if not reads.is_of_walks and reads.read_class is not ReadClass.UNREAD:
-                why = f" ({reads.why})" if reads.why else ""
-                return number, f"by {reads.read_class.value}{why}"
-        return None
+    @property
+    def of_many(self) -> tuple[int, ...]:
+        """The tensors of whose elements some may be read by several scores."""
+        return tuple(
+            i
+            for i, x in self.tensors.items()
+            if not (x.is_once or x.read_class is ReadClass.UNREAD)
+        )

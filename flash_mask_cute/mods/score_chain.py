@@ -10,17 +10,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
-from flash_mask_cute.mods.aux_reads import tensors_of
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
-from flash_mask_cute.mods.read_classes import KEYS_OF_WARP
-from flash_mask_cute.mods.walk_sums import NO_HEAD, SumPlace, WalkRead, WalkSums
+from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
 
 class Elements(Protocol):
@@ -61,8 +58,7 @@ class ScoreChain:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
     block. walk: the sums over a walk, if there are any. of_grads: all gradients of aux tensors are
-    such sums, of dS times what does not depend on the score (`apply_to_grads`). blocks: numbers of
-    key blocks, if sums are stored.
+    such sums, of dS times what does not depend on the score (`apply_to_grads`).
     """
 
     scales: ScoreScales
@@ -78,7 +74,6 @@ class ScoreChain:
     first_query: Int32
     of_grads: cutlass.Constexpr[bool] = False
     walk: WalkSums | None = None
-    blocks: RowBlocks | None = None
 
     @property
     def by_parts(self) -> bool:
@@ -241,11 +236,7 @@ class ScoreChain:
             self.walk.clear()
 
     def _send_sums(self, work: Work, head_idx: Int32) -> None:
-        elements, tensors = self.elements, tensors_of(self.aux_tensors)
-        lane = cute.arch.lane_idx()
-        block = Int32(0)
-        if self.blocks is not None:
-            block = self.blocks.first_of(work.batch_idx, work.offset_k) + work.block
+        elements, lane = self.elements, cute.arch.lane_idx()
         for r in range(elements.num_rows):
             key = self.first_key + elements.row_of(thread_in_warpgroup(), r)
             k_idx = cutlass.min(work.block * self.tiles[1] + key, work.seqlen_k - 1)
@@ -255,15 +246,11 @@ class ScoreChain:
             for i, read in enumerate(self.walk.reads):
                 if r > 0 and not read.by_key:
                     continue
-                lanes, slots, slot = elements.lanes_per_row, self.tiles[1], key
-                if not read.by_key:
-                    lanes, slots = cute.arch.WARP_SIZE, slots // KEYS_OF_WARP
-                    slot = key // KEYS_OF_WARP
+                lanes = elements.lanes_per_row if read.by_key else cute.arch.WARP_SIZE
                 total = self.walk.of_row(i, r)
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
-                number, coordinates, _ = terms[read.term]
-                at = SumPlace(head_idx, block, slot + read.of_tensor * slots)
-                self.walk.send(i, coordinates, tensors[number], total, at, lane % lanes == 0)
+                _, coordinates, _ = terms[read.term]
+                self.walk.send(i, coordinates, total, lane % lanes == 0)
 
     @property
     def _reads_of_walk(self) -> tuple[WalkRead, ...]:

@@ -90,7 +90,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
         *("masks.q_start", "cpu"),
         *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
-        *("runtime", *INDEX_RULES),
+        *("mods.exact_words", "runtime", *INDEX_RULES),
     ),
     "call": (
         *("cpu", "masks.column_mask", "block_sparsity", "mask_prep", "mods", "runtime"),
@@ -176,7 +176,7 @@ WITHOUT_TORCH = (
         "mods.aux_gradients",
         *("mods.read_analysis", "mods.walk_sums"),
     ),
-    *("mods.score_chain", "mods.read_classes", "mods.spans"),
+    *("mods.score_chain", "mods.read_classes", "mods.spans", "mods.exact_words"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.
