@@ -47,7 +47,7 @@ class AuxSums:
     """
 
     def __init__(self, targets: Mapping[int, cute.Tensor]):
-        self._targets = targets
+        self.targets = targets
         # one for each read of the modifier, which reads as often for every score
         self._open: list[_Open] = []
 
@@ -76,7 +76,7 @@ class AuxSums:
 
     def _contribution(self, term: AuxTerm, grad: Float32, counts: Boolean) -> _Open:
         number, coordinates, by_element = term
-        target = self._targets[number]
+        target = self.targets[number]
         offset = offset_in(target, coordinates)
         return _Open(target, offset, cutlass.select_(counts, grad * by_element, Float32(0.0)))
 

@@ -49,7 +49,8 @@ class TensorReads(NamedTuple):
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
-    is_once: no two scores read the same element.
+    is_once: no two scores read the same element. is_distance: the difference is that of the positions
+    of query and key themselves.
     """
 
     read_class: ReadClass
@@ -58,10 +59,26 @@ class TensorReads(NamedTuple):
     difference: str = ""
     factors: tuple[Factor, ...] = ()
     is_once: bool = False
+    is_distance: bool = False
 
     @property
     def is_of_walks(self) -> bool:
         return self.read_class in OF_WALKS
+
+    @property
+    def is_of_lines(self) -> bool:
+        """Whether the elements stay the same along columns or diagonals of a tile."""
+        return self.read_class is ReadClass.QUERY or self.is_distance
+
+    @property
+    def is_easy(self) -> bool:
+        """Whether terms follow from gradients of scores in few registers: they do not depend on the
+        score, and where elements are found score by score, it takes no arithmetic."""
+        if self.needs_score or self.read_class is ReadClass.OTHER:
+            return False
+        if self.read_class is ReadClass.DIFFERENCE and not self.is_distance:
+            return False
+        return not self.is_of_lines or all(x.constant is not None for x in self.factors)
 
 
 class ModReads(NamedTuple):
@@ -72,14 +89,6 @@ class ModReads(NamedTuple):
 
     tensors: Mapping[int, TensorReads]
     is_shift: bool = False
-
-    @property
-    def are_of_grads(self) -> bool:
-        """Whether all gradients are sums over walks, of gradients of scores times something that
-        does not depend on the score."""
-        tensors = self.tensors.values()
-        are_of_walks = all(x.is_of_walks or x.read_class is ReadClass.UNREAD for x in tensors)
-        return self.is_shift and are_of_walks and not any(x.needs_score for x in tensors)
 
     @property
     def of_many(self) -> tuple[int, ...]:

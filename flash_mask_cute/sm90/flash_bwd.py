@@ -414,7 +414,7 @@ class FlashAttentionBackwardSm90:
         acc_dK = [
             wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_d)
         ]  # (64, n) each
-        chain = make_chain(self, score_args)
+        chain = make_chain(self, score_args, lengths.q_start is not None)
         scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)

@@ -13,6 +13,7 @@ from gradient_oracle import make_output_gradients
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from trained_mods import (
+    LINE_CASES,
     ORDERED_CASES,
     TRAINED_CASES,
     TrainedInputs,
@@ -26,7 +27,9 @@ pytestmark = [
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="refused on Blackwell"),
 ]
 cases = pytest.mark.parametrize(
-    ("case", "name"), ORDERED_CASES + TRAINED_CASES[1:5], ids=lambda x: getattr(x, "id", x)
+    ("case", "name"),
+    ORDERED_CASES + TRAINED_CASES[1:5] + LINE_CASES,
+    ids=lambda x: getattr(x, "id", x),
 )
 
 

@@ -19,6 +19,7 @@ from gradient_oracle import assert_gradients_close, make_output_gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trained_mods import (
+    LINE_CASES,
     ORDERED_CASES,
     REACH,
     TRAINED_CASES,
@@ -97,7 +98,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + ORDERED_CASES, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
 )
 def test_against_oracle(case: Case, name: str) -> None:
     check(make_trained(small(case), name))
