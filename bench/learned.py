@@ -57,7 +57,9 @@ class Case:
 
 
 def _slopes(n: int, slopes: Any) -> Any:
-    return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
+    """Of either sign, a slope would let queries see the farthest keys alone: then scores have no
+    gradient but rounding."""
+    return lambda s, b, h, q, k: s - slopes[h].abs() * (q - k).abs()
 
 
 def _gains(n: int, gains: Any) -> Any:

@@ -448,7 +448,8 @@ def _with_split(
     """The problem with its way of computing work tiles in splits, if any.
 
     A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
-    of one split if no more are asked for.
+    of one split if no more are asked for. By slots, a kernel writes out itself where a work tile
+    has one share.
 
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
@@ -458,7 +459,7 @@ def _with_split(
         options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
     )
     out = call.tensors.out
-    if split is None and out is not None and out.dtype != call.tensors.q.dtype:
+    if split != BY_ROWS and out is not None and out.dtype != call.tensors.q.dtype:
         refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
         split = BY_ROWS
     if split is None:
