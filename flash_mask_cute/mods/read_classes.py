@@ -49,8 +49,8 @@ class TensorReads(NamedTuple):
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
-    is_once: no two scores read the same element. is_distance: the difference is that of the positions
-    of query and key themselves.
+    is_once: no two scores read the same element. is_distance: the difference is that of query and
+    key themselves.
     """
 
     read_class: ReadClass

@@ -152,7 +152,7 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
-    *("mods.read_analysis", "mods.walk_sums"),
+    *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks"),
     "lowering.device_ops",
@@ -174,7 +174,7 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
-        *("mods.read_analysis", "mods.walk_sums"),
+        *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
     ),
     *("mods.score_chain", "mods.read_classes", "mods.spans", "mods.exact_words"),
 )

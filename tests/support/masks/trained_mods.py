@@ -84,13 +84,15 @@ def _query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def _buckets(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Two reads by distance, one of them times a number, the other times a function of scores'
     places; and one of another tensor by key."""
-    from cutlass import Float32, Int32, cute, max, min  # noqa: A004
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
 
     distance = abs(q[0] - k[0])
-    far = Int32(cute.math.log2(Float32(max(distance, 1))) * 2.0)
+    far = Int32(cute.math.log2(Float32(cutlass.max(distance, 1))) * 2.0)
     slope = 1.0 / Float32(1 + k[0])
-    near = aux[-2][min(distance, 12), h[0]]
-    return score + 0.5 * near + slope * aux[-2][min(far, 20), h[0]] + aux[-1][k[0]]
+    near, other = (aux[-2][cutlass.min(x, n), h[0]] for x, n in ((distance, 12), (far, 20)))
+    return score + 0.5 * near + slope * other + aux[-1][k[0]]
 
 
 def _far(distance: Tensor) -> Tensor:
