@@ -47,7 +47,7 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, has_q_start: bool) -> Scor
     # positions before 0 become 0, with other distances
     has_diagonals = not has_q_start
     are_easy = all(
-        x.is_easy and (has_diagonals or not x.is_distance) for x in reads.tensors.values()
+        x.is_easy and (has_diagonals or not x.is_diagonal) for x in reads.tensors.values()
     )
     of_grads = reads.is_shift and are_easy and is_exact
     walk, of_walk = None, walk_reads(reads)
