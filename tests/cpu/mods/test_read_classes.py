@@ -161,6 +161,15 @@ def test_which_elements_one_score_reads() -> None:
         return reads.tensors[0].is_once
 
     everything: Callable[..., Any] = lambda b, h, q, k: (b, k, q, h)  # noqa: E731
+
+    def of_entry(index: Callable[..., Any]) -> bool:
+        mod = adds(lambda b, h, q, k, ids: index(b, h, q, k))
+        tables = [torch.zeros(8, 8, 8), torch.zeros(8, dtype=torch.int32)]
+        return reads_of(mod, tables, (0,)).tensors[0].is_once_an_entry
+
+    assert of_entry(lambda b, h, q, k: (k, q, h))
+    assert not of_entry(lambda b, h, q, k: (b, q, k))
+    assert not of_entry(lambda b, h, q, k: (0, q, k))
     assert is_once(everything, dims=4)
     assert not is_once(everything, everything, dims=4)
     assert not is_once(lambda b, h, q, k: (h, q, k), dims=3)
