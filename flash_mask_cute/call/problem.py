@@ -49,6 +49,14 @@ class Mods(NamedTuple):
     score_mod_bwd: Callable[..., Any] | None = None
 
 
+class GivenTensor(NamedTuple):
+    """An optional tensor that a call has. dtype: the name of a torch dtype."""
+
+    name: str
+    dtype: str
+    rank: int
+
+
 class TuningClass(str, Enum):
     """What masks or modifies the scores, as far as tiles depend on it.
 
@@ -85,8 +93,7 @@ class AttentionProblem:
     position of the first query is given, "number" for all sequences or "each" of them.
     split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
-    has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
-    a right side of the window, which sequences are causal is given.
+    optional: which of `OptionalTensors` a forward reads, in their order.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -124,9 +131,17 @@ class AttentionProblem:
     q_start: str | None = None
     split: str | None = None
     page_box: int | None = None
-    has_kv_batch_idx: bool = False
-    has_leftpad_k: bool = False
-    causal_each: bool = False
+    optional: tuple[GivenTensor, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Whether a forward reads this one of `OptionalTensors`."""
+        return any(x.name == name for x in self.optional)
+
+    @property
+    def causal_each(self) -> bool:
+        """Whether a forward reads, beside a right side of the window, which sequences are
+        causal."""
+        return self.has("causals")
 
     @property
     def is_local(self) -> bool:

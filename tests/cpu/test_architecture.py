@@ -83,7 +83,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "call.build": (
-        *("call.choose", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
+        *("call.choose", "call.arguments", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
         *("core.row_blocks", "mods", "runtime", *INDEX_RULES),
     ),
     "call.run": (

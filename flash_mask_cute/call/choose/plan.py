@@ -57,6 +57,7 @@ from flash_mask_cute.call.choose.splits import (
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
+    GivenTensor,
     Padding,
     fold_window,
     may_empty_rows,
@@ -225,11 +226,12 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
-    plain = replace(plain, causal_each=causal_each)
+    if not causal_each:
+        plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     _check_order(plain, masks, target or target_of(call.tensors.q))
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
@@ -238,7 +240,7 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.causals)
+    _refuse_causal_sequences(chosen, call.tensors.optional.causals)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -311,8 +313,11 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
-        has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
-        has_leftpad_k=x.lengths.leftpad_k is not None,
+        optional=tuple(
+            GivenTensor(name, dtype_name(y.dtype), y.dim())
+            for name, y in x.optional._asdict().items()
+            if y is not None
+        ),
     )
     if masks.score_mod is None:
         return problem
@@ -419,7 +424,7 @@ def _choose_tiles(
     )
     chosen = chosen.with_choice(choice)
     if call.tensors.lengths.page_table is not None:
-        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
+        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
     if problem.split == BY_SLOTS:
