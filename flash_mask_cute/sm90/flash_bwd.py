@@ -386,7 +386,15 @@ class FlashAttentionBackwardSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            self.mma(gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over)
+            given = (
+                gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over
+            )  # fmt: skip
+            if const_expr(not traits.columns.is_uneven):
+                self.mma(traits, *given)
+            elif mma_warpgroup_idx() == 0:
+                self.mma(traits.for_warpgroup(0), *given)
+            else:
+                self.mma(traits.for_warpgroup(1), *given)
         if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
@@ -396,6 +404,7 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def mma(
         self,
+        traits: cutlass.Constexpr[BwdTraits],
         gradients: KeyGradients,
         tiles: Tiles,
         channels: Channels,
@@ -404,16 +413,16 @@ class FlashAttentionBackwardSm90:
         score_args: BwdScoreArgs,
         passes_over: cutlass.Constexpr[bool],
     ):
-        """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
-        traits = self.traits
+        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV.
+
+        traits: those of the warpgroup, if the two have code of their own.
+        """
         ring = channels.ring
         fragments = Fragments.create(traits, tiles)
-        acc_dV = [
-            wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_dv)
-        ]  # (64, n) each
-        acc_dK = [
-            wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_d)
-        ]  # (64, n) each
+        acc_dV, acc_dK = (
+            [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
+            for columns in (traits.columns.dv, traits.columns.dk)
+        )
         chain = make_chain(self, score_args, lengths)
         scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
@@ -480,8 +489,9 @@ class FlashAttentionBackwardSm90:
                 store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
                 store_sums(acc_dK[0], gradients.dk, gradients.blocks, work, has_sums)
             else:
-                send_gradients(traits, acc_dV, gradients.dv, tiles, block, work, has_sums)
-                send_gradients(traits, acc_dK, gradients.dk, tiles, block, work, has_sums)
+                end = tiles, block, work, has_sums
+                send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)
+                send_gradients(traits, acc_dK, traits.columns.dk, gradients.dk, *end)
             # in the next block each warp writes dS where others may still send from
             if const_expr(self.splits_group):
                 pass
@@ -518,7 +528,7 @@ class FlashAttentionBackwardSm90:
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
         hidden from the block, and add only 0 to its dQ.
         """
-        traits, block = self.traits, state.block
+        traits, block = scores.traits, state.block
         following_cut = state.cut + int(kind == Kind.PARTIAL)
         # -- S and dP, P and dS; dV begins
         if sums is None:
@@ -536,9 +546,9 @@ class FlashAttentionBackwardSm90:
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
         groups = tuple(Int32(group) for group in range(traits.key_groups))
         if sums is None:
-            groups = (1 - mma_warpgroup_idx(),)
+            groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(
-            self._issue_dq, fragments, traits.ds_stage(block), state.tile, groups=groups
+            self._issue_dq, traits, fragments, traits.ds_stage(block), state.tile, groups=groups
         )
         if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
@@ -551,7 +561,7 @@ class FlashAttentionBackwardSm90:
                 accumulate=accumulate,
             )
             acc_dQ, num_behind = self._issue_dq_and_dk(
-                channels, fragments, block, issue_dQ, issue_dK, acc_dK
+                traits, channels, fragments, block, issue_dQ, issue_dK, acc_dK
             )
         # -- peek at the next fills, under the products, which hide how long an answer takes
         has_come = channels.q.is_full(block + 1)
@@ -569,7 +579,7 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(num_behind)
         self._release_summed(channels, block)
         stage_dQ(0, acc_dQ)
-        for i in range(1, len(traits.parts_dq)):
+        for i in range(1, len(traits.columns.parts_dq)):
             if not scores.chain.is_empty:
                 # too few registers to have it beside dK
                 warpgroup.wait_group(0)
@@ -589,11 +599,14 @@ class FlashAttentionBackwardSm90:
         channels.do.wait(block)
         channels.do.release(block)
         scores.discard_bits(cut)
-        for i, widths in enumerate(self.traits.parts_dq):
-            nothing = [wgmma.make_accumulator(width) for width in widths]
+        traits = scores.traits
+        for i in range(len(traits.columns.parts_dq)):
+            nothing = [
+                wgmma.make_accumulator(part.width) for part, _ in traits.columns.products_dq(i)
+            ]
             for acc in nothing:
                 acc.fill(0.0)
-            stage_dq(self.traits, tiles, channels.dq, block, i, nothing)
+            stage_dq(traits, tiles, channels.dq, block, i, nothing)
         channels.q.release(block)
 
     def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
@@ -606,6 +619,7 @@ class FlashAttentionBackwardSm90:
 
     def _issue_dq_and_dk(
         self,
+        traits: BwdTraits,
         channels: Channels,
         fragments: Fragments,
         block: Int32,
@@ -615,25 +629,23 @@ class FlashAttentionBackwardSm90:
     ) -> tuple[list, int]:
         """Start the first part of dQ, and dK, behind dV; returns the accumulators of dQ, and the
         number of products issued after it."""
-        if not self.traits.cta_pair:
+        if not traits.cta_pair:
             acc_dQ = issue_dQ(0)
             issue_dK(acc_dK, operands_b=fragments.dk_q)
             return acc_dQ, len(acc_dK)
         # the other CTA's dS is needed late, and dO no longer than for dV
-        issue_dK(acc_dK[:1], operands_b=fragments.dk_q[:1])
+        issue_dK(acc_dK[:-1], operands_b=fragments.dk_q[:-1])
         acc_dQ = issue_dQ(0)
         # dV is complete when these are left
-        warpgroup.wait_group(1 + len(acc_dQ))
+        warpgroup.wait_group(len(acc_dK[:-1]) + len(acc_dQ))
         channels.do.release(block)
         channels.grads.wait(block)
         peer_ds = fragments.peer_ds[None, None, None, 0]
-        for acc, width, peer_k in zip(
-            acc_dQ, self.traits.parts_dq[0], fragments.peer_k, strict=True
-        ):
+        for acc, peer_k in zip(acc_dQ, fragments.peer_k, strict=True):
             pair = peer_ds, peer_k[None, None, None, 0]
-            wgmma.issue_sum(self.traits.mma_dq(width), acc, [pair], True)
-        issue_dK(acc_dK[1:], operands_b=fragments.dk_q[1:])
-        return acc_dQ, len(acc_dK[1:])
+            wgmma.issue_sum(traits.mma_dq(wgmma.num_cols(acc)), acc, [pair], True)
+        issue_dK(acc_dK[-1:], operands_b=fragments.dk_q[-1:])
+        return acc_dQ, 1
 
     @cute.jit
     def _send_grads(self, channels: Channels, block: Int32):
@@ -652,17 +664,20 @@ class FlashAttentionBackwardSm90:
 
     def _issue_dq(
         self,
+        traits: BwdTraits,
         fragments: Fragments,
         ds_stage: Int32,
         tile: Int32,
         part: int,
         groups: tuple[Int32, ...],
     ) -> list:
-        """Start this warpgroup's part of dQ = dS K, over the keys of groups; returns the
-        accumulators, one for each width."""
-        traits, accs = self.traits, []
+        """Start this warpgroup's products of a part of dQ = dS K, over the keys of groups; returns
+        their accumulators."""
+        accs = []
         row_group = mma_warpgroup_idx() if traits.num_row_groups > 1 else Int32(0)
-        for width, operand in zip(traits.parts_dq[part], fragments.dq_k[part], strict=True):
+        products = traits.columns.products_dq(part)
+        for (columns, _), operand in zip(products, fragments.dq_k[part], strict=True):
+            width = columns.width
             acc_dQ, pairs = wgmma.make_accumulator(width), []  # (64 queries, width)
             for group in groups:
                 ds_tile = fragments.dq_ds[
