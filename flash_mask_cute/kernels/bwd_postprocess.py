@@ -40,7 +40,8 @@ class BwdPostprocess:
     rows of an accumulator with n columns: half of dQ's rows (tile_m 128), or parts of its columns
     in turn (tile_m 64, `dq_parts`). The values of lane l in columns [8 g, 8 g + 8) of a part lie,
     relative to the part's start, at
-    (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
+    (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4;
+    w is 0 in a part of one warpgroup.
 
     In lane order, where lanes are rows, column c of row r lies at
     (c / 4 * tile_m + r) * 4 + c % 4.
@@ -196,15 +197,25 @@ class BwdPostprocess:
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
         if const_expr(self.parts is None):
             first_row = warpgroup_idx * ROWS_PER_WARPGROUP
-            cols = self.accum_cols
-            self._part_to_rows(gdQaccum, sdQ, scale, thread, cols, first_row, Int32(0))
+            groups = self.accum_cols // COLS_PER_GROUP
+            source = thread // WARP * groups
+            self._part_to_rows(gdQaccum, sdQ, scale, thread, source, groups, first_row, Int32(0))
         else:
             first_value = 0
-            for first, width in self.parts:
-                first_col = first + warpgroup_idx * width
-                size = width * ROWS_PER_WARPGROUP * NUM_WARPGROUPS
+            for columns in self.parts:
+                width = columns.width
+                groups = width // COLS_PER_GROUP
+                source = thread // WARP * groups
+                if const_expr(columns.sharers == 1):
+                    # half of the part for each warpgroup of this kernel
+                    source = thread % THREADS_PER_WARPGROUP // WARP * groups
+                    width, groups = width // NUM_WARPGROUPS, groups // NUM_WARPGROUPS
+                    source += warpgroup_idx * groups
+                first_col = columns.first + warpgroup_idx * width
+                size = columns.num_cols * ROWS_PER_WARPGROUP
                 part = cute.make_tensor(gdQaccum.iterator + first_value, cute.make_layout(size))
-                self._part_to_rows(part, sdQ, scale, thread, width, Int32(0), first_col)
+                at = Int32(0), first_col
+                self._part_to_rows(part, sdQ, scale, thread, source, groups, *at)
                 first_value += size
 
     @cute.jit
@@ -214,11 +225,13 @@ class BwdPostprocess:
         sdQ: cute.Tensor,
         scale: Float32,
         thread: Int32,
-        width: cutlass.Constexpr[int],
+        source_group: Int32,
+        groups: cutlass.Constexpr[int],
         first_row: Int32,
         first_col: Int32,
     ):
-        groups = width // COLS_PER_GROUP
+        """Write this warp's `groups` of columns, which begin at `source_group` among those of all
+        warps."""
         warp, lane = thread // WARP, thread % WARP
         first_row += (warp % 4) * 16 + lane // 4
         first_pair = first_col // 2 + lane % 4
@@ -227,7 +240,7 @@ class BwdPostprocess:
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (warp * groups + g) * WARP + lane
+                source = (source_group + g) * WARP + lane
                 cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):

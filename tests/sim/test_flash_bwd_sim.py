@@ -76,6 +76,7 @@ ALL_CASES = (
     Case("d96-70x200", 1, 70, 200, 1, 1, head_dim=96),
     Case("d192-dv128-pair-causal", 1, 70, 200, 1, 1, head_dim=192, head_dim_v=128, causal=True),
     Case("d160-softcap", 1, 70, 130, 1, 1, head_dim=160, softcap=15.0),
+    Case("d104-dv112", 1, 70, 130, 1, 1, head_dim=104, head_dim_v=112),
 )
 BLACKWELL_CASES = (
     Case("dense-d64-300x300", 1, 300, 300, 2, 2, head_dim=64),

@@ -103,6 +103,43 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
         assert said in choice.reason
 
 
+def test_columns_of_wide_heads() -> None:
+    """Pairs of CTAs multiply fewer columns of zeros than the next power of two has."""
+    for dim, cols in ((136, 160), (144, 160), (160, 160), (168, 192), (192, 192), (200, 256)):
+        choice = select_bwd_config(dim, dim, "full")
+        assert choice.tiles.cta_pair and choice.tile_d == cols
+
+
+def test_products_end_with_the_head_dims() -> None:
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    for dim, dim_v, steps in ((136, 200, (9, 13)), (104, 40, (7, 3)), (128, 64, (8, 4))):
+        traits = BwdTraits(BFloat16, dim, dim_v, 64)
+        assert (traits.steps_d, traits.steps_dv) == steps
+        assert 16 * steps[0] <= traits.tile_d and 16 * steps[1] <= traits.tile_dv
+
+
+def test_warpgroups_of_a_pair_share_all_columns() -> None:
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    for dim, dim_v in ((136, 32), (160, 160), (192, 64), (192, 256)):
+        traits = BwdTraits(BFloat16, dim, dim_v, 64, stages_do=1, cta_pair=True)
+        assert traits.columns.is_uneven and traits.infeasible() is None
+        first, second = (traits.for_warpgroup(i).columns for i in range(2))
+        for name, cols in (("dk", traits.tile_d), ("dv", traits.tile_dv)):
+            parts = (*getattr(first, name), *getattr(second, name))
+            held = sorted(x for part in parts for x in range(part.first, part.end))
+            assert held == list(range(cols))
+        # one product of dQ for each, whose sums follow each other
+        placed = [*first.products_dq(0), *second.products_dq(0)]
+        assert [(x.width, start) for x, start in placed] == [(64, 0), (32, 64 * 64)]
+        assert traits.columns.sizes_dq == (96 * 64,)
+
+
 ALONE = {
     "deterministic=True": {"deterministic": True},
     "score_mod": {"modifier": "score_mod", "tuning_class": "score_mod"},

@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
     "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
     "d192": {"head_dim": 192, "head_dim_v": 192},
+    "d160-window": {"head_dim": 160, "head_dim_v": 160, "has_window_left": True},
+    "d136-dv96-varlen": {"head_dim": 136, "head_dim_v": 96, "varlen_q": True, "varlen_k": True},
     "d256": {"head_dim": 256, "head_dim_v": 256},
     "d256-causal-columns-1-softcap": {
         "head_dim": 256,
