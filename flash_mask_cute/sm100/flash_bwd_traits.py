@@ -86,7 +86,7 @@ REGISTERS = Registers(152, 96)
 # fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
 # for half as many queries of a block
-WIDE_REGISTERS = Registers(128, 112)
+WIDE_REGISTERS = Registers(144, 96)
 
 
 class Role(IntEnum):
@@ -337,8 +337,10 @@ class BwdTraits:
     def held_parts(self) -> int:
         """The last so many parts of dQ that a thread holds in registers together, so that TMEM is
         free before any of them is staged."""
+        # of many small parts, more would spill
+        most = MOST_HELD // 2 if self.part == Part.KEYS else MOST_HELD
         held_by_thread = max(self.parts_dq) // (ROWS // self.tile_m)
-        return min(len(self.parts_dq), MOST_HELD // held_by_thread)
+        return min(len(self.parts_dq), most // held_by_thread)
 
     def size_dq(self, width: int) -> int:
         """Values of a part of dQ."""
