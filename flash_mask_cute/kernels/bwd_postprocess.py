@@ -51,7 +51,7 @@ class BwdPostprocess:
     :param tile_m: query rows of a row block: 64 or 128
     :param accum_cols: columns of a row block's sums: a multiple of 32, or one of 16 where tile_m is
         128
-    :param order: of the sums, "accumulators" or "lanes"; the latter is for tile_m 128
+    :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
     :raises ValueError: a size is none of these
     """
@@ -71,14 +71,16 @@ class BwdPostprocess:
             raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
-        if order not in (BY_ACCUMULATORS, BY_LANES) or (order == BY_LANES and tile_m != 128):
-            raise ValueError(f"order {order!r} of sums does not fit tile_m={tile_m}")
+        if order not in (BY_ACCUMULATORS, BY_LANES):
+            raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
         self.dtype = dtype
         self.order = order
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
-        self.parts = dq_parts(accum_cols, num_ctas) if tile_m == ROWS_PER_WARPGROUP else None
+        self.parts = None
+        if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
+            self.parts = dq_parts(accum_cols, num_ctas)
 
     @cute.jit
     def __call__(

@@ -33,7 +33,7 @@ from unseen_memory import (
 ARCH = ACTIVE_ARCH
 IS_HOPPER = ARCH == HOPPER
 # the widest heads of the kernel
-MAX_DIM = 256 if IS_HOPPER else 128
+MAX_DIM = 256
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

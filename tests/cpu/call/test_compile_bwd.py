@@ -129,8 +129,17 @@ BLACKWELL = {
     **{
         name: fields
         for name, fields in VARIANTS.items()
-        if fields.get("head_dim", 128) <= 128 and name not in SEQLENS_K
+        if name not in SEQLENS_K
     },
+    **{
+        f"d{d}-dv{d_v}{name}": {"head_dim": d, "head_dim_v": d_v, **fields}
+        for d, d_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256))
+        for name, fields in {"": {}, "-softcap": {"has_softcap": True}}.items()
+    },
+    "d256-lists-in-order": {
+        "head_dim": 256, "head_dim_v": 256, "has_bits": True, "deterministic": True,
+    },
+    "d256-score": {"head_dim": 256, "head_dim_v": 256, "score_mod": "alibi"},
     **{
         f"d{d}{name}": {"head_dim": d, "head_dim_v": d, **fields}
         for d in (64, 96)
@@ -142,10 +151,11 @@ BLACKWELL = {
         }.items()
     },
     "learned": {"score_mod": "head_bias", "aux": (("float32", 1),), "wants_aux": (0,)},
-}
+}  # fmt: skip
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
+    *(name for name in BLACKWELL if "-dv" in name),
 )
 
 
