@@ -84,7 +84,8 @@ class AttentionProblem:
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
-    tensor. wants_aux: indices of those whose gradients a backward sums. has_lists: block lists are
+    tensor. wants_aux: indices of those whose gradients a backward sums; exact_aux: of these, those
+    with exact sums (`mods/exact_words.py`). has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
     (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the results of a mask_mod
@@ -122,6 +123,7 @@ class AttentionProblem:
     score_functions: bool = False
     aux: tuple[tuple[str, int], ...] = ()
     wants_aux: tuple[int, ...] = ()
+    exact_aux: tuple[int, ...] = ()
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False

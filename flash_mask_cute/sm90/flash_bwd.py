@@ -247,8 +247,8 @@ class FlashAttentionBackwardSm90:
         (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
         the other. tile_counter, column_tensors and block_bits are those of
         `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
-        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added;
-        if deterministic, pairs of tensors in place of each (`mods.walk_sums.StoredSums`).
+        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added,
+        or int64 ones with words before these dimensions (`mods.exact_words`).
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
         in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
@@ -424,7 +424,7 @@ class FlashAttentionBackwardSm90:
             [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
             for columns in (traits.columns.dv, traits.columns.dk)
         )
-        chain = make_chain(self, score_args, lengths)
+        chain = make_chain(self, score_args, lengths.q_start is not None)
         scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)

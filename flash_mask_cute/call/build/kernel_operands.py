@@ -251,11 +251,13 @@ def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
 
 
 def _aux_grads(x: AttentionProblem, _: Any) -> Any:
-    """Sums of the gradients of aux tensors; with a fixed order, parts of them and the numbers of
-    their elements."""
-    if x.deterministic:
-        return tuple((strided(3, "float32"), strided(3, "int64")) for _ in x.wants_aux) or None
-    return tuple(strided(x.aux[i][1], "float32") for i in x.wants_aux) or None
+    """Sums of the gradients of aux tensors."""
+
+    def sums(i: int) -> Any:
+        _, rank = x.aux[i]
+        return strided(rank + 1, "int64") if i in x.exact_aux else strided(rank, "float32")
+
+    return tuple(map(sums, x.wants_aux)) or None
 
 
 def _mask_bits_bwd(x: AttentionProblem, choice: BwdChoice) -> Any:

@@ -68,7 +68,7 @@ from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
-from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -337,6 +337,10 @@ def _bwd_problem(
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
+    exact_aux: tuple[int, ...] = ()
+    if wants_aux and masks.score_mod is not None and call.backward.deterministic:
+        # sums in a fixed order are those of which the order does not matter
+        exact_aux = find_reads(masks.score_mod, problem, wants_aux).of_many
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -344,6 +348,7 @@ def _bwd_problem(
         has_full_lists=False,
         has_bits=problem.has_lists,
         wants_aux=wants_aux,
+        exact_aux=exact_aux,
         deterministic=call.backward.deterministic,
     )
 
@@ -351,7 +356,7 @@ def _bwd_problem(
 def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
     """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
     if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
-        unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
+        unordered = why_unordered(target)
         if unordered is not None:
             refuse_order("daux is given", unordered)
 
