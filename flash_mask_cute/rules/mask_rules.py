@@ -54,12 +54,22 @@ class ListArgs(NamedTuple):
 
 class BitArgs(NamedTuple):
     """State of logical blocks of any size: bit kb % 32 of word kb // 32 of visible, full (batch |
-    1, heads | 1, num_q_blocks, words). Kernel tiles need not nest in these blocks."""
+    1, heads | 1, num_q_blocks, words). Kernel tiles need not nest in these blocks.
+
+    A choice of each query (`SelectedBlocks`) has blocks of one query and no `full`: of what is
+    chosen the other masks decide. Its rows are those of the call (of all sequences together, if
+    they are packed). heads_per_choice: consecutive heads of walks that share a head of the choice.
+    """
 
     visible: cute.Tensor
-    full: cute.Tensor
+    full: cute.Tensor | None
     block_q: Int32
     block_k: Int32
+    heads_per_choice: Int32 | None = None
+
+    @property
+    def is_choice(self) -> bool:
+        return self.full is None
 
 
 class MaskBitsArgs(NamedTuple):
@@ -199,6 +209,8 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*tensors, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
+            if bits.is_choice:
+                bits = bits._replace(heads_per_choice=num_heads // bits.visible.shape[1])
         left, right, causals = window
         return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causals)
 
@@ -432,7 +444,10 @@ class MaskRules:
         )
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
-        """The offsets from positions in a sequence to the positions that block lists count."""
+        """The offsets from positions in a sequence to the positions that block lists count, or from
+        queries to the rows of a choice."""
+        if self.args.bits is not None and self.args.bits.is_choice:
+            return work.offset_q, 0
         if work.q_start is not None:
             return work.q_start, 0
         return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
@@ -440,6 +455,8 @@ class MaskRules:
     def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
         """Whether a logical block is listed, and whether it is full: 0 or 1 each."""
         args = self.args.bits
+        if args.is_choice:
+            return self._chosen_bits(work, head_idx, q_block, k_block)
         if work.q_start is not None:
             # rows before the mask, or behind it
             last = cute.size(args.visible, mode=[2]) - 1
@@ -447,6 +464,16 @@ class MaskRules:
         place = (*broadcast_place(args.visible, work, head_idx), q_block, k_block // WORD)
         bit = k_block % WORD
         return (args.visible[place] >> bit) & 1, (args.full[place] >> bit) & 1
+
+    def _chosen_bits(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> tuple:
+        """Whether a row of a choice has a block, and whether no mask_mod is asked about it."""
+        args = self.args.bits
+        batch_idx = cutlass.min(work.batch_idx, cute.size(args.visible, mode=[0]) - 1)
+        head_idx = Int32(Uint32(head_idx) // Uint32(args.heads_per_choice))
+        # a sequence may be longer than it was said to be
+        word = cutlass.min(k_block // WORD, cute.size(args.visible, mode=[3]) - 1)
+        is_chosen = (args.visible[batch_idx, head_idx, row, word] >> (k_block % WORD)) & 1
+        return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
 
 
 @dataclass(frozen=True)

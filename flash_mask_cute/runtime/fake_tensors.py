@@ -38,10 +38,13 @@ class HasAux(Protocol):
 
 
 class HasBits(Protocol):
-    """A problem with `has_bits`, as in `AttentionProblem`."""
+    """A problem with `has_bits` and `has_selected`, as in `AttentionProblem`."""
 
     @property
     def has_bits(self) -> bool: ...
+
+    @property
+    def has_selected(self) -> bool: ...
 
 
 def cutlass_dtype(name: str) -> Any:
@@ -136,7 +139,9 @@ def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:
 
 
 def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
-    """Bits of visible and of full blocks, and the blocks' size."""
+    """Bits of visible and of full blocks, and the blocks' size; a choice has no full blocks."""
+    if problem.has_selected:
+        return (strided(4), None, *int32_pair())
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
 
 

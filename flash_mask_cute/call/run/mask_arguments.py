@@ -15,13 +15,15 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.mask_prep.selected_bits import selected_bits
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
 class KernelArguments(NamedTuple):
     """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
     columns: indices and bounds. block_size: of the lists; not given together with block_bits
-    (visible, full, block_q, block_k)."""
+    (visible, full, block_q, block_k), full None for a choice."""
 
     block_lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
@@ -35,7 +37,8 @@ class MaskArguments:
 
     reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
     mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
-    computed for a `ColumnMask` or for lists that were seen before.
+    computed for a `ColumnMask` or for lists that were seen before. The bits of a choice are made in
+    each call: layers do not share choices.
     """
 
     __slots__ = ("_block_size", "_causal_form", "_reads_lists", "_seqlens", "_tile")
@@ -59,7 +62,10 @@ class MaskArguments:
         lists = columns = block_size = bits = None
         if given_columns is not None:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
-        if given_lists is not None:
+        if isinstance(given_lists, SelectedBlocks):
+            num_blocks = given_lists.num_blocks(self._seqlens[1])
+            bits = selected_bits(given_lists.by_entry, num_blocks), None, 1, given_lists.block_size
+        elif given_lists is not None:
             sized = _sized(given_lists, self._block_size)
             if not self._reads_lists:
                 bits = tuple(block_bits(sized))
