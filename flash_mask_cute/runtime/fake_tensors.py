@@ -38,13 +38,10 @@ class HasAux(Protocol):
 
 
 class HasBits(Protocol):
-    """A problem with `has_bits` and `has_selected`, as in `AttentionProblem`."""
+    """A problem with `has_bits`, as in `AttentionProblem`."""
 
     @property
     def has_bits(self) -> bool: ...
-
-    @property
-    def has_selected(self) -> bool: ...
 
 
 def cutlass_dtype(name: str) -> Any:
@@ -139,10 +136,13 @@ def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:
 
 
 def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
-    """Bits of visible and of full blocks, and the blocks' size; a choice has no full blocks."""
-    if problem.has_selected:
-        return (strided(4), None, *int32_pair())
+    """Bits of visible and of full blocks, and the blocks' size."""
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
+
+
+def choice_bits() -> tuple[Any, ...]:
+    """The same of a choice, which has no full blocks."""
+    return (strided(4), None, *int32_pair())
 
 
 def counter() -> Any:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import random
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conftest import ACTIVE_ARCH
-from drawn_choices import Drawn, dense_attention, dense_choice, draw
+from drawn_choices import Drawn, dense_attention, dense_choice, draw, draw_choice
 from planned import backward_call, forward_call
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
 from simulated_forward import run_on_simulator as run_forward
 from torch import Tensor
 
+from flash_mask_cute import SelectedBlocks
+from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep.selected_bits import bits_shape, compile_selected_bits
 
 # both architectures
@@ -116,3 +118,213 @@ def test_bits(simulator: ModuleType, num_blocks: int, dtype: str) -> None:
         compile_selected_bits(dtype, ACTIVE_ARCH).function(choice, bits)
     found = ((bits[..., None] >> torch.arange(32)) & 1).flatten(-2).bool()
     assert torch.equal(found, dense_choice(choice, 1, found.shape[-1]))
+
+
+# -- beside other arguments -----------------------------------------------------------------------
+
+
+class Composed(NamedTuple):
+    """A dense call beside a choice: operands in bfloat16, what each query sees, bool (batch,
+    heads_q, queries, keys), and what is added to scores, of that shape or smaller."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    choice: Tensor
+    block: int
+    visible: Tensor
+    keywords: dict[str, Any]
+    bias: Tensor | float = 0.0
+
+    @staticmethod
+    def draw(
+        shape: tuple[int, int, int], heads: tuple[int, int, int], block: int = 64, k: int = 2,
+        seed: int = 0, **keywords: Any,
+    ) -> Composed:  # fmt: skip
+        """shape: batch, queries, keys. heads: of q, of k, of the choice."""
+        gen = torch.Generator().manual_seed(seed)
+        batch, n_q, n_k = shape
+        heads_q, heads_kv, heads_choice = heads
+
+        def operand(n: int, heads: int) -> Tensor:
+            return torch.randn(batch, n, heads, 64, generator=gen).to(BF16)
+
+        q, key, v = operand(n_q, heads_q), operand(n_k, heads_kv), operand(n_k, heads_kv)
+        choice = draw_choice(gen, (batch, heads_choice, n_q, k), -(-n_k // block), torch.int32)
+        visible = dense_choice(choice, block, n_k).repeat_interleave(heads_q // heads_choice, 1)
+        return Composed(q, key, v, choice, block, visible, keywords)
+
+    def seen(self, also: Tensor, bias: Tensor | float = 0.0, **keywords: Any) -> Composed:
+        """The same with one more mask, and with what is to be added to scores."""
+        more = self.keywords | keywords
+        return self._replace(visible=self.visible & also, bias=bias, keywords=more)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By the rule, in the dtype of the operands."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.mT * q.shape[-1] ** -0.5 + self.bias
+        probs = scores.masked_fill(~self.visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+        return (probs.to(v.dtype) @ v).transpose(1, 2)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        chosen = SelectedBlocks(self.choice, self.block)
+        return self.keywords | {"block_sparse_tensors_torch": chosen}
+
+    def check(self, delay: int | None = 1, only_forward: bool = False, **of_forward: Any) -> None:
+        given = self.q, self.k, self.v
+        leaves = [x.double().requires_grad_() for x in given]
+        wanted = self.attend(*leaves)
+        in_dtype = [x.clone().requires_grad_() for x in given]
+        eager = self.attend(*in_dtype)
+        with quiet_run(sys_simulator(), delay):
+            out, lse = run_forward(forward_call(*given, **self.arguments, **of_forward))
+        assert lse is not None
+        assert_close(out, wanted, eager, "out")
+        if only_forward:
+            return
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(BF16)
+        wanted = torch.autograd.grad(wanted, leaves, dout.double())
+        of_eager = torch.autograd.grad(eager, in_dtype, dout)
+        with quiet_run(sys_simulator(), delay):
+            got = run_backward(backward_call(*given, out, dout, lse, **self.arguments))
+        for name, *of_name in zip(("dq", "dk", "dv"), got, wanted, of_eager, strict=True):
+            assert_close(*of_name, name)
+
+
+def positions(n_q: int, n_k: int, first: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(n_q)[:, None] + first, torch.arange(n_k)
+
+
+def test_causal_with_a_window_and_a_first_position(simulator: ModuleType) -> None:
+    """The rows of the choice stay with the queries."""
+    i, j = positions(150, 300, 40)
+    drawn = Composed.draw((2, 150, 300), (4, 2, 2))
+    more: dict[str, Any] = {"causal": True, "window_size_left": 90, "q_start": 40}
+    drawn.seen((j <= i) & (j >= i - 90), **more).check()
+    starts = torch.tensor([40, -7], dtype=torch.int32)
+    first = i - 40 + starts[:, None, None, None]
+    Composed.draw((2, 150, 300), (4, 2, 1)).seen(j <= first, causal=True, q_start=starts).check()
+
+
+def test_intervals(simulator: ModuleType) -> None:
+    i, j = positions(200, 200, 0)
+    end = (j + 70).clamp(max=200)
+    hides = end.int().view(1, 1, 200, 1)
+    drawn = Composed.draw((1, 200, 200), (4, 2, 2))
+    drawn.seen((j <= i) & (i < end), causal=True, startend_row_indices=hides).check()
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_a_mask_mod_and_a_score_mod(simulator: ModuleType, block: int) -> None:
+    """Beside a choice the mask_mod is not evaluated before attention."""
+    i, j = positions(140, 280, 0)
+    mods = resolve_mods(
+        lambda s, b, h, i, j: s - 0.02 * (i - j).abs(), lambda b, h, i, j: (i + 2 * j) % 7 != h,
+        None, "cpu",
+    )  # fmt: skip
+    heads = torch.arange(4)[:, None, None]
+    drawn = Composed.draw((1, 140, 280), (4, 4, 4), block, q_start=0)
+    bias = -0.02 * (i - j).abs().double()
+    drawn.seen((i + 2 * j) % 7 != heads, bias, **mods._asdict()).check()
+
+
+def test_lengths_in_use(simulator: ModuleType) -> None:
+    """Blocks behind the own end are chosen, and hold NaN."""
+    used_q, used_k = torch.tensor([130, 0, 77]).int(), torch.tensor([201, 300, 64]).int()
+    drawn = Composed.draw((3, 130, 300), (2, 2, 2), 64, 3)
+    for b, (n_q, n_k) in enumerate(zip(used_q.tolist(), used_k.tolist(), strict=True)):
+        drawn.k[b, n_k:] = drawn.v[b, n_k:] = drawn.q[b, n_q:] = torch.nan
+    call = forward_call(
+        drawn.q, drawn.k, drawn.v, seqused_q=used_q, seqused_k=used_k, **drawn.arguments
+    )
+    with quiet_run(sys_simulator(), 1):
+        out, _ = run_forward(call)
+    for b, (n_q, n_k) in enumerate(zip(used_q.tolist(), used_k.tolist(), strict=True)):
+        own = drawn._replace(visible=drawn.visible[b : b + 1, :, :n_q, :n_k])
+        rows = drawn.q[b : b + 1, :n_q], *(x[b : b + 1, :n_k] for x in (drawn.k, drawn.v))
+        wanted = own.attend(*(x.double() for x in rows))
+        if n_q:
+            assert_close(out[b : b + 1, :n_q], wanted, own.attend(*rows), f"sequence {b}")
+        assert not out[b, n_q:].any()
+
+
+def test_tiles_that_nobody_chose_are_not_read(simulator: ModuleType) -> None:
+    drawn = Composed.draw((1, 200, 640), (4, 2, 2), 128, 2)
+    chosen = drawn.choice.where(drawn.choice != 3, 0)
+    left = drawn._replace(choice=chosen, visible=drawn.visible.clone())
+    left.k[:, 384:512] = left.v[:, 384:512] = torch.nan
+    with quiet_run(sys_simulator(), 1):
+        out, _ = run_forward(forward_call(left.q, left.k, left.v, **left.arguments))
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("more", [{}, {"num_splits": 3}, {"config": {"skip_blocks": False}}])
+def test_packed_heads(simulator: ModuleType, more: dict[str, Any]) -> None:
+    """Groups of 16 and of 3 share tiles with few queries."""
+    for heads in ((16, 1, 1), (6, 2, 2), (6, 2, 1)):
+        i, j = positions(20, 400, 380)
+        drawn = Composed.draw((1, 20, 400), heads, 64, 3, causal=True)
+        drawn.seen(j <= i).check(only_forward=True, **more)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("page_size", [5, 16, 128])
+def test_pages(simulator: ModuleType, page_size: int, queries: int) -> None:
+    """Decoding over pages, in as many splits as the library likes; unused rows hold NaN."""
+    drawn = Composed.draw((2, queries, 520), (8, 2, 2), 64, 4, seed=page_size)
+    used = torch.tensor([515, 130], dtype=torch.int32)
+    gen = torch.Generator().manual_seed(1)
+    pages = -(-520 // page_size)
+    table = torch.randperm(2 * pages, generator=gen).view(2, pages)
+    pools = []
+    for x in (drawn.k, drawn.v):
+        padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * page_size - 520)).clone()
+        for b, n in enumerate(used.tolist()):
+            padded[b, n:] = torch.nan
+        pool = torch.empty(2 * pages, page_size, 2, 64, dtype=BF16)
+        pool[table] = padded.unflatten(1, (pages, page_size))
+        pools.append(pool)
+    i, j = positions(queries, 520, 0)
+    ends = used.view(2, 1, 1, 1)
+    seen = drawn.seen(j <= i + ends - queries)
+    more: dict[str, Any] = {"page_table": table.int(), "seqused_k": used, "causal": True}
+    for num_splits in (0, 1, 3):
+        call = forward_call(drawn.q, *pools, **drawn.arguments, **more, num_splits=num_splits)
+        with quiet_run(sys_simulator(), 1):
+            out, _ = run_forward(call, sms=5)
+        operands = drawn.q, drawn.k, drawn.v
+        wanted = seen.attend(*(x.double() for x in operands))
+        assert_close(out, wanted, seen.attend(*operands), f"{num_splits} splits")
+
+
+def test_ordered_gradients_have_equal_bits(simulator: ModuleType) -> None:
+    drawn = draw(3, 64, (64,), 330)
+    first = check_backward(drawn, None, deterministic=True)
+    for delay in (1, 2):
+        for x, y in zip(check_backward(drawn, delay, deterministic=True), first, strict=True):
+            assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+def test_gradients_of_an_aux_tensor(simulator: ModuleType) -> None:
+    """Of a number for each key that a score_mod adds."""
+    drawn = Composed.draw((1, 140, 280), (4, 2, 2), causal=True)
+    i, j = positions(140, 280, 140)
+    table = torch.randn(280, generator=torch.Generator().manual_seed(2))
+
+    def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + table[j]
+
+    mods = resolve_mods(add, None, None, "cpu")
+    leaf = table.double().requires_grad_()
+    seen = drawn.seen(j <= i, leaf, **mods._asdict())
+    wanted = seen.attend(*(x.double() for x in seen[:3]))
+    dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5)).to(BF16)
+    (of_table,) = torch.autograd.grad(wanted, leaf, dout.double())
+    with quiet_run(sys_simulator(), 1):
+        out, lse = run_forward(forward_call(*seen[:3], **seen.arguments))
+        daux = [torch.empty_like(table)]
+        run_backward(backward_call(*seen[:3], out, dout, lse, **seen.arguments, daux=daux))
+    error = (daux[0].double() - of_table).abs().amax()
+    assert error < 2e-2 * of_table.abs().amax(), error

@@ -59,7 +59,8 @@ class MaskArguments:
 
     def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> KernelArguments:
         _, _, aux_tensors, given_lists, given_columns = masks
-        lists = columns = block_size = bits = None
+        lists = columns = block_size = None
+        bits: tuple[Any, ...] | None = None
         if given_columns is not None:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
         if isinstance(given_lists, SelectedBlocks):
