@@ -141,8 +141,8 @@ def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
 
 
 def choice_bits() -> tuple[Any, ...]:
-    """The same of a choice, which has no full blocks."""
-    return (strided(4), None, *int32_pair())
+    """The same of a choice, which has no full blocks, and the bits of tiles of queries."""
+    return (strided(4), None, *int32_pair(), strided(4), strided(4))
 
 
 def counter() -> Any:

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.lowering.pair import resolve_mods
-from flash_mask_cute.mask_prep.selected_bits import bits_shape, compile_selected_bits
+from flash_mask_cute.mask_prep.selected_bits import (
+    QueryTiles,
+    compile_selected_bits,
+    empty_bits,
+    selected_bits,
+)
 
 # both architectures
 ARCH = ACTIVE_ARCH
@@ -107,17 +112,48 @@ def test_draws(simulator: ModuleType, number: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("num_blocks", [1, 32, 100])
-def test_bits(simulator: ModuleType, num_blocks: int, dtype: str) -> None:
+@pytest.mark.parametrize("tiles", [QueryTiles(8, 4), QueryTiles(64, 1), QueryTiles(192, 128)])
+def test_bits(simulator: ModuleType, tiles: QueryTiles, num_blocks: int, dtype: str) -> None:
+    """Of rows and of tiles, also where a query lies in two tiles; of packed sequences, too."""
     g = torch.Generator().manual_seed(num_blocks)
-    choice = torch.randint(-2, num_blocks + 40, (2, 3, 5, 7), generator=g)
+    choice = torch.randint(-2, num_blocks + 40, (1, 3, 75, 7), generator=g)
     choice[0, 0, 0] = -1
     choice[0, 0, 1] = torch.iinfo(getattr(torch, dtype)).max
-    choice = choice.to(getattr(torch, dtype)).transpose(0, 1)
-    bits = torch.full(bits_shape(choice.shape, num_blocks), 7777, dtype=torch.int32)
-    with quiet_run(simulator, 1, launches=1):
-        compile_selected_bits(dtype, ACTIVE_ARCH).function(choice, bits)
-    found = ((bits[..., None] >> torch.arange(32)) & 1).flatten(-2).bool()
-    assert torch.equal(found, dense_choice(choice, 1, found.shape[-1]))
+    choice[0, 1, 4:8] = choice[0, 1, 4]
+    choice = choice.to(getattr(torch, dtype)).transpose(2, 3).contiguous().transpose(2, 3)
+    for lengths in (None, [0, 21, 0, 1, 53]):
+        starts = None if lengths is None else torch.tensor(lengths).cumsum(0).int()
+        made = empty_bits(choice, num_blocks, tiles, starts)
+        for x in made:
+            x.fill_(7777)
+        with quiet_run(simulator, 1, launches=1):
+            function = compile_selected_bits(dtype, starts is not None, ACTIVE_ARCH).function
+            function(choice, *made, *tiles, starts)
+        by_torch = selected_bits(choice, num_blocks, tiles, starts)
+        found = bits_of(made.rows)
+        assert torch.equal(found, dense_choice(choice, 1, found.shape[-1]))
+        assert torch.equal(made.rows, by_torch.rows)
+        used = []
+        for b, (start, end) in enumerate(zip(lengths_of(starts), lengths_of(starts)[1:])):
+            first = 0 if starts is None else start * tiles.pack // tiles.tile_m + b
+            for tile in range(tiles.number(end - start, None)):
+                begin = start + tile * tiles.tile_m // tiles.pack
+                stop = min(start + -(-(tile + 1) * tiles.tile_m // tiles.pack), end)
+                of_rows = found[:, :, begin:stop]
+                assert torch.equal(bits_of(made.of_any)[:, :, first + tile], of_rows.any(2))
+                assert torch.equal(bits_of(made.of_every)[:, :, first + tile], of_rows.all(2))
+                used.append(first + tile)
+        assert len(set(used)) == len(used) and max(used) < made.of_any.shape[2]
+        for x, y in zip(made[1:], by_torch[1:], strict=True):
+            assert torch.equal(x[:, :, used], y[:, :, used])
+
+
+def lengths_of(starts: Tensor | None) -> list[int]:
+    return [0, 75] if starts is None else starts.tolist()
+
+
+def bits_of(words: Tensor) -> Tensor:
+    return ((words[..., None] >> torch.arange(32)) & 1).flatten(-2).bool()
 
 
 # -- beside other arguments -----------------------------------------------------------------------

@@ -66,7 +66,7 @@ from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
-from flash_mask_cute.mask_prep.selected_bits import bits_bytes
+from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -288,7 +288,7 @@ def _refuse_large_choice(chosen: ExecutionPlan) -> None:
     selected = chosen.masks.selected
     if selected is None:
         return
-    num_bytes = bits_bytes(selected.by_entry.shape, selected.num_blocks(chosen.shapes.seqlen_k))
+    num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(chosen.shapes.seqlen_k))
     if num_bytes > MOST_BIT_BYTES:
         raise NotImplementedError(
             f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, of which a "

@@ -15,7 +15,8 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.mask_prep.selected_bits import selected_bits
+from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
@@ -23,7 +24,7 @@ from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 class KernelArguments(NamedTuple):
     """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
     columns: indices and bounds. block_size: of the lists; not given together with block_bits
-    (visible, full, block_q, block_k), full None for a choice."""
+    (visible, full, block_q, block_k); of a choice full is None, and the bits of tiles follow."""
 
     block_lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
@@ -41,7 +42,9 @@ class MaskArguments:
     each call: layers do not share choices.
     """
 
-    __slots__ = ("_block_size", "_causal_form", "_reads_lists", "_seqlens", "_tile")
+    __slots__ = (
+        "_block_size", "_causal_form", "_query_tiles", "_reads_lists", "_seqlens", "_tile",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -55,9 +58,12 @@ class MaskArguments:
         self._seqlens = shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
         self._tile = tile
+        self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
         self._reads_lists = reads_lists
 
-    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> KernelArguments:
+    def __call__(
+        self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
+    ) -> KernelArguments:
         _, _, aux_tensors, given_lists, given_columns = masks
         lists = columns = block_size = None
         bits: tuple[Any, ...] | None = None
@@ -65,7 +71,8 @@ class MaskArguments:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
         if isinstance(given_lists, SelectedBlocks):
             num_blocks = given_lists.num_blocks(self._seqlens[1])
-            bits = selected_bits(given_lists.by_entry, num_blocks), None, 1, given_lists.block_size
+            made = selected_bits(given_lists.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
+            bits = made.rows, None, 1, given_lists.block_size, made.of_any, made.of_every
         elif given_lists is not None:
             sized = _sized(given_lists, self._block_size)
             if not self._reads_lists:
