@@ -242,9 +242,9 @@ class MaskRules:
     columns: maps each bit of a bit tile to a column of the tile. queries_are_packed,
     keys_are_packed: those of all sequences lie in one tensor. skip: empty blocks are skipped and
     full blocks need no bits; without it every block of a sequence is visited as a partial one, with
-    the same result. counts_offsets: mask_mod and block lists count positions in a batch entry, where the sequence
-    begins at offset_q and offset_k. group_size: number of heads among the packed heads of
-    `block_info`.
+    the same result. counts_offsets: mask_mod and block lists count positions in a batch entry,
+    where the sequence begins at offset_q and offset_k. group_size: number of heads among the packed
+    heads of `block_info`.
     """
 
     args: MaskArgs
@@ -476,7 +476,7 @@ class MaskRules:
     def _chosen_bits(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> tuple:
         """Whether a row of a choice has a block, and whether no mask_mod is asked about it."""
         args = self.args.bits
-        word = args.visible[self._choice_place(args.visible, work, head_idx, row, k_block)]
+        word = args.visible[self.choice_place(args.visible, work, head_idx, row, k_block)]
         is_chosen = (word >> (k_block % WORD)) & 1
         return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
 
@@ -487,17 +487,13 @@ class MaskRules:
         """Whether a query of a tile chose a block that the tile touches, and whether the choice of
         its queries, or mask_mod, decides about the tile's scores."""
         args, info = self.args.bits, self.block_info
-        tile = m_block
-        if const_expr(self.queries_are_packed):
-            rows = work.offset_q * info.qhead_per_kvhead_packgqa
-            tile = m_block + rows // info.tile_m + work.batch_idx
-        tile = cutlass.min(tile, cute.size(args.of_any, mode=[2]) - 1)
+        tile = self.choice_tile(work, m_block)
         first_k_idx = n_block * info.tile_n
         end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
         of_any, of_every = Int32(0), Int32(1)
         kb = first_k_idx // args.block_k
         while kb * args.block_k < end_k_idx:
-            place = self._choice_place(args.of_any, work, head_idx, tile, kb)
+            place = self.choice_place(args.of_any, work, head_idx, tile, kb)
             of_any = of_any | (args.of_any[place] >> (kb % WORD))
             of_every = of_every & (args.of_every[place] >> (kb % WORD))
             kb += 1
@@ -506,7 +502,15 @@ class MaskRules:
             needs_bits = (of_every & 1) == 0
         return (of_any & 1) != 0, needs_bits
 
-    def _choice_place(
+    def choice_tile(self, work: Work, m_block: Int32) -> Int32:
+        """The number of a tile of queries in the bits of a choice."""
+        tile, info = m_block, self.block_info
+        if self.queries_are_packed:
+            rows = work.offset_q * info.qhead_per_kvhead_packgqa
+            tile = m_block + rows // info.tile_m + work.batch_idx
+        return cutlass.min(tile, cute.size(self.args.bits.of_any, mode=[2]) - 1)
+
+    def choice_place(
         self, tensor: cute.Tensor, work: Work, head_idx: Int32, line: Int32, k_block: Int32
     ) -> tuple:
         """The place of a block's word in bits (batch | 1, heads, lines, words) of a choice."""

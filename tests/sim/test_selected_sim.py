@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def test_bits(simulator: ModuleType, tiles: QueryTiles, num_blocks: int, dtype: 
         assert torch.equal(found, dense_choice(choice, 1, found.shape[-1]))
         assert torch.equal(made.rows, by_torch.rows)
         used = []
-        for b, (start, end) in enumerate(zip(lengths_of(starts), lengths_of(starts)[1:])):
+        for b, (start, end) in enumerate(pairwise(lengths_of(starts))):
             first = 0 if starts is None else start * tiles.pack // tiles.tile_m + b
             for tile in range(tiles.number(end - start, None)):
                 begin = start + tile * tiles.tile_m // tiles.pack
@@ -294,6 +295,31 @@ def test_tiles_that_nobody_chose_are_not_read(simulator: ModuleType) -> None:
     with quiet_run(sys_simulator(), 1):
         out, _ = run_forward(forward_call(left.q, left.k, left.v, **left.arguments))
     assert not out.isnan().any()
+
+
+@pytest.mark.parametrize(("block", "seqlen_k"), [(16, 21000), (64, 70000), (4096, 40000)])
+def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int) -> None:
+    """Over more blocks than a warp holds bits of; what nobody chose holds NaN, in tiles of 128."""
+    drawn = Composed.draw((1, 20, seqlen_k), (2, 1, 1), block, 2, seed=block, causal=True)
+    choice = drawn.choice.where(drawn.choice != 0, 1)
+    choice[:, :, 3:7] = -1
+    used = torch.zeros(seqlen_k + 128, dtype=torch.bool)
+    for number in choice.unique().tolist():
+        if 0 <= number * block < seqlen_k:
+            first, end = number * block // 128 * 128, -(-(number + 1) * block // 128) * 128
+            used[first:end] = True
+    for x in (drawn.k, drawn.v):
+        x[:, ~used[:seqlen_k]] = torch.nan
+    visible = dense_choice(choice, block, seqlen_k).repeat_interleave(2, 1)
+    i, j = positions(20, seqlen_k, seqlen_k - 20)
+    given = drawn._replace(choice=choice, visible=visible & (j <= i))
+    clean = [drawn.q, *(x.nan_to_num(0.0) for x in (drawn.k, drawn.v))]
+    wanted, eager = given.attend(*(x.double() for x in clean)), given.attend(*clean)
+    for num_splits in (1, 3):
+        call = forward_call(*given[:3], **given.arguments, num_splits=num_splits)
+        with quiet_run(sys_simulator(), 1):
+            out, _ = run_forward(call)
+        assert_close(out, wanted, eager, f"{num_splits} splits")
 
 
 @pytest.mark.parametrize("more", [{}, {"num_splits": 3}, {"config": {"skip_blocks": False}}])

@@ -518,7 +518,12 @@ def _fwd_chooser(
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        walk=WalkFacts(_visible(window), masks.block_size, rows),
+        walk=WalkFacts(
+            _visible(window),
+            masks.block_size,
+            rows,
+            0 if masks.selected is None else masks.selected.block_size,
+        ),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
         num_sms=target.num_sms,
