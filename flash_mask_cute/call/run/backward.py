@@ -112,7 +112,9 @@ class KernelBackward:
             )
         aux_tensors = columns = bits = parts = None
         if masks is not None:
-            _, aux_tensors, columns, _, bits = self._mask_arguments(masks, cu_seqlens_k)
+            _, aux_tensors, columns, _, bits = self._mask_arguments(
+                masks, cu_seqlens_k, cu_seqlens_q
+            )
         mask_bits = None
         if self._make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
