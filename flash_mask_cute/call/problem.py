@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.limits import OPEN_WINDOW
 
 
@@ -83,7 +84,8 @@ class AttentionProblem:
     and block lists were stored (`plan.py`), and neither is here. deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
+    split: how a forward computes work tiles in splits (`splits.py`), or its segments
+    (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
     a right side of the window, which sequences are causal is given.
@@ -127,6 +129,11 @@ class AttentionProblem:
     has_kv_batch_idx: bool = False
     has_leftpad_k: bool = False
     causal_each: bool = False
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the sums of a forward have an order, which fixes the bits of a row."""
+        return self.split in ORDERED
 
     @property
     def is_local(self) -> bool:

@@ -128,6 +128,7 @@ class KeyBlocks:
         scales: ScoreScales,
         aux_tensors: Any,
         keeps_largest: bool,
+        rows_alone: bool,
     ) -> "KeyBlocks":
         score_traits = ScoreModTraits()
         if score_mod is not None:
@@ -140,6 +141,7 @@ class KeyBlocks:
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
             keeps_largest,
+            rows_alone,
         )
         kept_q = None
         if score_mod is None and traits.query_steps > 0:
