@@ -8,6 +8,8 @@ planted, and found.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,11 +22,12 @@ from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.build.forward import build_fwd
+from flash_mask_cute.call.build.forward import compile_fwd
 from flash_mask_cute.call.choose.tables import FwdRow
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.call.run.segments import FoldedForward
 from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
+from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm90 import flash_fwd
 
@@ -196,8 +199,9 @@ def test_an_output_in_float32_is_that_before_rounding(simulator: ModuleType) -> 
 
 
 @pytest.fixture
-def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "compile_fwd", build_fwd)
+def compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compile_anew = partial(compile_fwd, cache=CompileCache(tmp_path))
+    monkeypatch.setattr(prepare, "compile_fwd", compile_anew)
 
 
 def _uncut_first(monkeypatch: pytest.MonkeyPatch) -> None:
