@@ -86,7 +86,8 @@ class AttentionProblem:
     split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
-    a right side of the window, which sequences are causal is given.
+    a right side of the window, which sequences are causal is given. common_kv: all sequences have
+    the keys of one batch entry (`copies.py`).
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -127,6 +128,7 @@ class AttentionProblem:
     has_kv_batch_idx: bool = False
     has_leftpad_k: bool = False
     causal_each: bool = False
+    common_kv: bool = False
 
     @property
     def is_local(self) -> bool:

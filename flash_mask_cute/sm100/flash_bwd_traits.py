@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
     scheduler_rings,
     swizzled,
 )
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words
 from flash_mask_cute.core.softmax import round_pair
@@ -431,10 +432,9 @@ class BwdTraits:
         return Storage
 
     def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
-        fields: see `WorkRing`."""
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
         # load, mma and send, and those of many warps
         num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
         ring, walk = scheduler_rings(
@@ -444,7 +444,8 @@ class BwdTraits:
             ascending=True,
             uncut_first=False,
             predecessors=predecessors,
-            fields=fields,
+            fields=lengths.work_fields,
+            chunk_fields=lengths.chunk_fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:

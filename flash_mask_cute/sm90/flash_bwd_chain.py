@@ -51,7 +51,9 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
     is_exact = not traits.shares_keys and score_args.scales.cap is None
     of_grads = reads.are_of_grads and is_exact
     walk = blocks = None
-    of_walk = walk_reads(reads)
+    # sums over a walk end with a head, and keys in common have a head's queries of each sequence
+    of_walk = walk_reads(reads) if lengths.num_sequences is None else ()
+    of_grads = of_grads and lengths.num_sequences is None
     if of_walk:
         assert score_args.aux_grads is not None
         targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))

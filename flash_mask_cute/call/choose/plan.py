@@ -24,6 +24,8 @@ from flash_mask_cute.call.choose.config import (
 )
 from flash_mask_cute.call.choose.copies import (
     Conversion,
+    common_conversion,
+    has_common_kv,
     input_conversion,
     output_conversion,
     sink_conversion,
@@ -231,6 +233,7 @@ def plan(
     plain = replace(problem(call, masks, window), **start.problem_fields())
     plain = replace(plain, causal_each=causal_each)
     _check_order(plain, masks, target or target_of(call.tensors.q))
+    _check_common_kv(plain)
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -297,6 +300,7 @@ def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -
         has_seqused_k=of.seqused_k is not None,
         has_softcap=call.options.softcap != 0,
         needs_lse=False,
+        common_kv=has_common_kv(call),
     )
     return replace(problem, **masks.problem_fields())
 
@@ -349,6 +353,15 @@ def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target
         unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
         if unordered is not None:
             refuse_order("daux is given", unordered)
+
+
+def _check_common_kv(problem: AttentionProblem) -> None:
+    """Refuse gradients that walks over the queries of several sequences do not sum."""
+    if problem.common_kv and problem.deterministic and problem.wants_aux:
+        raise NotImplementedError(
+            "daux is not supported with deterministic=True where k and v are one batch entry for "
+            f"several sequences, got the gradients of aux_tensors {list(problem.wants_aux)}"
+        )
 
 
 def _first_position(
@@ -604,10 +617,11 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
+    of_keys = common_conversion if chosen.problem.common_kv else input_conversion
     conversions = {
         "q": input_conversion(x.q, factor),
-        "k": input_conversion(x.k),
-        "v": input_conversion(x.v),
+        "k": of_keys(x.k),
+        "v": of_keys(x.v),
         **chosen.conversions,
     }
     if chosen.direction is Direction.FORWARD:
