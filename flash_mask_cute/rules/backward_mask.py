@@ -111,10 +111,11 @@ class BackwardMask(MaskRules):
 
         A walk that sees nothing visits one hidden block, so no role needs a special case.
         """
+        m_blocks = self._m_blocks(work)
         nothing = Chunk.hidden_block(Int32(0), work.head_idx * self.group)
         walk = PendingWalk(number, nothing, Int32(NO_PREDECESSOR), Boolean(False))
         if const_expr(self.in_common is None):
-            walk = self._extend(ring, walk, work)
+            walk = self._extend(ring, walk, work, m_blocks)
         else:
             walk = self._extend_by_all(ring, walk, work)
         ring.write(walk.number, walk.chunk, walk.predecessor)
@@ -130,12 +131,12 @@ class BackwardMask(MaskRules):
             if (own.seqlen_q > 0) & (with_queries < 0):
                 with_queries = sequence
                 walk = walk._replace(chunk=walk.chunk._replace(sequence=sequence))
-            walk = self._extend(ring, walk, own)
+            walk = self._extend(ring, walk, own, self._m_blocks(own))
         return walk
 
     @cute.jit
-    def _extend(self, ring: WalkRing, walk: PendingWalk, work: Work) -> PendingWalk:
-        """Extend a walk by the queries of a sequence; its last chunk is not sent yet."""
+    def _m_blocks(self, work: Work) -> tuple[Int32, Int32]:
+        """The query blocks of a head that a walk may visit: the first, and one past the last."""
         m_block_min, m_block_max = self.block_info.get_m_block_min_max(work.seqlen, work.block)
         if const_expr(not self.skip):
             m_block_min = Int32(0)
@@ -143,6 +144,14 @@ class BackwardMask(MaskRules):
             # a tile of unused keys has no place in the order of dQ
             has_keys = work.block * self.block_info.tile_n < work.seqlen_k
             m_block_max = cutlass.select_(has_keys, m_block_max, Int32(0))
+        return m_block_min, m_block_max
+
+    @cute.jit
+    def _extend(
+        self, ring: WalkRing, walk: PendingWalk, work: Work, m_blocks: tuple[Int32, Int32]
+    ) -> PendingWalk:
+        """Extend a walk by the queries of a sequence; its last chunk is not sent yet."""
+        m_block_min, m_block_max = m_blocks
         first_head = work.head_idx * self.group
         number, pending, predecessor, found_any = walk
         for i in cutlass.range(self.group):
