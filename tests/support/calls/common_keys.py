@@ -15,16 +15,19 @@ class CommonKeys(Draw):
 
     has_used_keys: sequences may use some of the keys only, for which there are no gradients.
     has_rows_behind: q may have rows behind the last sequence, of whose results kernels write none.
+    groups: numbers of query heads of a KV head.
     """
 
     has_used_keys = has_rows_behind = False
+    groups: tuple[int, ...] = (1, 2, 4)
 
     def call(self, number: int) -> PlacedCall:
         rng, dim = self.rng, self.head_dim
-        batch, heads_kv, group = rng.choice((2, 3, 5)), rng.choice((1, 2)), rng.choice((1, 2, 4))
+        batch, heads_kv, group = rng.choice((2, 3, 5)), rng.choice((1, 2)), rng.choice(self.groups)
         capacity = rng.randint(1, self.longest)
         longest = rng.choice((1, 3, 70, self.longest))
         slots_q = [rng.choice((0, rng.randint(1, longest), longest)) for _ in range(batch)]
+        slots_q[0] = max(slots_q[0], 1 - sum(slots_q))
         keywords: dict[str, Any] = {
             "cu_seqlens_q": torch.tensor([0, *accumulate(slots_q)], dtype=INT)
         }
