@@ -25,6 +25,7 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.check.validate import (
     CAUSALS_HAVE_NO_GRADIENTS,
+    NO_GRADIENTS_BY_COMMON_KEYS,
     check_differentiable_by_aux,
     check_gradient_settings,
     refuse_transforms,
@@ -203,6 +204,11 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
     if isinstance(call.tensors.out, Tensor):
         raise ValueError(
             "out must be None where gradients are recorded, for which the result is new memory: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
+    if isinstance(call.tensors.lengths.seqused_k, Tensor) and call.tensors.have_common_keys:
+        raise NotImplementedError(
+            f"{NO_GRADIENTS_BY_COMMON_KEYS}: give k[:, :n] and a q_start of each sequence instead, "
             "use torch.no_grad(), or detach what requires grad"
         )
     if isinstance(call.tensors.lengths.page_table, Tensor):

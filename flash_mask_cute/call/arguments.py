@@ -119,6 +119,15 @@ class Tensors(NamedTuple):
     max_scores: Tensor | None = None
     gradients: Gradients = NO_GRADIENTS
 
+    @property
+    def have_common_keys(self) -> bool:
+        """Whether k and v are one batch entry for several sequences of packed queries, if they are
+        valid."""
+        x, of = self, self.lengths
+        if of.cu_seqlens_q is None or of.cu_seqlens_k is not None or of.page_table is not None:
+            return False
+        return x.k.dim() == 4 and x.k.shape[0] == 1 and of.cu_seqlens_q.shape[0] != 2
+
     @staticmethod
     def from_names(given: Mapping[str, Any]) -> Tensors:
         """Made from those among the arguments of a host call, and q_starts."""

@@ -97,7 +97,8 @@ class AttentionProblem:
     (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
-    choice of key blocks is given, as bits.
+    choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
+    entry (`copies.py`).
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -138,6 +139,7 @@ class AttentionProblem:
     page_box: int | None = None
     optional: tuple[GivenTensor, ...] = ()
     has_selected: bool = False
+    common_kv: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

@@ -126,7 +126,10 @@ class OperandLoads:
             work = ring.read(tile)
             self._load_query(tile, work)
             place = Place(
-                work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
+                work.head_idx // self.heads_per_kv,
+                self.lengths.kv_entry(work.batch_idx),
+                work.offset_k,
+                work.seqlen_k,
             )
             load = self._load_block if const_expr(self.pages is None) else self._load_paged_block
             chunk, state = walk.visit(chunk, state, partial(load, place))

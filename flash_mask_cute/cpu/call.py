@@ -65,9 +65,10 @@ class CpuCall(NamedTuple):
     """A call of either direction that the caller has validated.
 
     tensors: q, k, v (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that
-    side; any floating dtype. The others as in a call. window_*: tokens, None for an open side,
-    causal already in window_right (that of column_mask is added by the walk). seqlen_*: the length
-    of a dense side. score_mod_bwd, aux_sums: of a backward (`flash_attn_bwd_cpu`).
+    side; any floating dtype. k and v of one batch entry are those of all sequences. The others as
+    in a call. window_*: tokens, None for an open side, causal already in window_right (that of
+    column_mask is added by the walk). seqlen_*: the length of a dense side. score_mod_bwd,
+    aux_sums: of a backward (`flash_attn_bwd_cpu`).
     """
 
     tensors: Tensors

@@ -235,7 +235,12 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
             heads_q=heads_q,
             heads_kv=heads_kv,
             slot_q=_slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, of.cu_seqlens_q),
-            slot_k=_slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, of.cu_seqlens_k),
+            slot_k=_slot(
+                min(batch_idx, x.k.shape[0] - 1),
+                seqlen_info.offset_k,
+                seqlen_info.seqlen_k,
+                of.cu_seqlens_k,
+            ),
             skip_blocks=tiles.skip_blocks,
         )
 

@@ -130,6 +130,8 @@ class FlashAttentionBackwardSm100:
         first CTA at a row block stores
     :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
         their Q or dO is not finite
+    :param common_kv: all sequences of packed queries have the keys and values of the only batch
+        entry in common, whose gradients are sums over all of them
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     :raises NotImplementedError: for an option that this kernel does not have
@@ -159,6 +161,7 @@ class FlashAttentionBackwardSm100:
         cta_pair: bool = False,
         num_sms: int = 148,
         may_empty_rows: bool = False,
+        common_kv: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -195,6 +198,7 @@ class FlashAttentionBackwardSm100:
         self.deterministic = deterministic
         self.clears_dq = clears_dq
         self.num_sms = num_sms
+        self.common_kv = common_kv
 
     def launches(self) -> list["FlashAttentionBackwardSm100"]:
         """The kernels to launch one after the other: see `BwdTraits.launches`."""
@@ -247,7 +251,8 @@ class FlashAttentionBackwardSm100:
             )
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         window = WindowArgs(window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
@@ -313,7 +318,7 @@ class FlashAttentionBackwardSm100:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = traits.channels(storage, predecessors, lengths.work_fields)
+        channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
         traits.group.meet()
         if warp_idx == Role.MMA:
@@ -401,7 +406,7 @@ class FlashAttentionBackwardSm100:
             Int32(0),
             half * traits.queries,
         )
-        scores = BlockScores(traits, tiles, channels, chain, half)
+        scores = BlockScores(traits, tiles, channels, chain, half, lengths)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):

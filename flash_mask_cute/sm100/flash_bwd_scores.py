@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.score_gradients import Statistics, has_reference
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.mods.score_chain import ScoreChain
@@ -47,6 +48,7 @@ class BlockScores:
     channels: Channels
     chain: ScoreChain
     half: Int32
+    lengths: Lengths
 
     @cute.jit
     def visit(self, tile: Int32, state: Blocks, block: Block):
@@ -72,7 +74,8 @@ class BlockScores:
         first_s, first_dp = (
             x + self.half * traits.queries for x in (traits.column_s, traits.column_dp)
         )
-        place = self.channels.ring.read(tile), block.head_idx, block.index
+        work = self.lengths.of_block(self.channels.ring.read(tile), block)
+        place = work, block.head_idx, block.index
         keep_grads = partial(self._keep_grads, first_dp, thread)
         self.channels.s.wait(number)
         umma.fence_after_wait()

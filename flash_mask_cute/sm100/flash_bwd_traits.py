@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
     scheduler_rings,
     swizzled,
 )
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words
 from flash_mask_cute.core.softmax import round_pair
@@ -538,10 +539,9 @@ class BwdTraits:
         return Storage
 
     def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
-        fields: see `WorkRing`."""
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
         # load and mma, and those of many warps; with dQ also send and reduce
         num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
         ring, walk = scheduler_rings(
@@ -551,7 +551,8 @@ class BwdTraits:
             ascending=True,
             uncut_first=False,
             predecessors=predecessors,
-            fields=fields,
+            fields=lengths.work_fields,
+            chunk_fields=lengths.chunk_fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:

@@ -120,7 +120,8 @@ class FlashAttentionForwardSm100:
     :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
         does not use tile_counter
-    :param split, page_box: as for `FlashAttentionForwardSm90`; not with cta_pair
+    :param split, page_box, common_kv: as for `FlashAttentionForwardSm90`; the first two not with
+        cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -148,6 +149,7 @@ class FlashAttentionForwardSm100:
         cta_pair: bool = False,
         split: str | None = None,
         page_box: int | None = None,
+        common_kv: bool = False,
     ):
         self.traits = FwdTraits(
             dtype,
@@ -184,6 +186,7 @@ class FlashAttentionForwardSm100:
         self.arithmetic = WholeRows(polynomial)
         self.num_sms = num_sms
         self.split = split
+        self.common_kv = common_kv
 
     @cute.jit
     def __call__(
@@ -230,7 +233,8 @@ class FlashAttentionForwardSm100:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         traits, group = self.traits, self.traits.group
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)

@@ -131,6 +131,8 @@ class FlashAttentionBackwardSm90:
         soft cap, and at least two SMs
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
+    :param common_kv: all sequences of packed queries have the keys and values of the only batch
+        entry in common, whose gradients are sums over all of them
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -159,6 +161,7 @@ class FlashAttentionBackwardSm90:
         cta_pair: bool = False,
         num_sms: int = 132,
         may_empty_rows: bool = False,
+        common_kv: bool = False,
         splits_group: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -206,6 +209,7 @@ class FlashAttentionBackwardSm90:
         self.deterministic = deterministic
         self.clears_dq = clears_dq
         self.num_sms = num_sms
+        self.common_kv = common_kv
 
     @cute.jit
     def __call__(
@@ -258,7 +262,8 @@ class FlashAttentionBackwardSm90:
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
         group_splits = None
         if const_expr(self.splits_group):
@@ -332,7 +337,7 @@ class FlashAttentionBackwardSm90:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = traits.channels(storage, predecessors, lengths.work_fields)
+        channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
         if const_expr(traits.cta_pair):
             # also the other CTA's, on which this one arrives
@@ -424,8 +429,8 @@ class FlashAttentionBackwardSm90:
             [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
             for columns in (traits.columns.dv, traits.columns.dk)
         )
-        chain = make_chain(self, score_args, lengths.q_start is not None)
-        scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
+        chain = make_chain(self, score_args, lengths)
+        scores = BlockScores.create(traits, tiles, channels, chain, lengths, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -461,7 +466,7 @@ class FlashAttentionBackwardSm90:
                             is_hidden = Boolean(False)
                             if peeked.bits_for_all:
                                 is_hidden = scores.is_hidden()
-                            if const_expr(self.is_causal):
+                            if const_expr(self.is_causal and not self.common_kv):
                                 m_block = tiles.words[1, channels.q.index(block)]
                                 is_hidden = is_hidden | (m_block < first_visible)
                             if is_hidden:

@@ -107,8 +107,9 @@ class BwdLoads:
         """
         traits, queries, number = self.traits, self.queries, state.number
         row_blocks = RowBlocks(self.lengths, traits.tile_m)
-        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
-        at = Visited(work, block, number, number == first, row_block)
+        of_block = self.lengths.of_block(work, block)
+        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        at = Visited(of_block, block, number, number == first, row_block)
         loads = (partial(queries.load_query, at), partial(queries.load_do, at))
         # What has one stage is released by a block whose dQ waits for the staging memory. The
         # others are asked for first: what comes late delays the products.

@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.score_gradients import (
@@ -117,11 +118,17 @@ class BlockScores:
     probs: cute.Tensor
     grads: cute.Tensor
     values: cute.Tensor | None
+    lengths: Lengths
     passes_over: cutlass.Constexpr[bool]
 
     @staticmethod
     def create(
-        traits: BwdTraits, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
+        traits: BwdTraits,
+        tiles: Tiles,
+        channels: Channels,
+        chain: ScoreChain,
+        lengths: Lengths,
+        passes_over: bool,
     ) -> "BlockScores":
         num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
         mma = traits.mma_scores(num_parts)
@@ -144,7 +151,7 @@ class BlockScores:
         values = None
         if chain.is_empty and traits.value_steps > 0:
             values = wgmma.make_operand_words(traits.value_steps)
-        more = probs, grads, values, passes_over
+        more = probs, grads, values, lengths, passes_over
         return BlockScores(traits, tiles, channels, chain, factors, *more)
 
     @property
@@ -429,9 +436,12 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
-        """Work tile, head and number of a query block."""
+        """Work tile with the queries of the block's sequence, head and number of a query block."""
         words = self.tiles.words[None, self.channels.q.index(state.block)]
-        return self.channels.ring.read(state.tile), words[2], words[1]
+        work = self.channels.ring.read(state.tile)
+        if self.lengths.num_sequences is not None:
+            work = self.lengths.of_sequence(work, words[3])
+        return work, words[2], words[1]
 
     def _statistics(self, block: Int32) -> Statistics:
         """Statistics of the queries of this thread's columns."""

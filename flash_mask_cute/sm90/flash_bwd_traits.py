@@ -27,6 +27,7 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.cursor import Cursor
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words
@@ -594,11 +595,11 @@ class BwdTraits:
         )
 
     def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; a barrier must follow.
 
-        predecessors: see `WalkRing`; fields: see `WorkRing`.
+        predecessors: see `WalkRing`.
         """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
@@ -608,7 +609,8 @@ class BwdTraits:
         num_walkers = 1 + self.num_mask_warps
         ring, walk = scheduler_rings(
             storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
-            predecessors=predecessors, fields=fields,
+            predecessors=predecessors, fields=lengths.work_fields,
+            chunk_fields=lengths.chunk_fields,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

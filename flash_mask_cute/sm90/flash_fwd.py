@@ -119,6 +119,7 @@ class FlashAttentionForwardSm90:
         Those of `core/segments.py` fix the bits of a row
     :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
         and of the page size of every launch
+    :param common_kv: all sequences have the keys and values of the only batch entry in common
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -150,6 +151,7 @@ class FlashAttentionForwardSm90:
         cta_pair: bool = False,
         split: str | None = None,
         page_box: int | None = None,
+        common_kv: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -200,6 +202,7 @@ class FlashAttentionForwardSm90:
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
         self.split = split
+        self.common_kv = common_kv
 
     @cute.jit
     def __call__(
@@ -263,7 +266,8 @@ class FlashAttentionForwardSm90:
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
         traits = self.traits
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)

@@ -67,6 +67,9 @@ _LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
 _HEAD_DIM_STEP = 8
 CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
+NO_GRADIENTS_BY_COMMON_KEYS = (
+    "there are no gradients beside seqused_k if k and v are one batch entry for several sequences"
+)
 
 
 def check_inputs(call: AttentionCall) -> FwdShapes:
@@ -74,7 +77,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
 
     Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
-    with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
+    with cu_seqlens_k, k and v are (total_k, heads_kv, ...); without it, beside cu_seqlens_q, they
+    may be (1, seqlen_k, heads_kv, ...) for all sequences. With page_table, int32 (batch,
     max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
     page_size; kv_batch_idx and leftpad_k are int32 (batch,), and a table with kv_batch_idx has any
     number of rows. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
@@ -110,7 +114,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     else:
         refuse_without_pages(kv_batch_idx=optional.kv_batch_idx, leftpad_k=optional.leftpad_k)
     keys = Side("k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k)
-    shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
+    in_pages = of.page_table is not None
+    shapes = check_lengths(queries, keys, x.v.shape[-1], in_pages)
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
     if optional.causals is not None:
@@ -126,7 +131,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         seqlen_q=shapes.seqlen_q,
         seqlen_k=shapes.seqlen_k,
         total_q=shapes.total_q,
-        total_k=shapes.total_k,
+        # keys that several sequences have in common count for each
+        total_k=shapes.total_k if keys.is_packed else shapes.batch * shapes.seqlen_k,
         packs_q=queries.is_packed,
         packs_k=keys.is_packed,
         q_start=options.q_start,
@@ -135,6 +141,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     if call.direction is Direction.FORWARD:
         _check_outputs(call, shapes, masks.score_mod)
     else:
+        if of.seqused_k is not None and x.have_common_keys:
+            raise NotImplementedError(f"{NO_GRADIENTS_BY_COMMON_KEYS}, got {brief(of.seqused_k)}")
         _check_gradients(x, shapes, masks, call.backward)
     return shapes
 
@@ -185,7 +193,8 @@ def _check_masks(
         _check_block_lists(lists, masks.mask_mod)
         extents.check_lists(from_block_mask(lists).seqlens)
     if columns is not None:
-        _check_columns(columns, causal, keys.rows, shapes, device)
+        entries = 1 if keys.is_packed else shapes.batch
+        _check_columns(columns, causal, (entries, keys.rows[1]), shapes, device)
         extents.check_columns(columns)
 
 

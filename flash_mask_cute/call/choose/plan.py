@@ -12,9 +12,8 @@ import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_head_dims, check_inputs, refuse_order
+from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.aux_order import why_unordered
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
@@ -24,6 +23,8 @@ from flash_mask_cute.call.choose.config import (
 )
 from flash_mask_cute.call.choose.copies import (
     Conversion,
+    common_conversion,
+    has_common_kv,
     input_conversion,
     output_conversion,
     sink_conversion,
@@ -47,6 +48,13 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.choose.refusals import (
+    check_common_kv,
+    check_order,
+    refuse_causal_sequences,
+    refuse_large_choice,
+    refuse_segments,
+)
 from flash_mask_cute.call.choose.segments import Segments, choose_segments
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
@@ -67,13 +75,11 @@ from flash_mask_cute.call.problem import (
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.segments import BY_SEGMENTS, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
-from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES, OPEN_WINDOW
+from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
-from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -236,7 +242,8 @@ def plan(
     plain = replace(problem(call, masks, window), **start.problem_fields())
     if not causal_each:
         plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
-    _check_order(plain, masks, target or target_of(call.tensors.q))
+    check_order(plain, masks, target or target_of(call.tensors.q))
+    check_common_kv(plain)
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -244,12 +251,12 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.optional.causals)
-    _refuse_segments(chosen, call.options.seqlen_k_per_split)
+    refuse_causal_sequences(chosen, call.tensors.optional.causals)
+    refuse_segments(chosen, call.options.seqlen_k_per_split)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
-    _refuse_large_choice(chosen)
+    refuse_large_choice(chosen)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
         one_pass = plan(replaced(call, options=options), target, limits)
@@ -281,38 +288,6 @@ def _with_causal_sequences(
     return True, (False, left, OPEN_WINDOW if right is None else right)
 
 
-def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None) -> None:
-    spec = arch_spec(chosen.target)
-    if chosen.problem.causal_each and not spec.forward.causal_each:
-        raise NotImplementedError(
-            f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
-            f"each kind of sequences, got {brief(causals)}"
-        )
-
-
-def _refuse_large_choice(chosen: ExecutionPlan) -> None:
-    """Refuse a choice of blocks whose bits take too much memory."""
-    selected = chosen.masks.selected
-    if selected is None:
-        return
-    num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(chosen.shapes.seqlen_k))
-    if num_bytes > MOST_BIT_BYTES:
-        raise NotImplementedError(
-            f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, of which a "
-            f"{chosen.direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
-            f"compute fewer queries in a call; got block_size {selected.block_size}, indices of "
-            f"shape {tuple(selected.indices.shape)} and {chosen.shapes.seqlen_k} keys"
-        )
-
-
-def _refuse_segments(chosen: ExecutionPlan, seqlen_k_per_split: int | None) -> None:
-    spec = arch_spec(chosen.target)
-    if seqlen_k_per_split is not None and not spec.forward.orders_sums:
-        raise NotImplementedError(
-            f"seqlen_k_per_split is not supported on {spec.name}, got {seqlen_k_per_split}"
-        )
-
-
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
     """The part of a call's problem that both directions share, without packing."""
     x, of, (is_causal, window_left, window_right) = call.tensors, call.tensors.lengths, window
@@ -329,6 +304,7 @@ def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -
         has_seqused_k=of.seqused_k is not None,
         has_softcap=call.options.softcap != 0,
         needs_lse=False,
+        common_kv=has_common_kv(call),
     )
     return replace(problem, **masks.problem_fields())
 
@@ -381,14 +357,6 @@ def _bwd_problem(
         exact_aux=exact_aux,
         deterministic=call.backward.deterministic,
     )
-
-
-def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
-    """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
-    if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
-        unordered = why_unordered(target)
-        if unordered is not None:
-            refuse_order("daux is given", unordered)
 
 
 def _first_position(
@@ -676,10 +644,11 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
+    of_keys = common_conversion if chosen.problem.common_kv else input_conversion
     conversions = {
         "q": input_conversion(x.q, factor),
-        "k": input_conversion(x.k),
-        "v": input_conversion(x.v),
+        "k": of_keys(x.k),
+        "v": of_keys(x.v),
         **chosen.conversions,
     }
     if chosen.direction is Direction.FORWARD:
