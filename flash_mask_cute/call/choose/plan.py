@@ -251,12 +251,12 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    refuse_causal_sequences(chosen, call.tensors.optional.causals)
-    refuse_segments(chosen, call.options.seqlen_k_per_split)
+    refuse_causal_sequences(chosen.problem, chosen.target, call.tensors.optional.causals)
+    refuse_segments(chosen.target, call.options.seqlen_k_per_split)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
-    refuse_large_choice(chosen)
+    refuse_large_choice(chosen.masks, shapes.seqlen_k, call.direction)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
         one_pass = plan(replaced(call, options=options), target, limits)

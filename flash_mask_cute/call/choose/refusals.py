@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.check.validate import refuse_order
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.aux_order import why_unordered
@@ -16,38 +15,37 @@ from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.target import Target
 
-if TYPE_CHECKING:
-    from flash_mask_cute.call.choose.plan import ExecutionPlan
 
-
-def refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None) -> None:
+def refuse_causal_sequences(
+    problem: AttentionProblem, target: Target, causals: torch.Tensor | None
+) -> None:
     """Refuse `causal` as a tensor."""
-    spec = arch_spec(chosen.target)
-    if chosen.problem.causal_each and not spec.forward.causal_each:
+    spec = arch_spec(target)
+    if problem.causal_each and not spec.forward.causal_each:
         raise NotImplementedError(
             f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
             f"each kind of sequences, got {brief(causals)}"
         )
 
 
-def refuse_large_choice(chosen: ExecutionPlan) -> None:
+def refuse_large_choice(masks: ResolvedMasks, seqlen_k: int, direction: Direction) -> None:
     """Refuse a choice of blocks whose bits take too much memory."""
-    selected = chosen.masks.selected
+    selected = masks.selected
     if selected is None:
         return
-    num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(chosen.shapes.seqlen_k))
+    num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(seqlen_k))
     if num_bytes > MOST_BIT_BYTES:
         raise NotImplementedError(
             f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, of which a "
-            f"{chosen.direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
+            f"{direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
             f"compute fewer queries in a call; got block_size {selected.block_size}, indices of "
-            f"shape {tuple(selected.indices.shape)} and {chosen.shapes.seqlen_k} keys"
+            f"shape {tuple(selected.indices.shape)} and {seqlen_k} keys"
         )
 
 
-def refuse_segments(chosen: ExecutionPlan, seqlen_k_per_split: int | None) -> None:
+def refuse_segments(target: Target, seqlen_k_per_split: int | None) -> None:
     """Refuse sums that are cut at fixed keys."""
-    spec = arch_spec(chosen.target)
+    spec = arch_spec(target)
     if seqlen_k_per_split is not None and not spec.forward.orders_sums:
         raise NotImplementedError(
             f"seqlen_k_per_split is not supported on {spec.name}, got {seqlen_k_per_split}"
