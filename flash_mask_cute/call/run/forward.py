@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import Masks, OptionalTensors, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.combine import CombinedForward
@@ -40,9 +40,8 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_causals",
-        "_reads_optional", "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits",
-        "_window_left", "_window_right",
+        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_optional_of",
+        "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +66,9 @@ class KernelForward:
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()
         self._reads_q_starts = plan.q_start.kind == EACH
-        self._reads_optional = bool(plan.problem.optional)
-        self._reads_causals = plan.problem.causal_each
+        self._optional_of: Callable[[OptionalTensors], tuple[Tensor | None, ...]] | None = None
+        if plan.problem.optional:
+            self._optional_of = tuple if plan.problem.causal_each else _without_causals
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -115,11 +115,6 @@ class KernelForward:
             if combine.is_wide:
                 of_kernel = combine.of_kernel(partials, q)
         counter = tile_counter(q, index) if combine is None or combine.counts else None
-        last: tuple[Tensor | None, ...] = ()
-        if self._reads_optional:
-            last = optional
-            if optional.causals is not None and not self._reads_causals:
-                last = replaced(optional, causals=None)
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
         ):
@@ -130,13 +125,18 @@ class KernelForward:
                 seqused_k, page_table, self._window_left, self._window_right, sink, lists,
                 aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
                 query_chunk, lse_low, max_scores,
-                q_starts if self._reads_q_starts else self._q_start, partials, *last,
+                q_starts if self._reads_q_starts else self._q_start, partials,
+                *(() if self._optional_of is None else self._optional_of(optional)),
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
         if combine is not None and partials is not None:
             combine(partials, out, lse)
         return result
+
+
+def _without_causals(optional: OptionalTensors) -> OptionalTensors:
+    return optional if optional.causals is None else replaced(optional, causals=None)
 
 
 class EmptyForward:

@@ -41,10 +41,11 @@ def syntax(function: Callable[..., Any]) -> ast.AST:
 
 def last_name(node: ast.AST) -> str:
     """`scale` of `self._scale`, `counter` of `tile_counter(q, index)`."""
+    if isinstance(node, ast.Starred):
+        # several, or none
+        return last_name(getattr(node.value, "orelse", node.value))
     if isinstance(node, ast.IfExp):
         return last_name(node.body)
-    if isinstance(node, ast.Starred):
-        return last_name(node.value)
     if isinstance(node, ast.Call):
         return last_name(node.func).removeprefix("tile_")
     return node.attr.lstrip("_") if isinstance(node, ast.Attribute) else ast.unparse(node)
@@ -80,7 +81,7 @@ def test_launches_pass_the_operands_of_the_table(
     )
     assert not launch.keywords
     passed = [OF_LAUNCH.get(name, name) for name in map(last_name, launch.args)]
-    if passed[-1] == "last":
+    if passed[-1] == "optional_of":
         # all of them, in the order of their bundle
         passed[-1:] = OptionalTensors._fields
     assert passed == [row.argument for row in table if row.argument != STREAM]
