@@ -107,7 +107,7 @@ def calls_of(attend: Callable[..., Any], tensors: list[Any], dout: Any) -> dict[
 
 def why_wrong(found: tuple[Any, ...], expected: tuple[Any, ...]) -> str | None:
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        error = float((x.float() - y.float()).abs().max() / y.float().abs().max())
+        error = float((x.detach().float() - y.float()).abs().max() / y.float().abs().max())
         if not error <= ALLOWED:
             return f"{name} differs from that of one GPU by {error:.1e} of its largest number"
     return None

@@ -19,6 +19,7 @@ from flash_mask_cute.call.check.inputs import tensors_of_masks
 from flash_mask_cute.call.choose.copies import misplaced
 from flash_mask_cute.limits import ADDRESS_MASK
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.plain_tensors import are_plain
 
@@ -35,7 +36,9 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     """
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
-    if lists is not None:
+    if isinstance(lists, SelectedBlocks):
+        lists_key = SelectedBlocks, lists.block_size, *_meta(lists.indices)
+    elif lists is not None:
         *tensors, block_size, seqlens, _ = from_block_mask(lists)
         tensors_key = (None if x is None else _meta(x) for x in tensors)
         lists_key = type(lists), block_size, seqlens, *tensors_key

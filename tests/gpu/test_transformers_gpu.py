@@ -110,14 +110,14 @@ def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     outs = []
     for first, step in ((exact, exact), (model, model), (model, compiled)):
-        cache = StaticCache(config=model.config, max_cache_len=20)
+        cache = StaticCache(config=first.config, max_cache_len=20)
         logits = []
         with torch.no_grad():
             for i in range(6):
                 ids = IDS[:, :4] if i == 0 else IDS[:, 3 + i : 4 + i]
                 padding = torch.ones(2, 4 + i, dtype=torch.int64)
                 padding[1, :2] = 0
-                inputs = model.prepare_inputs_for_generation(
+                inputs = first.prepare_inputs_for_generation(
                     ids.cuda(), attention_mask=padding.cuda(), past_key_values=cache,
                     use_cache=True, is_first_iteration=i == 0,
                 )  # fmt: skip

@@ -95,6 +95,10 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
     return None if x.intervals is None else (strided(4), strided(4))
 
 
+def _block_bits(x: AttentionProblem, _: Any) -> Any:
+    return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
+
+
 def _mask_bits(x: AttentionProblem, tiles: BitTiles) -> Any:
     return fake_mask_bits(tiles, has_places=x.varlen_q) if x.reads_mask_bits else None
 
@@ -112,7 +116,7 @@ _WINDOW = (
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", lambda x, _: fake_tensors.aux_tensors(x))
 _SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
 _COLUMNS = KernelOperand("column_tensors", "columns", _columns)
-_BLOCK_BITS = KernelOperand("block_bits", "bits", lambda x, _: fake_tensors.block_bits(x))
+_BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)
 _Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x))
 _SCALE = KernelOperand("softmax_scale", "scale", _float)
 _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
@@ -251,11 +255,13 @@ def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
 
 
 def _aux_grads(x: AttentionProblem, _: Any) -> Any:
-    """Sums of the gradients of aux tensors; with a fixed order, parts of them and the numbers of
-    their elements."""
-    if x.deterministic:
-        return tuple((strided(3, "float32"), strided(3, "int64")) for _ in x.wants_aux) or None
-    return tuple(strided(x.aux[i][1], "float32") for i in x.wants_aux) or None
+    """Sums of the gradients of aux tensors."""
+
+    def sums(i: int) -> Any:
+        _, rank = x.aux[i]
+        return strided(rank + 1, "int64") if i in x.exact_aux else strided(rank, "float32")
+
+    return tuple(map(sums, x.wants_aux)) or None
 
 
 def _mask_bits_bwd(x: AttentionProblem, choice: BwdChoice) -> Any:

@@ -35,6 +35,7 @@ from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_wi
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, check_rows
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
 from flash_mask_cute.runtime.checks import (
@@ -175,7 +176,10 @@ def _check_masks(
     if masks.aux_tensors is not None:
         _check_aux_tensors(masks.aux_tensors, device, masks.score_mod, masks.mask_mod)
     lists, columns = masks.block_sparse_tensors_torch, masks.startend_row_indices
-    if lists is not None:
+    if isinstance(lists, SelectedBlocks):
+        check_form(lists, device)
+        check_rows(lists, shapes, extents.packs_q)
+    elif lists is not None:
         _check_block_lists(lists, masks.mask_mod)
         extents.check_lists(from_block_mask(lists).seqlens)
     if columns is not None:

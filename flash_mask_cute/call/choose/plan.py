@@ -65,10 +65,11 @@ from flash_mask_cute.call.problem import (
 )
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
-from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
+from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
-from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -244,6 +245,7 @@ def plan(
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
+    _refuse_large_choice(chosen)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
         one_pass = plan(replaced(call, options=options), target, limits)
@@ -280,6 +282,21 @@ def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None
         raise NotImplementedError(
             f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
             f"each kind of sequences, got {brief(causals)}"
+        )
+
+
+def _refuse_large_choice(chosen: ExecutionPlan) -> None:
+    """Refuse a choice of blocks whose bits take too much memory."""
+    selected = chosen.masks.selected
+    if selected is None:
+        return
+    num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(chosen.shapes.seqlen_k))
+    if num_bytes > MOST_BIT_BYTES:
+        raise NotImplementedError(
+            f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, of which a "
+            f"{chosen.direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
+            f"compute fewer queries in a call; got block_size {selected.block_size}, indices of "
+            f"shape {tuple(selected.indices.shape)} and {chosen.shapes.seqlen_k} keys"
         )
 
 
@@ -337,6 +354,10 @@ def _bwd_problem(
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
+    exact_aux: tuple[int, ...] = ()
+    if wants_aux and masks.score_mod is not None and call.backward.deterministic:
+        # sums in a fixed order are those of which the order does not matter
+        exact_aux = find_reads(masks.score_mod, problem, wants_aux).of_many
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -344,6 +365,7 @@ def _bwd_problem(
         has_full_lists=False,
         has_bits=problem.has_lists,
         wants_aux=wants_aux,
+        exact_aux=exact_aux,
         deterministic=call.backward.deterministic,
     )
 
@@ -351,7 +373,7 @@ def _bwd_problem(
 def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
     """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
     if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
-        unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
+        unordered = why_unordered(target)
         if unordered is not None:
             refuse_order("daux is given", unordered)
 
@@ -507,7 +529,12 @@ def _fwd_chooser(
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        walk=WalkFacts(_visible(window), masks.block_size, rows),
+        walk=WalkFacts(
+            _visible(window),
+            masks.block_size,
+            rows,
+            0 if masks.selected is None else masks.selected.block_size,
+        ),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
         num_sms=target.num_sms,

@@ -102,7 +102,7 @@ class KernelForward:
         lists = aux_tensors = columns = block_size = bits = None
         if masks is not None:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
-                masks, cu_seqlens_k
+                masks, cu_seqlens_k, cu_seqlens_q
             )
         make_mask_bits = self._make_mask_bits
         if make_mask_bits is not None:

@@ -76,6 +76,40 @@ def _two_of_key(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[-2][last] - aux[-2][last + 1] * 0.5 + near * aux[-1][b[0], h[0]]
 
 
+def _query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Of a query, and one of a few neighbours."""
+    return score * aux[-1][h[0], q[0]] + score * aux[-2][b[0], q[0] // 3]
+
+
+def _buckets(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Two reads by distance, one of them times a number, the other times a function of scores'
+    places; and one of another tensor by key."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    distance = abs(q[0] - k[0])
+    far = Int32(cute.math.log2(Float32(cutlass.max(distance, 1))) * 2.0)
+    slope = 1.0 / Float32(1 + k[0])
+    near, other = (aux[-2][cutlass.min(x, n), h[0]] for x, n in ((distance, 12), (far, 20)))
+    return score + 0.5 * near + slope * other + aux[-1][k[0]]
+
+
+def _far(distance: Tensor) -> Tensor:
+    size = distance.abs().clamp(min=1).float()
+    return (size.log2() * 2).to(torch.int32).clamp(max=20)
+
+
+def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[-1][h[0], q[0], k[0]]
+
+
+def _axial(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    side = 12
+    rows, cols = q[0] // side - k[0] // side, q[0] % side - k[0] % side
+    return score + aux[-2][h[0], rows + 20] + aux[-1][h[0], cols + side - 1]
+
+
 TRAINED_MODS = {
     "t5": TrainedRecipe(
         _t5,
@@ -111,6 +145,33 @@ TRAINED_MODS = {
             + of_head[b, h] / (q - k).abs().to(score.dtype).clamp(min=1e-9)
         ),
         lambda x: [((x.seqlen_k // 2 + 2,), BF16), ((x.batch, x.heads_q), FP32)],
+    ),
+    "query_gain": TrainedRecipe(
+        _query_gain,
+        lambda score, b, h, q, k, few, gain: score * gain[h][q] + score * few[b][q // 3],
+        lambda x: [((x.batch, x.seqlen_q // 3 + 1), FP16), ((x.heads_q, x.seqlen_q), FP32)],
+    ),
+    "buckets": TrainedRecipe(
+        _buckets,
+        lambda score, b, h, q, k, table, keys: (
+            score
+            + 0.5 * table[(q - k).abs().clamp(max=12), h]
+            + table[_far(q - k), h] / (1 + k)
+            + keys[k]
+        ),
+        lambda x: [((21, x.heads_q), FP32), ((x.seqlen_k,), FP32)],
+    ),
+    "pair": TrainedRecipe(
+        _pair,
+        lambda score, b, h, q, k, bias: score + bias[h][q, k],
+        lambda x: [((x.heads_q, x.seqlen_q, x.seqlen_k), BF16)],
+    ),
+    "axial": TrainedRecipe(
+        _axial,
+        lambda score, b, h, q, k, rows, cols: (
+            score + rows[h][q // 12 - k // 12 + 20] + cols[h][q % 12 - k % 12 + 11]
+        ),
+        lambda x: [((x.heads_q, 41), FP32), ((x.heads_q, 23), FP32)],
     ),
     "squared": TrainedRecipe(
         _squared,
@@ -171,6 +232,28 @@ ORDERED_CASES = (
     (Case("two-of-key", 2, 150, 150, 2, 2, head_dim=64, window_right=-2), "two_of_key"),
     (Case("key-bias-d192", 1, 65, 129, 2, 1, head_dim=192, head_dim_v=64), "key_bias"),
     (Case("gain-d256", 1, 70, 70, 2, 1, head_dim=256, causal=True), "gain"),
+)  # fmt: skip
+
+
+# Of reads by query, by distance and by places: lines that begin and end in a tile, at its edges and
+# at those of sequences; parts of tiles; wide heads, blocks of 128 queries, positions from q_start.
+LINE_CASES = (
+    (Case("query-gain-gqa2", 2, 130, 200, 4, 2, head_dim=64, causal=True), "query_gain"),
+    (
+        Case(
+            "query-gain-varlen", heads_q=2, heads_kv=1,
+            lengths_q=(0, 70, 9, 65), lengths_k=(40, 200, 0, 65), causal=True,
+        ),
+        "query_gain",
+    ),
+    (Case("t5-window", 1, 200, 330, 2, 2, window_left=70, window_right=20), "t5"),
+    (Case("t5-varlen-d32", heads_q=2, heads_kv=2, head_dim=32, lengths_q=(150, 0, 33, 1),
+          lengths_k=(97, 60, 0, 129)), "t5"),
+    (Case("t5-d256", 1, 70, 140, 2, 1, head_dim=256, causal=True), "t5"),
+    (Case("buckets", 2, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets"),
+    (Case("buckets-softcap", 1, 100, 129, 1, 1, causal=True, softcap=12.0), "buckets"),
+    (Case("pair-batch3", 3, 140, 130, 2, 2, head_dim=32), "pair"),
+    (Case("axial", 2, 144, 144, 2, 2, head_dim=64), "axial"),
 )  # fmt: skip
 
 
