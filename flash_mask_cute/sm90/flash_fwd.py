@@ -388,7 +388,8 @@ class FlashAttentionForwardSm90:
         elif warp_idx < Role.MMA + mma_warps:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_increase(traits.mma_registers)
-            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
+            epilogue = Epilogue(traits, operands, lse, lengths, score_args.sink, partials, mO)
+            self.mma(epilogue, tiles, channels, score_args.scales, masks)
         elif const_expr(traits.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
@@ -418,28 +419,23 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def mma(
         self,
-        operands: tma.Operands,
+        epilogue: Epilogue,
         tiles: Tiles,
         channels: Channels,
-        lse: LseTensors,
-        lengths: Lengths,
-        score_args: ScoreArgs,
+        scales: ScoreScales,
         masks: MaskArgs,
-        partials: Partials | None,
-        mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         traits, ring = self.traits, channels.ring
-        epilogue = Epilogue(traits, operands, lse, lengths, score_args.sink, partials, mO)
         blocks = KeyBlocks.create(
             traits,
             self.score_mod,
             self._can_be_cut(masks),
             tiles,
             channels,
-            score_args.scales,
+            scales,
             masks.aux_tensors,
-            keeps_largest=lse.largest is not None,
+            keeps_largest=epilogue.lse.largest is not None,
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
@@ -491,7 +487,7 @@ class FlashAttentionForwardSm90:
             blocks.release_values(state)
             # -- epilogue
             work = ring.read(tile)
-            if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
+            if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
                     # what was loaded is a row that is not in use, or a neighbour's
                     blocks.acc_O.fill(0.0)
