@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -43,48 +43,55 @@ _HINTS = frozenset(
 )
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
+if TYPE_CHECKING:
+    # part of what checkers know of any Python, so nothing has to be installed
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """Arguments of `flex_attention` on which its result's type does not depend."""
+
+        scale: float | None
+        enable_gqa: bool
+        kernel_options: Mapping[str, Any] | None
+
+
+# Declared several times, so that a type checker knows what a call returns: `others` are scale and
+# what follows, by position.
+
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
-    return_aux: None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: Literal[False] = False, return_aux: None = None, **options: Unpack[_Options],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = None,
-    return_aux: None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: Literal[True], return_aux: None = None, **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False, kernel_options: Mapping[str, Any] | None = None, *,
-    return_aux: None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: bool = False, return_aux: None = None, **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
-    return_aux: AuxRequest,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: Literal[False] = False, return_aux: AuxRequest, **options: Unpack[_Options],
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
 
-def flex_attention(
+def flex_attention(  # type: ignore[misc]  # because of `others`
     query: Tensor,
     key: Tensor,
     value: Tensor,

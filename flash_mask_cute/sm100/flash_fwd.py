@@ -41,7 +41,7 @@ behalf of both CTAs, and completed products signal both (`umma.Group`, `Channel.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -96,6 +96,15 @@ from flash_mask_cute.sm100.flash_fwd_traits import (
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
 # measured on Hopper
 L2_SHARE = 64 * 1024 * 1024
+
+
+class HalfTile(NamedTuple):
+    """What softmax warps know of their half of a work tile. tile: its number."""
+
+    scales: ScoreScales
+    aux_tensors: Any
+    half: Int32
+    tile: Int32
 
 
 class FlashAttentionForwardSm100:
@@ -389,9 +398,8 @@ class FlashAttentionForwardSm100:
         while channels.ring.wait(tile):
             # -- key blocks: S of the half, (128, tile_n), becomes P
             rows.clear()
-            step = partial(
-                self._visit_block, tiles, channels, scales, masks.aux_tensors, rows, half, tile
-            )
+            place = HalfTile(scales, masks.aux_tensors, half, tile)
+            step = partial(self._visit_block, tiles, channels, rows, place)
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
             half_tile = self.traits.halves * tile + half
@@ -417,13 +425,12 @@ class FlashAttentionForwardSm100:
             lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
 
     @cute.jit
-    def _visit_block(
-        self, tiles: Tiles, channels: Channels, scales, aux_tensors, rows, half, tile, state, block
-    ):
+    def _visit_block(self, tiles: Tiles, channels: Channels, rows, place: HalfTile, state, block):
         """Turn the scores of a key block into probabilities, masked if the block is cut."""
+        half = place.half
         number = self.traits.halves * state.blocks + half
         replace_scores = partial(self._replace_scores, channels, rows, half, number, state.is_first)
-        modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
+        modify = partial(self._modify, place, channels.ring, block)
         cuts = state.cuts
         if block.kind == Kind.PARTIAL:
             words = self._take_bits(tiles.bits, channels.bits, half, cuts)
@@ -572,21 +579,20 @@ class FlashAttentionForwardSm100:
             largest = cute.arch.fmax(largest, rows.tile_max(scores)[0])
         return largest
 
-    def _modify(
-        self, scales, aux_tensors, ring, half, tile, block, chunk: int, is_cut: bool, scores
-    ):
+    def _modify(self, place: HalfTile, ring, block, chunk: int, is_cut: bool, scores: cute.Tensor):
         """Soft-cap the scores of a chunk of a key block, and apply score_mod."""
+        scales, aux_tensors, half, tile = place
         if scales.cap is not None:
             scores.store(scales.bounded(scores.load()))
         if self.score_mod is not None:
             work = ring.read(tile)
             first_k_idx = block.index * self.traits.tile_n + chunk * umma.CHUNK
             row = work.block * self.traits.tile_m + half * umma.ROWS + thread_in_warpgroup()
-            place = RowPlace.create(work, row, self.traits.packed_heads, self.traits.group_size)
+            of_row = RowPlace.create(work, row, self.traits.packed_heads, self.traits.group_size)
             loaded = LoadedRows.load(
                 self.score_traits.row_reads,
                 aux_tensors,
-                [place],
+                [of_row],
                 first_k_idx,
                 umma.CHUNK,
                 OwnRowColumns(),
@@ -597,7 +603,7 @@ class FlashAttentionForwardSm100:
                 scores,
                 0,
                 scales.scale_mod,
-                place,
+                of_row,
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 factor=self.score_traits.factor,

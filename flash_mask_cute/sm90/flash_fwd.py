@@ -400,7 +400,11 @@ class FlashAttentionForwardSm90:
         elif warp_idx < Role.MMA + mma_warps:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_increase(traits.mma_registers)
-            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
+            epilogue = Epilogue(
+                traits, operands, lse, lengths, score_args.sink, partials, mO,
+                self.split in ORDERED,
+            )  # fmt: skip
+            self.mma(epilogue, tiles, channels, score_args.scales, masks)
         elif const_expr(traits.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
@@ -430,30 +434,23 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def mma(
         self,
-        operands: tma.Operands,
+        epilogue: Epilogue,
         tiles: Tiles,
         channels: Channels,
-        lse: LseTensors,
-        lengths: Lengths,
-        score_args: ScoreArgs,
+        scales: ScoreScales,
         masks: MaskArgs,
-        partials: Partials | RunningSums | None,
-        mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         traits, ring = self.traits, channels.ring
-        epilogue = Epilogue(
-            traits, operands, lse, lengths, score_args.sink, partials, mO, self.split in ORDERED
-        )
         blocks = KeyBlocks.create(
             traits,
             self.score_mod,
             self._can_be_cut(masks),
             tiles,
             channels,
-            score_args.scales,
+            scales,
             masks.aux_tensors,
-            keeps_largest=lse.largest is not None,
+            keeps_largest=epilogue.lse.largest is not None,
             rows_alone=self.split in ORDERED,
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
@@ -506,7 +503,7 @@ class FlashAttentionForwardSm90:
             blocks.release_values(state)
             # -- epilogue
             work = ring.read(tile)
-            if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
+            if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
                     # what was loaded is a row that is not in use, or a neighbour's
                     blocks.acc_O.fill(0.0)
