@@ -11,6 +11,7 @@ a result is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from dense_check import compare, pick_device
@@ -25,9 +26,9 @@ def choose(scores: Tensor) -> Tensor:
     """scores (batch, heads_kv, seqlen, blocks) of a router; int64 (batch, heads_kv, seqlen, k)."""
     own = torch.arange(scores.shape[2], device=scores.device) // BLOCK
     later = torch.arange(scores.shape[3], device=scores.device) >= own[:, None]
-    best = scores.masked_fill(later, -torch.inf).topk(CHOSEN)
+    largest, best = scores.masked_fill(later, -torch.inf).topk(CHOSEN)
     # early queries have fewer blocks before their own
-    best = torch.where(best.values == -torch.inf, -1, best.indices)
+    best = torch.where(largest == -torch.inf, -1, best)
     ends = torch.stack((torch.zeros_like(own), own), -1)
     return torch.cat((ends.expand(*scores.shape[:2], -1, 2), best), -1)
 
@@ -69,17 +70,17 @@ def main() -> None:
 
     exact = gradients(dense, q.double(), k.double(), v.double())
     eager, ours = gradients(dense, q, k, v), gradients(layer, q, k, v)
-    for name, *of_name in zip(("out", "dq", "dk", "dv"), ours, exact, eager, strict=True):
-        compare("17_selected_blocks", name, *of_name)
+    for name, x, y, z in zip(("out", "dq", "dk", "dv"), ours, exact, eager, strict=True):
+        compare("17_selected_blocks", name, x, y, z)
 
     # a step of decoding: the last token over a cache, with its own row of the choice
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
-    step = flash_attn_with_kvcache(
+    step: Any = flash_attn_with_kvcache(
         q[:, -1:], k, v, cache_seqlens=lengths, causal=True,
         block_sparse_tensors=SelectedBlocks(choice[:, :, -1:], BLOCK),
     )  # fmt: skip
-    last = step, exact[0][:, -1:], eager[0][:, -1:]
-    compare("17_selected_blocks", "the last token", *last)
+    of_last = exact[0][:, -1:], eager[0][:, -1:]
+    compare("17_selected_blocks", "the last token", step, *of_last)
 
 
 if __name__ == "__main__":
