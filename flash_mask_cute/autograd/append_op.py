@@ -50,10 +50,14 @@ def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
         cu_seqlens_k=view.cu_seqlens_k,
         seqused_k=view.seqused_k,
         page_table=view.page_table,
-        kv_batch_idx=view.kv_batch_idx,
-        leftpad_k=view.leftpad_k,
     )
     tensors = replaced(call.tensors, k=view.k, v=view.v, lengths=lengths)
+    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    if view.kv_batch_idx is not None or view.leftpad_k is not None:
+        optional = replaced(
+            tensors.optional, kv_batch_idx=view.kv_batch_idx, leftpad_k=view.leftpad_k
+        )
+        tensors = replaced(tensors, optional=optional)
     options = replaced(call.options, max_seqlen_k=view.max_seqlen_k)
     return replaced(call, tensors=tensors, options=options)
 

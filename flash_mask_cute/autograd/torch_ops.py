@@ -32,6 +32,7 @@ from flash_mask_cute.call.arguments import (
     Options,
     Tensors,
     masks_of,
+    optional_of,
 )
 from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one
 from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
@@ -290,7 +291,14 @@ def _from_operator(
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
-        Tensors(q, k, v, sink, Lengths(**of_bundle("lengths", x)), **of_bundle("tensors", x)),
+        Tensors(
+            q,
+            k,
+            v,
+            sink,
+            Lengths(**of_bundle("lengths", x)),
+            optional_of(of_bundle("optional", x).values()),
+        ),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
         Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(

@@ -170,11 +170,17 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
-        splits="" if run.splits is None else run.splits.describe(),
+        splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
         choice=explain_choice(run, counted.tensors.lengths.cu_seqlens_q),
         backward=backward,
     )
+
+
+def _describe_splits(run: ExecutionPlan) -> str:
+    if run.segments is not None:
+        return run.segments.describe()
+    return "" if run.splits is None else run.splits.describe()
 
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
@@ -202,7 +208,7 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
-    lengths = *of.of_sequences()[:4], of.q_starts, x.causals
+    lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causals
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
@@ -282,7 +288,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     of = tensors.lengths
     cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
     seqused = _values(of.seqused_q), _values(of.seqused_k)
-    causals = _values(tensors.causals) if problem.causal_each else None
+    causals = _values(tensors.optional.causals) if problem.causal_each else None
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)

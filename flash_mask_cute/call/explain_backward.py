@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
-from flash_mask_cute.call.build.scratch import BwdScratch, stored_bytes, stored_sums
+from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
@@ -83,9 +83,7 @@ def explain_backward(
             scratch_bytes += backward.mask_bits.num_bytes
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
-        # sums in fp32
-        scratch_bytes += 4 * sum(aux_tensors[i].numel() for i in backward.problem.wants_aux)
-        scratch_bytes += stored_bytes(stored_sums(backward))
+        scratch_bytes += aux_sums_bytes(backward.problem, [x.numel() for x in aux_tensors])
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,

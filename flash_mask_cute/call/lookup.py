@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
+    NO_OPTIONAL,
     AttentionCall,
     Masks,
 )
@@ -118,7 +119,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
 
     key_of_masks: `mask_key(call.masks)`, if it is known.
     """
-    q, k, v, sink, lengths, causals, out, lse, lse_low, max_scores, _ = call.tensors
+    q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = call.tensors
     masks = call.masks
     # the first question is the cheaper one
     if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
@@ -132,7 +133,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         if start & ADDRESS_MASK:
             # to be refused, however a call with the same metadata went
             return _NO_KEY
-        others: Any = lse, lse_low, max_scores, sink, causals, *lengths
+        others: Any = lse, lse_low, max_scores, sink, *optional, *lengths
         starts = starts, start, *[x if x is None else x.data_ptr() for x in others]
         if masks is not None:
             starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
@@ -143,7 +144,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         v.shape, v.stride(), v.dtype, v.get_device(),
         sink if sink is None else metadata(sink),
         None if lengths is NO_LENGTHS else metadata_of(lengths),
-        causals if causals is None else metadata(causals),
+        None if optional is NO_OPTIONAL else metadata_of(optional),
         out if out is None else metadata(out),
         lse if lse is None else metadata(lse),
         lse_low if lse_low is None else metadata(lse_low),

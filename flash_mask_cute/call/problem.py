@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.limits import OPEN_WINDOW
 
 
@@ -49,6 +50,14 @@ class Mods(NamedTuple):
     score_mod_bwd: Callable[..., Any] | None = None
 
 
+class GivenTensor(NamedTuple):
+    """An optional tensor that a call has. dtype: the name of a torch dtype."""
+
+    name: str
+    dtype: str
+    rank: int
+
+
 class TuningClass(str, Enum):
     """What masks or modifies the scores, as far as tiles depend on it.
 
@@ -76,17 +85,18 @@ class AttentionProblem:
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
-    tensor. wants_aux: indices of those whose gradients a backward sums. has_lists: block lists are
+    tensor. wants_aux: indices of those whose gradients a backward sums; exact_aux: of these, those
+    with exact sums (`mods/exact_words.py`). has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
     (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the results of a mask_mod
     and block lists were stored (`plan.py`), and neither is here. deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
+    split: how a forward computes work tiles in splits (`splits.py`), or its segments
+    (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
-    has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
-    a right side of the window, which sequences are causal is given. has_selected: each query's
+    optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     choice of key blocks is given, as bits.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
@@ -116,6 +126,7 @@ class AttentionProblem:
     score_functions: bool = False
     aux: tuple[tuple[str, int], ...] = ()
     wants_aux: tuple[int, ...] = ()
+    exact_aux: tuple[int, ...] = ()
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False
@@ -125,10 +136,23 @@ class AttentionProblem:
     q_start: str | None = None
     split: str | None = None
     page_box: int | None = None
-    has_kv_batch_idx: bool = False
-    has_leftpad_k: bool = False
-    causal_each: bool = False
+    optional: tuple[GivenTensor, ...] = ()
     has_selected: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a forward reads this one of `OptionalTensors`."""
+        return any(x.name == name for x in self.optional)
+
+    @property
+    def causal_each(self) -> bool:
+        """Whether a forward reads, beside a right side of the window, which sequences are
+        causal."""
+        return self.has("causals")
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the sums of a forward have an order, which fixes the bits of a row."""
+        return self.split in ORDERED
 
     @property
     def is_local(self) -> bool:

@@ -198,7 +198,7 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
         None if y is None else y.tolist()
         for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
     ]
-    causals = None if x.causals is None else x.causals.tolist()
+    causals = None if x.optional.causals is None else x.optional.causals.tolist()
     batch = x.q.shape[0] if of.cu_seqlens_q is None else of.cu_seqlens_q.numel() - 1
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
     for batch_idx in range(batch):

@@ -28,6 +28,7 @@ INDEX_RULES = (
     "limits",
     "seqlen_info",
     "core.packed_heads",
+    "core.segments",
     "core.shares",
     "rules.band",
     "rules.block_info",
@@ -84,14 +85,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "call.build": (
-        *("call.choose", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
+        *("call.choose", "call.arguments", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
         *("core.row_blocks", "mods", "runtime", *INDEX_RULES),
     ),
     "call.run": (
         *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
         *("masks.q_start", "cpu"),
         *("block_sparsity", "masks.column_mask", "masks.selected_blocks", "mask_prep", "kernels"),
-        *("core.row_blocks", "runtime", *INDEX_RULES),
+        *("core.row_blocks", "mods.exact_words", "runtime", *INDEX_RULES),
     ),
     "call": (
         *("cpu", "masks.column_mask", "masks.selected_blocks", "block_sparsity", "mask_prep"),
@@ -154,7 +155,7 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
-    *("mods.read_analysis", "mods.walk_sums"),
+    *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.mask_warps", "rules.share_walks", "rules.choice_walk"),
     "lowering.device_ops",
@@ -176,9 +177,9 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
-        *("mods.read_analysis", "mods.walk_sums"),
+        *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
     ),
-    *("mods.score_chain", "mods.read_classes", "mods.spans"),
+    *("mods.score_chain", "mods.read_classes", "mods.spans", "mods.exact_words"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.

@@ -8,14 +8,24 @@ runs at each call. `tests/cpu/call/test_operands.py` holds it to its table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.choose.config import BwdChoice, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.fake_tensors import int32_pair, int32_vector, operand, scratch, strided
+from flash_mask_cute.runtime.fake_tensors import (
+    int32_pair,
+    int32_vector,
+    operand,
+    scratch,
+    strided,
+    vector,
+)
 
 Fake: TypeAlias = Callable[[AttentionProblem, Any], Any]
 STREAM = "stream"
@@ -32,6 +42,11 @@ class KernelOperand(NamedTuple):
     parameter: str
     argument: str
     fake: Fake
+
+
+def forward_operands(problem: AttentionProblem) -> tuple[KernelOperand, ...]:
+    """What a compiled forward takes: the optional tensors only if it reads any of them."""
+    return FORWARD if problem.optional else FORWARD[: -len(OPTIONAL)]
 
 
 def fakes(table: tuple[KernelOperand, ...], problem: AttentionProblem, tiles: Any) -> list[Any]:
@@ -143,18 +158,38 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles."""
     import cutlass
 
-    if x.split is None:
+    if x.split in (None, ONE_SEGMENT):
         return None
+    if x.split == IN_TURN:
+        return fake_tensors.vectors_of_threads(), cutlass.Int32(1)
     by_slots = x.split == BY_SLOTS
-    return (
+    partials = (
         operand("float32", 3 if by_slots else 5, x.head_dim_v),
         strided(2 if by_slots else 4, "float32"),
         None if x.score_mod is None else strided(2 if by_slots else 4, "float32"),
         strided(2) if by_slots else None,
         None if by_slots else cutlass.Int32(1),
     )
+    return (*partials, cutlass.Int32(1)) if x.split == BY_SEGMENTS else partials
 
 
+def parameter_of(name: str) -> str:
+    """The parameter of the kernels for an optional tensor: mLeftpadK for leftpad_k."""
+    return "m" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def _optional(name: str, problem: AttentionProblem, _: Any) -> Any:
+    for x in problem.optional:
+        if x.name == name:
+            return vector(x.dtype) if x.rank == 1 else strided(x.rank, x.dtype)
+    return None
+
+
+# the last ones, in the order of `OptionalTensors`
+OPTIONAL = tuple(
+    KernelOperand(parameter_of(name), name, partial(_optional, name))
+    for name in OptionalTensors._fields
+)
 FORWARD = (
     KernelOperand("mQ", "q", _q),
     KernelOperand("mK", "k", _k),
@@ -184,9 +219,7 @@ FORWARD = (
     KernelOperand("mMaxScores", "max_scores", lambda x, _: _rows(x.needs_max_scores, x)),
     _Q_START,
     KernelOperand("mPartials", "partials", _partials),
-    KernelOperand("mKvBatchIdx", "kv_batch_idx", lambda x, _: int32_vector(x.has_kv_batch_idx)),
-    KernelOperand("mLeftpadK", "leftpad_k", lambda x, _: int32_vector(x.has_leftpad_k)),
-    KernelOperand("mCausal", "causals", lambda x, _: int32_vector(x.causal_each)),
+    *OPTIONAL,
 )
 
 # -- the backward --------------------------------------------------------------------------------
@@ -226,11 +259,13 @@ def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
 
 
 def _aux_grads(x: AttentionProblem, _: Any) -> Any:
-    """Sums of the gradients of aux tensors; with a fixed order, parts of them and the numbers of
-    their elements."""
-    if x.deterministic:
-        return tuple((strided(3, "float32"), strided(3, "int64")) for _ in x.wants_aux) or None
-    return tuple(strided(x.aux[i][1], "float32") for i in x.wants_aux) or None
+    """Sums of the gradients of aux tensors."""
+
+    def sums(i: int) -> Any:
+        _, rank = x.aux[i]
+        return strided(rank + 1, "int64") if i in x.exact_aux else strided(rank, "float32")
+
+    return tuple(map(sums, x.wants_aux)) or None
 
 
 def _mask_bits_bwd(x: AttentionProblem, choice: BwdChoice) -> Any:

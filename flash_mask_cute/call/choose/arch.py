@@ -39,19 +39,21 @@ class AttentionKernel:
 class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
-    has_polynomial: a share of exponentials may be computed by a polynomial."""
+    has_polynomial: a share of exponentials may be computed by a polynomial. orders_sums: sums may
+    be of segments (`core/segments.py`)."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
     has_polynomial: bool = False
+    orders_sums: bool = False
 
 
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
-    tensors that are read by head or key may be summed in a fixed order."""
+    tensors may be summed in a fixed order."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -155,6 +157,7 @@ SM90 = ArchSpec(
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
+        orders_sums=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,

@@ -47,6 +47,7 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.choose.segments import Segments, choose_segments
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
     Splits,
@@ -57,18 +58,20 @@ from flash_mask_cute.call.choose.splits import (
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
+    GivenTensor,
     Padding,
     fold_window,
     may_empty_rows,
     sink_dtype,
 )
 from flash_mask_cute.call.settings import given_fields
+from flash_mask_cute.core.segments import BY_SEGMENTS, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
-from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -118,7 +121,7 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass.
+    computes its work tiles; None: one pass. segments: of the keys, if sums have an order.
     """
 
     direction: Direction
@@ -142,6 +145,7 @@ class ExecutionPlan:
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
     splits: Splits | None = None
+    segments: Segments | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -226,11 +230,12 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
-    plain = replace(plain, causal_each=causal_each)
+    if not causal_each:
+        plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     _check_order(plain, masks, target or target_of(call.tensors.q))
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
@@ -239,7 +244,8 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.causals)
+    _refuse_causal_sequences(chosen, call.tensors.optional.causals)
+    _refuse_segments(chosen, call.options.seqlen_k_per_split)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -256,6 +262,7 @@ def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
     """Whether the library chose splits of a call in which mask bits for all heads may be worth
     more: decoding waits for keys, more queries wait for the mask_mod."""
     by_library = chosen.splits is not None and call.options.num_splits == 0
+    by_library = by_library and chosen.segments is None
     rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
     return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
 
@@ -298,6 +305,14 @@ def _refuse_large_choice(chosen: ExecutionPlan) -> None:
         )
 
 
+def _refuse_segments(chosen: ExecutionPlan, seqlen_k_per_split: int | None) -> None:
+    spec = arch_spec(chosen.target)
+    if seqlen_k_per_split is not None and not spec.forward.orders_sums:
+        raise NotImplementedError(
+            f"seqlen_k_per_split is not supported on {spec.name}, got {seqlen_k_per_split}"
+        )
+
+
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
     """The part of a call's problem that both directions share, without packing."""
     x, of, (is_causal, window_left, window_right) = call.tensors, call.tensors.lengths, window
@@ -328,8 +343,11 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
-        has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
-        has_leftpad_k=x.lengths.leftpad_k is not None,
+        optional=tuple(
+            GivenTensor(name, dtype_name(y.dtype), y.dim())
+            for name, y in x.optional._asdict().items()
+            if y is not None
+        ),
     )
     if masks.score_mod is None:
         return problem
@@ -349,6 +367,10 @@ def _bwd_problem(
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
+    exact_aux: tuple[int, ...] = ()
+    if wants_aux and masks.score_mod is not None and call.backward.deterministic:
+        # sums in a fixed order are those of which the order does not matter
+        exact_aux = find_reads(masks.score_mod, problem, wants_aux).of_many
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -356,6 +378,7 @@ def _bwd_problem(
         has_full_lists=False,
         has_bits=problem.has_lists,
         wants_aux=wants_aux,
+        exact_aux=exact_aux,
         deterministic=call.backward.deterministic,
     )
 
@@ -363,7 +386,7 @@ def _bwd_problem(
 def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
     """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
     if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
-        unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
+        unordered = why_unordered(target)
         if unordered is not None:
             refuse_order("daux is given", unordered)
 
@@ -436,10 +459,12 @@ def _choose_tiles(
     )
     chosen = chosen.with_choice(choice)
     if call.tensors.lengths.page_table is not None:
-        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
+        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
-    if problem.split == BY_SLOTS:
+    if problem.is_ordered:
+        chosen = _with_segments(chosen, call, window)
+    elif problem.split == BY_SLOTS:
         tile_m = chosen.fwd_choice.tiles.tile_m
         by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
         chosen = replace(chosen, splits=by_slots)
@@ -460,17 +485,23 @@ def _with_split(
     """The problem with its way of computing work tiles in splits, if any.
 
     A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
-    of one split if no more are asked for.
+    of one split if no more are asked for. By slots, a kernel writes out itself where a work tile
+    has one share.
 
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
     has_config = bool(given_fields(call.config))
-    split = choose_split(
-        options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
-    )
+    if options.seqlen_k_per_split is not None:
+        # tiles say later how they are computed (`_with_segments`)
+        split: str | None = ONE_SEGMENT
+    else:
+        split = choose_split(
+            options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms,
+            has_config,
+        )  # fmt: skip
     out = call.tensors.out
-    if split is None and out is not None and out.dtype != call.tensors.q.dtype:
+    if split in (None, BY_SLOTS) and out is not None and out.dtype != call.tensors.q.dtype:
         refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
         split = BY_ROWS
     if split is None:
@@ -479,6 +510,26 @@ def _with_split(
     sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
     is_causal = problem.is_causal and not sees_all
     return replace(problem, split=split, is_causal=is_causal)
+
+
+def _with_segments(
+    chosen: ExecutionPlan, call: AttentionCall, window: _FoldedWindow
+) -> ExecutionPlan:
+    """The plan with the segments of its keys, for tiles that are chosen."""
+    keys = call.options.seqlen_k_per_split
+    assert keys is not None
+    problem, shapes = chosen.problem, chosen.shapes
+    is_wide = chosen.out_dtype != problem.dtype
+    if is_wide:
+        refuse_splits(problem, f"out in {chosen.out_dtype} of q in {problem.dtype}")
+    segments = choose_segments(
+        *(keys, chosen.fwd_choice.tiles, problem, shapes, _visible(window)),
+        *(chosen.target.num_sms, is_wide),
+    )
+    problem, splits = replace(problem, split=segments.kind), None
+    if segments.kind == BY_SEGMENTS:
+        splits = Splits.by_rows(problem, shapes, segments.number)._replace(kind=BY_SEGMENTS)
+    return replace(chosen, problem=problem, segments=segments, splits=splits)
 
 
 def _within_tables(problem: AttentionProblem) -> AttentionProblem:

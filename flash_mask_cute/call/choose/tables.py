@@ -110,6 +110,12 @@ class FwdRow(NamedTuple):
     max_selected: int | None = None
     polynomial: int = 0
 
+    @property
+    def is_general(self) -> bool:
+        """Whether head dimensions are its only condition."""
+        of_dims = _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        return len(list(self.conditions())) == len(list(of_dims))
+
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
         if self.masks:
@@ -490,17 +496,22 @@ SM90_BWD = (
 # On Blackwell a block is always 128 queries by 128 keys (docs/backward_sm100.md says why).
 SM100_BWD = tuple(
     row
-    for d, stages_do, reason in (
-        (64, 2, "two query blocks in flight"),
-        (96, 2, "two query blocks in flight, and dQ in the columns of dP"),
-        (128, 1, "what fits beside two blocks of Q"),
+    for d, d_v, tile_m, stages_q, stages_do, reason in (
+        (64, 64, 128, 2, 2, "two query blocks in flight"),
+        (96, 96, 128, 2, 2, "two query blocks in flight, and dQ in the columns of dP"),
+        (128, 128, 128, 2, 1, "what fits beside two blocks of Q"),
+        (192, 128, 64, 2, 2, "blocks of 64 queries leave room for both sums, and dQ over dP"),
+        (192, 192, 64, 2, 1, "the same, with dQ over S"),
+        (256, 128, 64, 2, 1, "the same, with dQ over S"),
+        (128, 256, 64, 2, 1, "blocks of 64 queries leave room for both sums, and dQ over dP"),
+        (256, 256, 64, 1, 1, "a launch for dV, and one for dK and dQ, which fills the memory"),
     )
     for row in (
         BwdRow(
-            *(d, d, 128, 2, stages_do, 1, 0),
+            *(d, d_v, tile_m, stages_q, stages_do, 1, 0),
             f"{reason}; clearing costs once what asking for sums costs in every block",
             clears_dq=True,
         ),
-        BwdRow(*(d, d, 128, 2, stages_do, 1, 0), reason),
+        BwdRow(*(d, d_v, tile_m, stages_q, stages_do, 1, 0), reason),
     )
 )
