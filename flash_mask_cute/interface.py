@@ -121,8 +121,7 @@ def _flash_attn_fwd(
     or a torch `BlockMask` together with its mask as mask_mod. A block in no list is hidden. A full
     block is visible, and mask_mod is not called. In a partial block mask_mod decides; without one
     all there is visible. Blocks count from the start of a sequence. With varying lengths lists
-    cover max_seqlen_q and max_seqlen_k. Or a `SelectedBlocks`: each query sees only the key blocks
-    that it chose.
+    cover max_seqlen_q and max_seqlen_k. Or a `SelectedBlocks`: the blocks that each query chose.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
     which puts the last query at the last key. A negative position is before the first key. It
     applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With

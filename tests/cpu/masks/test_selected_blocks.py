@@ -233,6 +233,26 @@ def test_flex_attention_names_the_function_to_call() -> None:
         flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=selected)  # type: ignore
 
 
+def test_segments_are_refused_beside_a_choice() -> None:
+    q, k, v, selected = small()
+    with pytest.raises(NotImplementedError, match="seqlen_k_per_split=512 .* SelectedBlocks"):
+        flash_attn_func(q, k, v, seqlen_k_per_split=512, block_sparse_tensors=selected)
+
+
+def test_the_largest_score_and_a_mixed_batch() -> None:
+    q, k, v, selected = small()
+    causals = torch.tensor([1, 0], dtype=torch.int32)
+    out, largest = flash_attn_varlen_func(
+        q, k, v, causal=causals, block_sparse_tensors=selected, return_max_logit=True
+    )
+    seen = seen_by(selected, 4, 70)
+    seen[0] &= torch.arange(70) <= torch.arange(40)[:, None] + 30
+    torch.testing.assert_close(out, by_mask(q, k, v, seen))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    wanted = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+    torch.testing.assert_close(largest.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_pack_gqa_is_refused_for_a_choice_by_query_head() -> None:
     q, k, v, selected = small(heads=4)
     with pytest.raises(NotImplementedError, match="differ by query head, of 4 heads"):
