@@ -184,7 +184,8 @@ def flash_attn_func(
     of the score that score_mod returns, and returns the gradient of the score that score_mod gets.
     Without it score_mod is differentiated from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
-    returned, or a torch `BlockMask`, whose own mask_mod is used if mask_mod is None.
+    returned, a torch `BlockMask`, whose own mask_mod is used if mask_mod is None, or a
+    `SelectedBlocks`, the key blocks that each query chose.
     num_splits: 0 takes 1 where the grid fills the GPU or a gradient is recorded. Otherwise few
     queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).

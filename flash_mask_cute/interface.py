@@ -117,11 +117,11 @@ def _flash_attn_fwd(
     `cute.TensorSSA`. They are compiled into the kernel (docs/mods.md). They get positions inside
     the sequence and query heads. aux_tensors: tensors that both may index, of 1 to 4 dimensions and
     any strides, bool, uint8, uint32, int8, int16, int32, int64, float32, bfloat16 or float16.
-    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
-    returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
-    hidden. A full block is visible, and mask_mod is not called. In a partial block mask_mod
-    decides; without a mask_mod everything there is visible. Blocks count from the start of a
-    sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
+    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair of `compute_block_sparsity`,
+    or a torch `BlockMask` together with its mask as mask_mod. A block in no list is hidden. A full
+    block is visible, and mask_mod is not called. In a partial block mask_mod decides; without one
+    all there is visible. Blocks count from the start of a sequence. With varying lengths lists
+    cover max_seqlen_q and max_seqlen_k. Or a `SelectedBlocks`: the blocks that each query chose.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
     which puts the last query at the last key. A negative position is before the first key. It
     applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With

@@ -36,12 +36,13 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     """
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
-    if isinstance(lists, SelectedBlocks):
-        lists_key = SelectedBlocks, lists.block_size, *_meta(lists.indices)
-    elif lists is not None:
-        *tensors, block_size, seqlens, _ = from_block_mask(lists)
-        tensors_key = (None if x is None else _meta(x) for x in tensors)
-        lists_key = type(lists), block_size, seqlens, *tensors_key
+    if lists is not None:
+        if isinstance(lists, SelectedBlocks):
+            lists_key = SelectedBlocks, lists.block_size, *_meta(lists.indices)
+        else:
+            *tensors, block_size, seqlens, _ = from_block_mask(lists)
+            tensors_key = (None if x is None else _meta(x) for x in tensors)
+            lists_key = type(lists), block_size, seqlens, *tensors_key
     if columns is not None:
         columns_key = (
             (

@@ -32,6 +32,10 @@ class SelectedBlocks(NamedTuple):
     Row i belongs to query i of the call. q_start does not move it, as it moves rows of other masks.
     There is no gradient of indices.
 
+    Raises:
+        TypeError, ValueError, NotImplementedError: by the call that gets it, naming indices or
+            block_size of block_sparse_tensors and the value.
+
     Example:
         >>> import torch
         >>> from flash_mask_cute import SelectedBlocks, flash_attn_func

@@ -18,7 +18,7 @@ from flash_mask_cute.core.tile_state import PARTIAL, has_visible
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, Columns, bit_range
+from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, WORD, Columns, bit_range
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, MaskWarpRows, both
 
 # as in `forward_mask`; what a callable loads for more queries spills in the mask warps
@@ -293,9 +293,39 @@ class BackwardMask(MaskRules):
         words = warp_rows.fill(ALL)
         if self.mask_mod is not None:
             words = self._eval_all(work, block, warp_rows)
-        if self.args.bits is not None:
+        if self.has_choice:
+            words = both(words, self._choice_words(work, block, warp_rows))
+        elif self.args.bits is not None:
             words = self._within_logical_blocks(work, block, warp_rows, words)
         return words
+
+    def _choice_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        """Bits of each key whose block a query chose.
+
+        A lane asks for one query of each word, and votes make the words. 32 keys, the first of them
+        a multiple of 16, lie in two blocks at most.
+        """
+        block_k, lane = self.args.bits.block_k, cute.arch.lane_idx()
+        first_q_idx = block.index * self.block_info.tile_m
+        words = []
+        for group in range(warp_rows.num_groups):
+            k_idx = warp_rows.line(work, group)
+            ends = k_idx - lane, k_idx - lane + WORD - 1
+            blocks = [cutlass.min(end, work.seqlen_k - 1) // block_k for end in ends]
+            is_first = cutlass.min(k_idx, work.seqlen_k - 1) // block_k == blocks[0]
+            for w in range(self.columns.num_words):
+                q_idx = cutlass.min(first_q_idx + self.columns.col_of(w, lane), work.seqlen_q - 1)
+                row = q_idx + work.offset_q
+                votes = [
+                    Int32(
+                        cute.arch.vote_ballot_sync(
+                            self.chosen_bit(work, block.head_idx, row, kb) != 0
+                        )
+                    )
+                    for kb in blocks
+                ]
+                words.append(cutlass.select_(is_first, *votes))
+        return tuple(words)
 
     def _mask_bit_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         n_block = work.block

@@ -162,7 +162,7 @@ class ForwardMask(MaskRules):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             mask_mod_word = mask_mod_word & (full ^ ALL)
-        elif const_expr(self._has_choice):
+        elif const_expr(self.has_choice):
             position = choice_walk.words_for(self, work, base, position)
             is_listed, needs_mask_mod = choice_walk.judge(self, position, work, n_block)
             visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
@@ -187,17 +187,13 @@ class ForwardMask(MaskRules):
         return chunk, position
 
     @property
-    def _has_choice(self) -> bool:
-        return self.args.bits is not None and self.args.bits.is_choice
-
-    @property
     def _leaps(self) -> bool:
         """Whether a walk leaves out chunks without looking at them."""
-        return self.skip and self._has_choice
+        return self.skip and self.has_choice
 
     def _list_start(self, work: Work) -> ListPosition | choice_walk.ChoiceWords:
         """What is known of the lists, or of the choice, when a walk begins."""
-        if self._has_choice:
+        if self.has_choice:
             return choice_walk.ChoiceWords.none()
         args = self.args.lists
         if args is None:

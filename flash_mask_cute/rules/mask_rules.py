@@ -300,6 +300,11 @@ class MaskRules:
         return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
 
     @property
+    def has_choice(self) -> bool:
+        """Whether each query chose its key blocks."""
+        return self.args.bits is not None and self.args.bits.is_choice
+
+    @property
     def _may_need_mask_mod(self) -> bool:
         args = self.args
         return self.mask_mod is not None or args.bits is not None or args.mask_bits is not None
@@ -335,7 +340,7 @@ class MaskRules:
     ) -> tuple[Boolean, Boolean]:
         """Whether a tile touches a listed logical block, and whether mask_mod decides about it."""
         is_listed, needs_mask_mod = Boolean(True), Boolean(const_expr(self._may_need_mask_mod))
-        if const_expr(self.args.bits is not None and self.args.bits.is_choice):
+        if const_expr(self.has_choice):
             is_listed, needs_mask_mod = self._judge_choice(work, head_idx, m_block, n_block)
         elif const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
@@ -454,7 +459,7 @@ class MaskRules:
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
         """The offsets from positions in a sequence to the positions that block lists count, or from
         queries to the rows of a choice."""
-        if self.args.bits is not None and self.args.bits.is_choice:
+        if self.has_choice:
             return work.offset_q, 0
         if work.q_start is not None:
             return work.q_start, 0
@@ -464,7 +469,9 @@ class MaskRules:
         """Whether a logical block is listed, and whether it is full: 0 or 1 each."""
         args = self.args.bits
         if args.is_choice:
-            return self._chosen_bits(work, head_idx, q_block, k_block)
+            is_chosen = self.chosen_bit(work, head_idx, q_block, k_block)
+            # of what is chosen mask_mod decides
+            return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
         if work.q_start is not None:
             # rows before the mask, or behind it
             last = cute.size(args.visible, mode=[2]) - 1
@@ -473,12 +480,11 @@ class MaskRules:
         bit = k_block % WORD
         return (args.visible[place] >> bit) & 1, (args.full[place] >> bit) & 1
 
-    def _chosen_bits(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> tuple:
-        """Whether a row of a choice has a block, and whether no mask_mod is asked about it."""
-        args = self.args.bits
-        word = args.visible[self.choice_place(args.visible, work, head_idx, row, k_block)]
-        is_chosen = (word >> (k_block % WORD)) & 1
-        return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
+    def chosen_bit(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> Int32:
+        """1 where a row of a choice has a block, else 0."""
+        rows = self.args.bits.visible
+        word = rows[self.choice_place(rows, work, head_idx, row, k_block)]
+        return (word >> (k_block % WORD)) & 1
 
     @cute.jit
     def _judge_choice(

@@ -280,6 +280,12 @@ def _check_segments(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int)
         TypeError, ValueError: naming argument and value.
     """
     check_segment_keys(seqlen_k_per_split)
+    if call.masks is not None and isinstance(call.masks.block_sparse_tensors_torch, SelectedBlocks):
+        # what a row's neighbours chose decides about the order of its sums
+        raise NotImplementedError(
+            f"seqlen_k_per_split={seqlen_k_per_split} is not supported together with "
+            "block_sparse_tensors as SelectedBlocks"
+        )
     num_splits, least = call.options.num_splits, -(-seqlen_k // seqlen_k_per_split)
     if 0 < num_splits < least:
         raise ValueError(

@@ -115,7 +115,7 @@ class ResolvedMasks(NamedTuple):
             heads, _, k = self.selected.indices.shape[-3:]
             parts.append(
                 f"{k} selected blocks of {self.selected.block_size} keys for each query, heads "
-                f"{heads}, by bits"
+                f"{heads}, taken as bits"
             )
         for name, mod in (("mask_mod", self.mask_mod), ("score_mod", self.score_mod)):
             if mod is not None:

@@ -69,15 +69,13 @@ class MaskArguments:
         bits: tuple[Any, ...] | None = None
         if given_columns is not None:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
-        if isinstance(given_lists, SelectedBlocks):
-            num_blocks = given_lists.num_blocks(self._seqlens[1])
-            made = selected_bits(given_lists.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
-            bits = made.rows, None, 1, given_lists.block_size, made.of_any, made.of_every
-        elif given_lists is not None:
-            sized = _sized(given_lists, self._block_size)
-            if not self._reads_lists:
-                bits = tuple(block_bits(sized))
+        if given_lists is not None:
+            if isinstance(given_lists, SelectedBlocks):
+                bits = self._choice_bits(given_lists, cu_seqlens_q)
+            elif not self._reads_lists:
+                bits = tuple(block_bits(_sized(given_lists, self._block_size)))
             else:
+                sized = _sized(given_lists, self._block_size)
                 retiled = retile_lists(sized, *self._tile, *self._seqlens)
                 counted, block_size = retiled.lists, retiled.lists.block_size
                 lists = (
@@ -89,6 +87,13 @@ class MaskArguments:
                 bits = None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
         return KernelArguments(lists, aux, columns, block_size, bits)
+
+    def _choice_bits(
+        self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
+    ) -> tuple[Any, ...]:
+        num_blocks = selected.num_blocks(self._seqlens[1])
+        made = selected_bits(selected.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
+        return made.rows, None, 1, selected.block_size, made.of_any, made.of_every
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from flash_mask_cute import (
     SelectedBlocks,
+    explain,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     flex_attention,
+    plot,
 )
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -231,7 +233,80 @@ def test_flex_attention_names_the_function_to_call() -> None:
         flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=selected)  # type: ignore
 
 
+def test_segments_are_refused_beside_a_choice() -> None:
+    q, k, v, selected = small()
+    with pytest.raises(NotImplementedError, match="seqlen_k_per_split=512 .* SelectedBlocks"):
+        flash_attn_func(q, k, v, seqlen_k_per_split=512, block_sparse_tensors=selected)
+
+
+def test_the_largest_score_and_a_mixed_batch() -> None:
+    q, k, v, selected = small()
+    causals = torch.tensor([1, 0], dtype=torch.int32)
+    out, largest = flash_attn_varlen_func(
+        q, k, v, causal=causals, block_sparse_tensors=selected, return_max_logit=True
+    )
+    seen = seen_by(selected, 4, 70)
+    seen[0] &= torch.arange(70) <= torch.arange(40)[:, None] + 30
+    torch.testing.assert_close(out, by_mask(q, k, v, seen))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    wanted = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+    torch.testing.assert_close(largest.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_pack_gqa_is_refused_for_a_choice_by_query_head() -> None:
     q, k, v, selected = small(heads=4)
     with pytest.raises(NotImplementedError, match="differ by query head, of 4 heads"):
         flash_attn_func(q, k, v, pack_gqa=True, block_sparse_tensors=selected)
+
+
+# -- what is said of it ---------------------------------------------------------------------------
+
+
+def causal_choice(n: int, block: int, k: int) -> Tensor:
+    """Of each query the last k blocks up to its own: int32 (n, k)."""
+    own = torch.arange(n) // block
+    return (own[:, None] - torch.arange(k)).int()
+
+
+def test_explain_counts_blocks_of_tiles() -> None:
+    q = torch.zeros(1, 512, 16, 128, dtype=torch.bfloat16)
+    k = torch.zeros(1, 512, 1, 128, dtype=torch.bfloat16)
+    choice = causal_choice(512, 64, 2)
+    choice[4, 0] = 5  # of a tile of 8 queries, one has a third block
+    chosen = SelectedBlocks(choice[None, None], 64)
+    told = explain(q, k, k, block_sparse_tensors=chosen, target="sm_90a")
+    assert told.packed_heads == 16 and (told.tiles.tile_m, told.tiles.tile_n) == (128, 64)
+    # 64 tiles of 8 queries: the first 8 have the own block, the others two; and the third one
+    assert (told.work_tiles, told.full_key_tiles, told.partial_key_tiles) == (64, 119, 2)
+    assert told.empty_key_tiles == 64 * 8 - 121
+    assert "tiles of 8 queries x 16 heads" in told.choice
+    assert f"{4 * 512} bytes of bits" in told.choice
+    assert "1.9 blocks a query, 1.9 a tile (1.01 times as many), 98% of these" in told.choice
+    assert "advice" not in told.choice and "2 selected blocks of 64 keys" in told.masks
+    assert "choice" in str(told)
+
+
+def test_explain_advises_where_neighbours_share_little() -> None:
+    q = torch.zeros(1, 512, 4, 64, dtype=torch.bfloat16)
+    choice = (torch.arange(512) % 8).view(1, 1, 512, 1)
+    told = explain(q, q, q, block_sparse_tensors=SelectedBlocks(choice, 64), target="sm_90a")
+    assert "1.0 blocks a query, 8.0 a tile (8.00 times as many)" in told.choice
+    assert "advice: neighbouring queries share little" in told.choice
+
+
+def test_bits_of_more_than_two_gigabytes_are_refused_by_their_number() -> None:
+    q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16).expand(1, 1 << 20, 4, 64)
+    choice = torch.zeros(1, 1, 1, 1, dtype=torch.int32).expand(1, 4, 1 << 20, 16)
+    with pytest.raises(NotImplementedError, match="8589934592 bytes as bits .* block_size 64"):
+        explain(q, q, q, block_sparse_tensors=SelectedBlocks(choice, 64), target="sm_90a")
+
+
+def test_a_picture_has_the_pairs_of_the_choice() -> None:
+    pytest.importorskip("matplotlib")
+    chosen = SelectedBlocks(causal_choice(128, 16, 2)[None, None], 16)
+    axes = plot(chosen, seqlen_k=128, tile_m=16, tile_n=16)
+    assert "64 tiles of 16 x 16: 49 empty, 0 partial, 15 full" in axes.get_title()
+    with pytest.raises(ValueError, match="seqlen_k=None of a SelectedBlocks"):
+        plot(chosen)
+    with pytest.raises(ValueError, match="seqlen_q=3 of a SelectedBlocks with 128 queries"):
+        plot(chosen, seqlen_q=3, seqlen_k=128)
