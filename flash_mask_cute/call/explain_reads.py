@@ -81,8 +81,10 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
     costs = _COSTS
     if arch_spec(run.target).backward.orders_aux:
         costs = _COSTS | _COSTS_OF_SUMS
-        if reads.is_distance and run.problem.q_start is None:
-            costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS}
+        if reads.is_diagonal and reads.is_of_lines and run.problem.q_start is None:
+            sizes = " and ".join(str(size) for size in sorted({cut.size for cut in reads.cuts}))
+            between = f", between multiples of {sizes}" if sizes else ""
+            costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS + between}
     cost = costs[reads.read_class]
     if number in run.problem.exact_aux:
         cost += ", each as two of integers, in any order"

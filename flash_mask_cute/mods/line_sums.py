@@ -10,9 +10,10 @@ as `AuxSums` adds those of scores.
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import cutlass
 from cutlass import Float32, Int32
 
-from flash_mask_cute.mods.read_classes import Factor, ModReads
+from flash_mask_cute.mods.read_classes import Cut, Factor, ModReads
 
 
 class Line(Enum):
@@ -28,14 +29,16 @@ class LineRead(NamedTuple):
     number: int
     line: Line
     factor: Factor
+    cuts: tuple[Cut, ...]
 
 
 class LineGroup(NamedTuple):
     """Reads with the same sums: of gradients of scores, times a constant for each read; or of one
-    read, times its derivative at each score."""
+    read, times its derivative at each score. cuts: of the lines; only with constants."""
 
     line: Line
     reads: tuple[LineRead, ...]
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def is_constant(self) -> bool:
@@ -43,7 +46,13 @@ class LineGroup(NamedTuple):
 
 
 class Lines(Protocol):
-    """The lines of a tile that a warp holds."""
+    """The lines of a tile that a warp holds. rows_of_warp: consecutive ones."""
+
+    rows_of_warp: int
+
+    def first_row(self) -> Int32:
+        """The first row of this warp, among those of the warpgroup."""
+        ...
 
     def num_parts(self, line: Line, cols: int) -> int:
         """Parts of lines of a thread that has this number of columns."""
@@ -64,21 +73,29 @@ def line_reads(reads: ModReads, has_diagonals: bool) -> tuple[LineRead, ...]:
     found, term = [], 0
     for number, tensor in sorted(reads.tensors.items()):
         line = None
-        if tensor.is_of_lines and (has_diagonals or not tensor.is_distance):
-            line = Line.DIAGONAL if tensor.is_distance else Line.COLUMN
+        if tensor.is_of_lines and (has_diagonals or not tensor.is_diagonal):
+            line = Line.DIAGONAL if tensor.is_diagonal else Line.COLUMN
         for factor in tensor.factors:
             if line is not None:
-                found.append(LineRead(term, number, line, factor))
+                found.append(LineRead(term, number, line, factor, tensor.cuts))
             term += 1
     return tuple(found)
 
 
 def line_groups(reads: tuple[LineRead, ...]) -> tuple[LineGroup, ...]:
-    groups = []
-    for line in Line:
-        own = [x for x in reads if x.line is line]
-        constant = tuple(x for x in own if x.factor.constant is not None)
-        if constant:
-            groups.append(LineGroup(line, constant))
-        groups += [LineGroup(line, (x,)) for x in own if x.factor.constant is None]
-    return tuple(groups)
+    together: dict[tuple[Line, tuple[Cut, ...]], list[LineRead]] = {}
+    alone = []
+    for read in reads:
+        if read.factor.constant is None:
+            alone.append(LineGroup(read.line, (read,)))
+        else:
+            together.setdefault((read.line, read.cuts), []).append(read)
+    return *(LineGroup(line, tuple(x), cuts) for (line, cuts), x in together.items()), *alone
+
+
+def next_cut(cuts: tuple[Cut, ...], of_keys: bool, place: Int32, end: Int32) -> Int32:
+    """The first cut after a place, or the end."""
+    for cut in cuts:
+        if cut.of_keys == of_keys:
+            end = cutlass.min(end, (place // cut.size + 1) * cut.size)
+    return end

@@ -21,7 +21,9 @@ from cutlass._mlir.dialects import arith
 from flash_mask_cute.mods import derivative, ir_analysis
 from flash_mask_cute.mods.aux_reads import Place, noted_limits
 from flash_mask_cute.mods.read_classes import (
+    LEAST_CUT,
     MOST_POSITION,
+    Cut,
     Factor,
     ModReads,
     ReadClass,
@@ -56,6 +58,7 @@ _PURE = {
     "vector.extract",
     "vector.shape_cast",
 }
+_DIVISIONS = {"arith.divsi", "arith.divui", "arith.floordivsi"}
 # Of these the result is the operand, if it is one number.
 _SAME = {
     "cute.get_scalars",
@@ -96,10 +99,11 @@ def analyse_reads(
             difference = values.describe(indices[0]) if is_difference else ""
             factors = tuple(_factor(factor) for _, factor in own)
             is_once = read_class is ReadClass.PLACES and values.are_once(indices)
-            is_distance = is_difference and values.is_distance(indices[0])
+            cuts = values.cuts_of(indices[0]) if is_difference else None
             found[number] = TensorReads(
-                read_class, why, needs_score, difference, factors, is_once, is_distance
-            )
+                read_class, why, needs_score, difference, factors, is_once,
+                cuts is not None, cuts or (),
+            )  # fmt: skip
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
 
 
@@ -132,9 +136,12 @@ class _Value(NamedTuple):
 
 
 class _Term(NamedTuple):
+    """divisor: of a query or key itself, whose whole part it is, if it is one."""
+
     place: Place
     span: Span | None
     text: str
+    divisor: int | None = None
 
 
 class _Values:
@@ -217,11 +224,21 @@ class _Values:
         place = next((place for place in Place if x.number == self._number(place)), None)
         return place
 
-    def is_distance(self, indices: tuple[_Value, ...]) -> bool:
-        """Whether the difference that all indices depend on is that of query and key themselves."""
+    def cuts_of(self, indices: tuple[_Value, ...]) -> tuple[Cut, ...] | None:
+        """The cuts between which the difference that all indices depend on is the same along a
+        diagonal; None: it is not, or they are too many."""
         terms = self._difference_of(indices) or ()
-        numbers = {self._number(place) for place in (Place.QUERY, Place.KEY)}
-        return {i for i, _ in terms} == numbers and sum(n for _, n in terms) == 0
+        themselves = {self._number(place) for place in (Place.QUERY, Place.KEY)}
+        cuts = []
+        for i, _ in terms:
+            term = self._terms[i]
+            if i in themselves:
+                continue
+            if term.divisor is None or term.divisor < LEAST_CUT:
+                return None
+            cuts.append(Cut(term.place is Place.KEY, term.divisor))
+        is_same = sum(n for i, n in terms if i in themselves) == 0
+        return tuple(sorted(set(cuts))) if is_same else None
 
     def are_once(self, reads: list[tuple[_Value, ...]]) -> bool:
         """Whether no two scores read the same element, of a tensor that is read by places."""
@@ -322,12 +339,23 @@ class _Values:
         if len(places) == 1:
             only = places.pop()
             text = _text(name, operation, inputs) or f"a function of {_NAMES[only]}"
-            self._terms[number] = _Term(only, span, text)
+            self._terms[number] = _Term(only, span, text, self._divisor(name, only, inputs))
             return _Value(_Kind.SUM, number, ((number, 1),), 0, span)
         sums = {_lowest(x.terms) for x in varying}
         if len(sums) > 1:
             return _Value(_Kind.UNKNOWN, number)
         return _Value(_Kind.FUNCTION, number, sums.pop(), span=span)
+
+    def _divisor(self, name: str, place: Place, inputs: list[_Value]) -> int | None:
+        """By which a place itself is divided, which is not negative."""
+        if name not in (*_DIVISIONS, "arith.shrsi", "arith.shrui"):
+            return None
+        x, y = inputs
+        if x.number != self._number(place) or y.constant is None:
+            return None
+        if name in _DIVISIONS:
+            return y.constant
+        return 2**y.constant if 0 <= y.constant < 31 else None
 
 
 # -- sums ---------------------------------------------------------------------------------------

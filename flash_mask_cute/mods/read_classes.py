@@ -44,13 +44,24 @@ class Factor(NamedTuple):
     is_finite: bool = False
 
 
+class Cut(NamedTuple):
+    """A cut at each multiple of size, of queries or of keys."""
+
+    of_keys: bool
+    size: int
+
+
+# Cuts that are nearer to each other are too many.
+LEAST_CUT = 16
+
+
 class TensorReads(NamedTuple):
     """The reads of one aux tensor.
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
-    is_once: no two scores read the same element. is_distance: the difference is that of query and
-    key themselves.
+    is_once: no two scores read the same element. is_diagonal: elements are the same along a
+    diagonal of scores, between cuts.
     """
 
     read_class: ReadClass
@@ -59,7 +70,8 @@ class TensorReads(NamedTuple):
     difference: str = ""
     factors: tuple[Factor, ...] = ()
     is_once: bool = False
-    is_distance: bool = False
+    is_diagonal: bool = False
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def is_of_walks(self) -> bool:
@@ -67,8 +79,14 @@ class TensorReads(NamedTuple):
 
     @property
     def is_of_lines(self) -> bool:
-        """Whether the elements stay the same along columns or diagonals of a tile."""
-        return self.read_class is ReadClass.QUERY or self.is_distance
+        """Whether gradients are summed along columns or diagonals of a tile."""
+        if self.read_class is not ReadClass.QUERY and not self.is_diagonal:
+            return False
+        return not self.cuts or self.has_constant_factors
+
+    @property
+    def has_constant_factors(self) -> bool:
+        return all(x.constant is not None for x in self.factors)
 
     @property
     def is_easy(self) -> bool:
@@ -76,9 +94,9 @@ class TensorReads(NamedTuple):
         score, and where elements are found score by score, it takes no arithmetic."""
         if self.needs_score or self.read_class is ReadClass.OTHER:
             return False
-        if self.read_class is ReadClass.DIFFERENCE and not self.is_distance:
-            return False
-        return not self.is_of_lines or all(x.constant is not None for x in self.factors)
+        if self.is_of_lines:
+            return self.has_constant_factors
+        return self.read_class is not ReadClass.DIFFERENCE
 
 
 class ModReads(NamedTuple):

@@ -17,7 +17,7 @@ from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
-from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines
+from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
 from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
 
@@ -180,12 +180,14 @@ class ScoreChain:
                     self._add_to_rows(of_walk, r, terms, by_modified, counts)
                     self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
                     sums.add(self._others(terms), by_modified, counts)
+                    if self._has_cuts:
+                        grads[r, i] = by_modified
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
                 for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
                     self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
-        self._send_lines(block, first_col, of_lines)
+        self._send_lines(block, first_col, of_lines, grads)
         self._add_to_walk(of_walk)
 
     def apply_to_grads(
@@ -223,11 +225,13 @@ class ScoreChain:
                     counts = prob > 0.0
                     self._add_to_rows(of_walk, r, terms, dscore, counts)
                     self._add_to_lines(of_lines, r, c, terms, dscore, counts)
+                    if self._has_cuts:
+                        grads[r, c] = dscore
                     sums.add(self._others(terms), dscore, counts)
                     pair.append(dscore)
                 self.elements.keep_pair(dscores, self.dtype, r, first, *pair)
         sums.flush()
-        self._send_lines((work, head_idx, m_block), 0, of_lines)
+        self._send_lines((work, head_idx, m_block), 0, of_lines, grads)
         self._add_to_walk(of_walk)
 
     # -- sums over a walk -----------------------------------------------------------------------
@@ -318,10 +322,14 @@ class ScoreChain:
 
     # -- sums along lines -----------------------------------------------------------------------
 
+    @property
+    def _has_cuts(self) -> bool:
+        return any(group.cuts for group in self.groups)
+
     def _zeros_of_lines(self, cols: int) -> list[list[Float32]]:
-        """A thread's parts of the lines, for each group, of so many columns."""
-        count = self.lines.num_parts if self.groups else None
-        return [[Float32(0.0)] * count(group.line, cols) for group in self.groups]
+        """A thread's parts of the lines, for each group without cuts, of so many columns."""
+        groups = (group for group in self.groups if not group.cuts)
+        return [[Float32(0.0)] * self.lines.num_parts(group.line, cols) for group in groups]
 
     def _add_to_lines(
         self,
@@ -332,8 +340,9 @@ class ScoreChain:
         grad: Float32,
         counts: Boolean,
     ) -> None:
-        """Add what a score gives to each group of reads; see `AuxSums.add`."""
-        for parts, group in zip(of_lines, self.groups, strict=True):
+        """Add what a score gives to each group of reads without cuts; see `AuxSums.add`."""
+        groups = (group for group in self.groups if not group.cuts)
+        for parts, group in zip(of_lines, groups, strict=True):
             read, more = group.reads[0], grad
             if not group.is_constant:
                 more = grad * terms[read.term][2]
@@ -341,37 +350,127 @@ class ScoreChain:
             parts[i] = parts[i] + _counted(more, read, counts)
 
     def _send_lines(
-        self, block: tuple[Work, Int32, Int32], first_col: int, of_lines: list[list[Float32]]
+        self,
+        block: tuple[Work, Int32, Int32],
+        first_col: int,
+        of_lines: list[list[Float32]],
+        grads: cute.Tensor,
     ) -> None:
-        """Add the sums along the lines of a warp's scores to their elements. first_col: the
-        thread's column of the block that is their column 0."""
-        targets = self._targets() if self.groups else {}
-        for parts, group in zip(of_lines, self.groups, strict=True):
-            sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
-            for total, number in self.lines.totals(group.line, parts):
-                place = self._place_on_line(block, group.line, first_col, number)
-                _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
-                for own, read in zip(sums, group.reads, strict=True):
-                    tensor, coordinates, _ = terms[read.term]
-                    factor = Float32(read.factor.constant if group.is_constant else 1.0)
-                    own.add([(tensor, coordinates, factor)], total, Boolean(True))
-            for own in sums:
-                own.flush()
+        """Add the sums along the lines of a warp's scores to their elements.
+
+        first_col: the thread's column of the block that is their column 0. grads: gradients of the
+        scores, where lines have cuts.
+        """
+        sums = iter(of_lines)
+        for group in self.groups:
+            if group.cuts:
+                self._send_between_cuts(block, first_col, group, grads)
+            else:
+                self._send_totals(block, first_col, group, next(sums), (Int32(0), Int32(0)))
+
+    @cute.jit
+    def _send_between_cuts(
+        self,
+        block: tuple,
+        first_col: cutlass.Constexpr[int],
+        group: cutlass.Constexpr[LineGroup],
+        grads: cute.Tensor,
+    ) -> None:
+        """`_send_lines` of a group with cuts: of each rectangle between cuts."""
+        work = block[0]
+        q_idx, k_idx = self._first_of(block, first_col)
+        k_idx = k_idx + self.lines.first_row()
+        # the threads of a row have all columns of each eight
+        end_q = q_idx + cute.size(grads, mode=[1]) * self.elements.lanes_per_row
+        end_q = cutlass.min(end_q, work.seqlen_q)
+        end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
+        while k_idx < end_k:
+            next_k = next_cut(group.cuts, True, k_idx, end_k)
+            from_q = q_idx
+            while from_q < end_q:
+                next_q = next_cut(group.cuts, False, from_q, end_q)
+                parts = self._between(
+                    block, first_col, group, grads, (from_q, next_q, k_idx, next_k)
+                )
+                self._send_totals(block, first_col, group, parts, (from_q, k_idx))
+                from_q = next_q
+            k_idx = next_k
+
+    def _between(
+        self,
+        block: tuple[Work, Int32, Int32],
+        first_col: int,
+        group: LineGroup,
+        grads: cute.Tensor,
+        sides: tuple[Int32, Int32, Int32, Int32],
+    ) -> list[Float32]:
+        """A thread's parts of the lines in a rectangle. sides: its first query, the one behind its
+        last, and the same of keys."""
+        first_q, end_q, first_k, end_k = sides
+        elements, thread, cols = self.elements, thread_in_warpgroup(), cute.size(grads, mode=[1])
+        q_idx, k_idx = self._first_of(block, first_col)
+        parts = [Float32(0.0)] * self.lines.num_parts(group.line, cols)
+        queries = (
+            q_idx + elements.first_col_of(thread) + elements.col_offset(c) for c in range(cols)
+        )
+        has_query = [(q >= first_q) & (q < end_q) for q in queries]
+        for r in range(elements.num_rows):
+            key = k_idx + elements.row_of(thread, r)
+            has_key = (key >= first_k) & (key < end_k)
+            for c in range(cols):
+                i = self.lines.part_of(group.line, r, c)
+                more = cutlass.select_(has_key & has_query[c], grads[r, c], Float32(0.0))
+                parts[i] = parts[i] + more
+        return parts
+
+    def _send_totals(
+        self,
+        block: tuple[Work, Int32, Int32],
+        first_col: int,
+        group: LineGroup,
+        parts: list[Float32],
+        corner: tuple[Int32, Int32],
+    ) -> None:
+        """Add up the parts of lines, and add the totals to their elements. corner: the first query
+        and the first key with the elements of these lines."""
+        targets = self._targets()
+        sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
+        for total, number in self.lines.totals(group.line, parts):
+            place = self._place_on_line(block, group.line, first_col, number, corner)
+            _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
+            for own, read in zip(sums, group.reads, strict=True):
+                tensor, coordinates, _ = terms[read.term]
+                factor = Float32(read.factor.constant if group.is_constant else 1.0)
+                own.add([(tensor, coordinates, factor)], total, Boolean(True))
+        for own in sums:
+            own.flush()
 
     def _place_on_line(
-        self, block: tuple[Work, Int32, Int32], line: Line, first_col: int, number: Int32
+        self,
+        block: tuple[Work, Int32, Int32],
+        line: Line,
+        first_col: int,
+        number: Int32,
+        corner: tuple[Int32, Int32],
     ) -> tuple:
         """The position of a score on a line of a warp, as callables see it; any position if no
         score of the line is there."""
-        work, head_idx, m_block = block
-        tile_m, tile_n = self.tiles
-        q_idx = m_block * tile_m + self.first_query + self.elements.col_offset(first_col) + number
-        k_idx = Int32(0)
+        work, head_idx, _ = block
+        q_idx, first_k = self._first_of(block, first_col)
+        q_idx, k_idx = q_idx + number, Int32(0)
         if line is Line.DIAGONAL:
-            distance = q_idx - (work.block * tile_n + self.first_key)
-            q_idx, k_idx = cutlass.max(distance, 0), cutlass.max(-distance, 0)
+            distance = q_idx - first_k
+            k_idx = cutlass.max(corner[1], corner[0] - distance)
+            q_idx = k_idx + distance
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
-        return work.batch_idx, head_idx, work.position(q_idx), k_idx
+        return work.batch_idx, head_idx, work.position(cutlass.max(q_idx, 0)), k_idx
+
+    def _first_of(self, block: tuple[Work, Int32, Int32], first_col: int) -> tuple[Int32, Int32]:
+        """The first query and the first key of a warpgroup's scores, from a thread's column on."""
+        work, _, m_block = block
+        tile_m, tile_n = self.tiles
+        q_idx = m_block * tile_m + self.first_query + self.elements.col_offset(first_col)
+        return q_idx, work.block * tile_n + self.first_key
 
     # -- single scores --------------------------------------------------------------------------
 

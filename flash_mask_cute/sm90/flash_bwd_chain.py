@@ -50,7 +50,7 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
     # positions before 0 become 0, with other distances
     has_diagonals = lengths.q_start is None
     are_easy = all(
-        x.is_easy and (has_diagonals or not x.is_distance) for x in reads.tensors.values()
+        x.is_easy and (has_diagonals or not x.is_diagonal) for x in reads.tensors.values()
     )
     of_grads = reads.is_shift and are_easy and is_exact and has_heads
     walk, of_walk = None, walk_reads(reads) if has_heads else ()

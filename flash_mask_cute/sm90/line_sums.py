@@ -14,11 +14,15 @@ from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.mods.line_sums import Line
 from flash_mask_cute.sm90 import wgmma
 
-_ROWS_OF_WARP = 16
-
 
 class AccumulatorLines:
     """`Lines` of accumulators."""
+
+    rows_of_warp = 16
+
+    def first_row(self) -> Int32:
+        warp = cute.arch.make_warp_uniform(thread_in_warpgroup() // cute.arch.WARP_SIZE)
+        return warp * self.rows_of_warp
 
     def num_parts(self, line: Line, cols: int) -> int:
         return cols if line is Line.COLUMN else cols + 2 * (wgmma.ROWS_PER_THREAD - 1)
@@ -34,8 +38,7 @@ class AccumulatorLines:
         else:
             sums, number = _over_rows(lane, _distances(lane, parts))
             # number 0 is 8 columns before the distance of column 0 from the thread's last row
-            first -= 8 * wgmma.ROWS_PER_THREAD
-            first -= thread_in_warpgroup() // cute.arch.WARP_SIZE * _ROWS_OF_WARP
+            first -= 8 * wgmma.ROWS_PER_THREAD + self.first_row()
         found = []
         for i, total in enumerate(sums):
             c = number + i

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.lowering.pair import resolve_mods
-from flash_mask_cute.mods.read_classes import ModReads
+from flash_mask_cute.mods.read_classes import Cut, ModReads, ReadClass
 from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -120,12 +120,33 @@ def test_which_differences_are_distances() -> None:
     def is_distance(name: str) -> bool:
         _, dims, index = INDICES[name]
         tables = [torch.zeros((8,) * dims), torch.zeros(8, dtype=torch.int32)]
-        return reads_of(adds(index), tables, (0,)).tensors[0].is_distance
+        reads = reads_of(adds(index), tables, (0,)).tensors[0]
+        return reads.is_diagonal and not reads.cuts
 
     differences = [name for name, (kind, *_) in INDICES.items() if kind == "difference"]
     found = {name for name in differences if is_distance(name)}
     assert found == {"distance", "wide", "limited", "past", "bucket-of-head"}
     assert not any(is_distance(name) for name in INDICES if name not in differences)
+
+
+def test_between_which_cuts_elements_are_the_same_along_a_diagonal() -> None:
+    def cuts_of(index: Callable[..., Any]) -> Any:
+        reads = reads_of(adds(index), [torch.zeros(8), torch.zeros(8, dtype=torch.int32)], (0,))
+        found = reads.tensors[0]
+        assert found.read_class is ReadClass.DIFFERENCE
+        return found.cuts if found.is_diagonal else None
+
+    by_20 = (Cut(False, 20), Cut(True, 20))
+    assert cuts_of(lambda b, h, q, k, ids: q // 20 - k // 20 + 5) == by_20
+    assert cuts_of(lambda b, h, q, k, ids: (q - q // 20 * 20) - (k - k // 20 * 20) + 30) == by_20
+    assert cuts_of(lambda b, h, q, k, ids: q // 20 - k + k // 20 + 20 - q) is None
+    assert cuts_of(lambda b, h, q, k, ids: q - k // 32 + 20) is None
+    assert cuts_of(lambda b, h, q, k, ids: q - k + 3 * (k // 32)) == (Cut(True, 32),)
+    assert cuts_of(lambda b, h, q, k, ids: q - k + 3 * (k >> 5)) == (Cut(True, 32),)
+    # too many, of other numbers, and by numbers that are not known
+    assert cuts_of(lambda b, h, q, k, ids: q // 8 - k // 8 + 5) is None
+    assert cuts_of(lambda b, h, q, k, ids: (q + 1) // 32 - k // 32 + 5) is None
+    assert cuts_of(lambda b, h, q, k, ids: q - k + cutlass.min(k // 64, 9)) is None
 
 
 def test_which_elements_one_score_reads() -> None:

@@ -104,10 +104,24 @@ def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[-1][h[0], q[0], k[0]]
 
 
-def _axial(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    side = 12
-    rows, cols = q[0] // side - k[0] // side, q[0] % side - k[0] % side
-    return score + aux[-2][h[0], rows + 20] + aux[-1][h[0], cols + side - 1]
+def _by_axes(side: int) -> TrainedRecipe:
+    """Two tables, of the distance in rows of a grid and in columns; one of them is read twice."""
+
+    def cute(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        rows = q[0] // side - k[0] // side
+        cols = (q[0] - q[0] // side * side) - (k[0] - k[0] // side * side)
+        last = aux[-1][h[0], cols + side - 1] - 0.5 * aux[-1][h[0], abs(cols)]
+        return score + aux[-2][h[0], rows + 20] + last
+
+    def dense(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, *tables: Tensor) -> Tensor:
+        of_rows, of_cols = tables
+        rows, cols = q // side - k // side, q % side - k % side
+        last = of_cols[h][cols + side - 1] - 0.5 * of_cols[h][cols.abs()]
+        return score + of_rows[h][rows + 20] + last
+
+    return TrainedRecipe(
+        cute, dense, lambda x: [((x.heads_q, 41), FP32), ((x.heads_q, 2 * side - 1), FP32)]
+    )
 
 
 TRAINED_MODS = {
@@ -166,13 +180,8 @@ TRAINED_MODS = {
         lambda score, b, h, q, k, bias: score + bias[h][q, k],
         lambda x: [((x.heads_q, x.seqlen_q, x.seqlen_k), BF16)],
     ),
-    "axial": TrainedRecipe(
-        _axial,
-        lambda score, b, h, q, k, rows, cols: (
-            score + rows[h][q // 12 - k // 12 + 20] + cols[h][q % 12 - k % 12 + 11]
-        ),
-        lambda x: [((x.heads_q, 41), FP32), ((x.heads_q, 23), FP32)],
-    ),
+    "axial": _by_axes(20),
+    "windows": _by_axes(12),
     "squared": TrainedRecipe(
         _squared,
         lambda score, b, h, q, k, x: score + x[h].square() * x[(h + k) % 2],
@@ -253,7 +262,16 @@ LINE_CASES = (
     (Case("buckets", 2, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets"),
     (Case("buckets-softcap", 1, 100, 129, 1, 1, causal=True, softcap=12.0), "buckets"),
     (Case("pair-batch3", 3, 140, 130, 2, 2, head_dim=32), "pair"),
-    (Case("axial", 2, 144, 144, 2, 2, head_dim=64), "axial"),
+    (Case("axial", 2, 144, 170, 2, 2, head_dim=64), "axial"),
+    (
+        Case(
+            "axial-varlen", heads_q=1, heads_kv=1,
+            lengths_q=(0, 70, 9, 65), lengths_k=(40, 200, 0, 65), causal=True,
+        ),
+        "axial",
+    ),
+    (Case("axial-d192", 1, 70, 140, 1, 1, head_dim=192, head_dim_v=64), "axial"),
+    (Case("windows", 2, 144, 144, 2, 2, head_dim=64), "windows"),
 )  # fmt: skip
 
 
@@ -354,12 +372,15 @@ def _aux_gradients(
 
 class _Rounding(NamedTuple):
     """A rounding of probabilities and of out. scale: of the probabilities that are rounded, which
-    lies in the maximum of the scores that a kernel had seen."""
+    lies in the maximum of the scores that a kernel had seen; None: only out is rounded, as where a
+    test gives a backward the oracle's."""
 
     dtype: torch.dtype
-    scale: float
+    scale: float | None
 
     def output(self, probabilities: Tensor, v: Tensor) -> Tensor:
+        if self.scale is None:
+            return (probabilities @ v).to(self.dtype).double()
         rounded = (probabilities * self.scale).to(self.dtype).double() / self.scale
         return (rounded @ v).to(self.dtype).double()
 
@@ -380,7 +401,7 @@ def assert_aux_gradients_close(
     """
     reference = reference_aux_gradients(given, dout, dlse)
     dtype = given.inputs.q.dtype
-    rounded = [_aux_gradients(given, dout, dlse, _Rounding(dtype, x)) for x in SCALES]
+    rounded = [_aux_gradients(given, dout, dlse, _Rounding(dtype, x)) for x in (None, *SCALES)]
     for i, (gradient, expected, x) in enumerate(
         zip(gradients, reference, given.trained, strict=True)
     ):
