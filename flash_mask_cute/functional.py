@@ -321,10 +321,12 @@ def flash_attn_varlen_func(
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim). With
     cu_seqlens_k k and v are packed. A side without cu_seqlens is dense. seqused_* (int32, batch)
-    count the used rows of each batch entry. With page_table (int32, (batch, max_pages)) k and v are
-    pools of pages (pages, page_size, heads_kv, d): the seqused_k keys of sequence b lie in pages
-    page_table[b, 0], page_table[b, 1] and so on. For packed queries lse is (heads_q, total_q).
-    max_logit is always (heads_q,). Gradients of unused rows are 0.
+    count the used rows of each batch entry. Beside cu_seqlens_q, k and v of one batch entry, (1,
+    seqlen_k, heads_kv, d), are those of all sequences, and so are their gradients, which are sums;
+    the b of masks and mods is the sequence of the query (docs/masks.md). With page_table (int32,
+    (batch, max_pages)) k and v are pools of pages (pages, page_size, heads_kv, d): the seqused_k
+    keys of sequence b lie in pages page_table[b, 0], page_table[b, 1] and so on. For packed queries
+    lse is (heads_q, total_q). max_logit is always (heads_q,). Gradients of unused rows are 0.
 
     causal: a bool, or int32 (batch,): the sequences where it is not 0 are causal, and others see
     all keys that the window leaves. Its contents may change between calls. Column intervals given
@@ -332,8 +334,9 @@ def flash_attn_varlen_func(
     supported on Blackwell.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, and those
-            with causal as a tensor, have no gradients.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, those with
+            causal as a tensor, and those with seqused_k beside k and v of one batch entry for
+            several sequences have no gradients.
 
     Example:
         >>> import torch

@@ -92,7 +92,8 @@ def _flash_attn_fwd(
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
     with head_dim_v. With cu_seqlens_q (int32, batch + 1, starting at 0) q is (total_q, heads_q,
-    head_dim); with cu_seqlens_k k and v are (total_k, ...). seqused_* (int32, batch) count the used
+    head_dim); with cu_seqlens_k k and v are (total_k, ...), and beside cu_seqlens_q alone they may
+    be (1, seqlen_k, ...) for all sequences (docs/masks.md). seqused_* (int32, batch) count the used
     rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
@@ -100,8 +101,7 @@ def _flash_attn_fwd(
     sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
     A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
     tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
-    one more logit per head, without a value. softmax_scale: any number or 0-dim CPU tensor, by
-    default head_dim ** -0.5.
+    one more logit per head, without a value. softmax_scale None means head_dim ** -0.5.
 
     q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
     read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
@@ -264,11 +264,13 @@ def _flash_attn_bwd(
     dq, dk, dv are new contiguous tensors, or the caller's: shaped like q, k and v, in memory of
     their own. They are 0 in rows that see nothing, for keys that no query sees, and in rows past
     seqused_*. Packed rows that belong to no sequence are 0 in new tensors; in the caller's tensors
-    a GPU leaves them unchanged. dsink (heads_q,), in learnable_sink's dtype, receives the gradient
-    of the sink, which is computed only on request. daux has an entry for each aux tensor: None, or
-    a floating-point tensor of the same shape and dtype. It receives the gradient through score_mod,
-    0 where score_mod does not read; reads by mask_mod have no gradient. daux is not supported with
-    a score_mod_bwd, and with deterministic=True only of tensors read by head or by key
+    a GPU leaves them unchanged. If k and v are one batch entry for several sequences, dk and dv are
+    sums over all of them; seqused_k is then not supported, nor is daux with deterministic=True.
+    dsink (heads_q,), in learnable_sink's dtype, receives the gradient of the sink, which is
+    computed only on request. daux has an entry for each aux tensor: None, or a floating-point
+    tensor of the same shape and dtype. It receives the gradient through score_mod, 0 where
+    score_mod does not read; reads by mask_mod have no gradient. daux is not supported with a
+    score_mod_bwd, and with deterministic=True only of tensors read by head or by key
     (docs/mods.md#classes-of-reads), not on Blackwell.
 
     config: a `BwdConfig`, or a mapping of some of its fields, which override the table.
