@@ -23,6 +23,7 @@ from flash_mask_cute.call.arguments import (
     Masks,
     Tensors,
 )
+from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.check.validate import (
     CAUSALS_HAVE_NO_GRADIENTS,
     check_differentiable_by_aux,
@@ -38,6 +39,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
+from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
@@ -157,7 +159,7 @@ def _as_autocast_casts(tensors: Tensors) -> Tensors:
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (
         x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, FP8)
         else x
         for x in (q, tensors.k, tensors.v)
     )
@@ -188,6 +190,8 @@ def _needs_graph(tensors: Tensors) -> bool:
             or x.v.requires_grad
             or (sink is not None and sink.requires_grad)
             or (x.out is not None and x.out.requires_grad)
+            or (x.lengths.k_descale is not None and x.lengths.k_descale.requires_grad)
+            or (x.lengths.v_descale is not None and x.lengths.v_descale.requires_grad)
         )
     except AttributeError:
         return False  # what is no tensor is refused by the host path, by name
@@ -199,6 +203,10 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
     if call.tensors.causals is not None:
         raise NotImplementedError(
             f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
+        )
+    if getattr(call.tensors.k, "dtype", None) == FP8:
+        raise NotImplementedError(
+            f"{NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
         )
     if isinstance(call.tensors.out, Tensor):
         raise ValueError(

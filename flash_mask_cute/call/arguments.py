@@ -27,7 +27,8 @@ class Lengths(NamedTuple):
     """Where the sequences of a call lie, and what they have in use; None: not there.
 
     q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k: beside
-    page_table, the row of it that a sequence has, and the rows before its first key.
+    page_table, the row of it that a sequence has, and the rows before its first key. k_descale,
+    v_descale: of keys and values in fp8, what their numbers are multiplied by.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -38,6 +39,8 @@ class Lengths(NamedTuple):
     q_starts: Tensor | None = None
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     def of_sequences(self) -> tuple[Tensor | None, ...]:
         """Those by which sequences have other lengths than q, k and v, or may."""
@@ -71,15 +74,16 @@ def lengths_of(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
     kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> Lengths:  # fmt: skip
     """The lengths of a call, which are always the same object if there are none."""
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is None
-        and q_starts is kv_batch_idx is leftpad_k is None
+        and q_starts is kv_batch_idx is leftpad_k is k_descale is v_descale is None
     ):
         return Lengths(
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-            leftpad_k,
+            leftpad_k, k_descale, v_descale,
         )  # fmt: skip
     return NO_LENGTHS
 
@@ -218,7 +222,10 @@ class BackwardOptions(NamedTuple):
 NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 
 # what only one direction has
-_OF_FORWARD = {"max_scores", "page_table", "kv_batch_idx", "leftpad_k", *Options._fields[_SHARED:]}
+_OF_FORWARD = {
+    *("max_scores", "page_table", "kv_batch_idx", "leftpad_k", "k_descale", "v_descale"),
+    *Options._fields[_SHARED:],
+}
 _OF_BACKWARD = {*Gradients._fields, *BackwardOptions._fields}
 _NAMES = tuple(
     name

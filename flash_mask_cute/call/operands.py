@@ -34,6 +34,8 @@ OF_OPERATORS = (
     OperatorArgument("q_starts", "Tensor?", "lengths"),
     OperatorArgument("kv_batch_idx", "Tensor?", "lengths"),
     OperatorArgument("leftpad_k", "Tensor?", "lengths"),
+    OperatorArgument("k_descale", "Tensor?", "lengths"),
+    OperatorArgument("v_descale", "Tensor?", "lengths"),
     OperatorArgument("causals", "Tensor?", "tensors"),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),

@@ -49,6 +49,14 @@ class Mods(NamedTuple):
     score_mod_bwd: Callable[..., Any] | None = None
 
 
+class Fp8Keys(NamedTuple):
+    """Keys and values in float8_e4m3fn. k_descale, v_descale: the rank of their scales, 2 for one
+    a sequence and head, 3 for one a token and head; None: 1."""
+
+    k_descale: int | None = None
+    v_descale: int | None = None
+
+
 class TuningClass(str, Enum):
     """What masks or modifies the scores, as far as tiles depend on it.
 
@@ -86,7 +94,8 @@ class AttentionProblem:
     split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
-    a right side of the window, which sequences are causal is given.
+    a right side of the window, which sequences are causal is given. fp8: the form of keys and
+    values in 8 bits; None: they have the dtype of q.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -127,6 +136,7 @@ class AttentionProblem:
     has_kv_batch_idx: bool = False
     has_leftpad_k: bool = False
     causal_each: bool = False
+    fp8: Fp8Keys | None = None
 
     @property
     def is_local(self) -> bool:

@@ -219,10 +219,13 @@ class FlashAttentionForwardSm100:
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
         mCausal: cute.Tensor | None = None,
+        mKDescale: cute.Tensor | None = None,
+        mVDescale: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = {
             "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausal": mCausal,
+            "mKDescale": mKDescale, "mVDescale": mVDescale,
         }  # fmt: skip
         for name, given in refused.items():
             if const_expr(given is not None):

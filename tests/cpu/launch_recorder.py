@@ -45,5 +45,7 @@ class Recorder:
             "kv_batch_idx",
             "leftpad_k",
             "causals",
+            "k_descale",
+            "v_descale",
         )
         return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}

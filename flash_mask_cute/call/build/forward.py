@@ -78,6 +78,7 @@ def build_fwd(
         num_sms=target.num_sms,
         split=problem.split,
         page_box=problem.page_box,
+        **({} if problem.fp8 is None else {"in_fp8": True}),
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes

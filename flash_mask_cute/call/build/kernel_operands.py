@@ -56,11 +56,20 @@ def _q(x: AttentionProblem, _: Any) -> Any:
 
 
 def _k(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_k(x), x.head_dim)
+    return operand(_kv_dtype(x), _rank_k(x), x.head_dim)
 
 
 def _v(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_k(x), x.head_dim_v)
+    return operand(_kv_dtype(x), _rank_k(x), x.head_dim_v)
+
+
+def _kv_dtype(problem: AttentionProblem) -> str:
+    """Kernels take codes of fp8 as bytes."""
+    return problem.dtype if problem.fp8 is None else "uint8"
+
+
+def _descale(rank: int | None) -> Any:
+    return None if rank is None else strided(rank, "float32")
 
 
 def _out(x: AttentionProblem, _: Any) -> Any:
@@ -183,6 +192,8 @@ FORWARD = (
     KernelOperand("mKvBatchIdx", "kv_batch_idx", lambda x, _: int32_vector(x.has_kv_batch_idx)),
     KernelOperand("mLeftpadK", "leftpad_k", lambda x, _: int32_vector(x.has_leftpad_k)),
     KernelOperand("mCausal", "causals", lambda x, _: int32_vector(x.causal_each)),
+    KernelOperand("mKDescale", "k_descale", lambda x, _: _descale(x.fp8 and x.fp8.k_descale)),
+    KernelOperand("mVDescale", "v_descale", lambda x, _: _descale(x.fp8 and x.fp8.v_descale)),
 )
 
 # -- the backward --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
+from flash_mask_cute.call.check.fp8 import fp8_keys_of
 from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.check.validate import check_head_dims, check_inputs, refuse_order
 from flash_mask_cute.call.choose.arch import arch_spec
@@ -24,6 +25,7 @@ from flash_mask_cute.call.choose.config import (
 )
 from flash_mask_cute.call.choose.copies import (
     Conversion,
+    byte_conversion,
     input_conversion,
     output_conversion,
     sink_conversion,
@@ -239,6 +241,7 @@ def plan(
     if chosen.backend is Backend.CPU:
         return chosen
     _refuse_causal_sequences(chosen, call.tensors.causals)
+    _refuse_fp8(chosen)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -281,6 +284,15 @@ def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None
         )
 
 
+def _refuse_fp8(chosen: ExecutionPlan) -> None:
+    spec = arch_spec(chosen.target)
+    if chosen.problem.fp8 is not None and not spec.forward.reads_fp8:
+        raise NotImplementedError(
+            f"k and v in float8_e4m3fn are not supported on {spec.name}: convert them to the dtype "
+            f"of q ({chosen.problem.dtype})"
+        )
+
+
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
     """The part of a call's problem that both directions share, without packing."""
     x, of, (is_causal, window_left, window_right) = call.tensors, call.tensors.lengths, window
@@ -313,6 +325,7 @@ def _fwd_problem(
         needs_max_scores=x.max_scores is not None,
         has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
         has_leftpad_k=x.lengths.leftpad_k is not None,
+        fp8=fp8_keys_of(call),
     )
     if masks.score_mod is None:
         return problem
@@ -562,7 +575,8 @@ def _with_mask_bits(
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
-    if chosen.splits is not None or chosen.problem.page_box is not None:
+    problem = chosen.problem
+    if not (chosen.splits is problem.page_box is problem.fp8 is None):
         # the mask_mod of few queries is evaluated while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
@@ -603,10 +617,11 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
+    of_keys = input_conversion if chosen.problem.fp8 is None else byte_conversion
     conversions = {
         "q": input_conversion(x.q, factor),
-        "k": input_conversion(x.k),
-        "v": input_conversion(x.v),
+        "k": of_keys(x.k),
+        "v": of_keys(x.v),
         **chosen.conversions,
     }
     if chosen.direction is Direction.FORWARD:

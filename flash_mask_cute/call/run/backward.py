@@ -84,7 +84,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, sink, lengths = tensors[:5]
         out, lse, lse_low, gradients = tensors.out, tensors.lse, tensors.lse_low, tensors.gradients
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _ = lengths
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _, _, _ = lengths
         dout, dlse, dq, dk, dv, dsink, daux = gradients
         index = q.get_device()
         if index >= 0 and index != current_device():

@@ -21,7 +21,7 @@ from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
-from flash_mask_cute.cpu.paged import gather_pages
+from flash_mask_cute.cpu.paged import keys_in_rows
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
 from flash_mask_cute.masks.q_start import EACH
@@ -82,7 +82,7 @@ class KernelForward:
         q, k, v, sink, lengths, causals, out, lse, lse_low, max_scores, _ = tensors
         (
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            page_table, q_starts, kv_batch_idx, leftpad_k,
+            page_table, q_starts, kv_batch_idx, leftpad_k, k_descale, v_descale,
         ) = lengths  # fmt: skip
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
@@ -127,7 +127,7 @@ class KernelForward:
                 aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
                 query_chunk, lse_low, max_scores,
                 q_starts if self._reads_q_starts else self._q_start, partials, kv_batch_idx,
-                leftpad_k, causals if self._reads_causals else None,
+                leftpad_k, causals if self._reads_causals else None, k_descale, v_descale,
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
@@ -188,9 +188,8 @@ class CpuForward:
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
         of = x.lengths
-        if of.page_table is not None:
-            where = of.page_table, of.kv_batch_idx, of.leftpad_k
-            k, v = (gather_pages(pool, *where) for pool in (x.k, x.v))
+        if plan.problem.fp8 is not None or of.page_table is not None:
+            k, v = keys_in_rows(x)
             x = replaced(x, k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number
         tiles = CpuTiles(
