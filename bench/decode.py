@@ -425,7 +425,7 @@ def fp8(run: Run, p: Problem) -> None:
     def call(k: Tensor, v: Tensor, scales: Tensor, **more: Any) -> Tensor:
         if scales.dim() == 3:
             scales = scales.view(k.shape[:3])
-        of_cache = {"k_descale": scales, "v_descale": scales}
+        of_cache: Json = {"k_descale": scales, "v_descale": scales}
         return _flash_attn_fwd(p.q, k, v, **keywords, **of_cache, **more)[0]
 
     for name, scales in (("head", by_head), ("token", by_token)):

@@ -57,7 +57,9 @@ class Case:
 
 
 def _slopes(n: int, slopes: Any) -> Any:
-    return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
+    """Of either sign, a slope would let queries see the farthest keys alone: then scores have no
+    gradient but rounding."""
+    return lambda s, b, h, q, k: s - slopes[h].abs() * (q - k).abs()
 
 
 def _gains(n: int, gains: Any) -> Any:
@@ -95,6 +97,10 @@ def _axial(n: int, rows: Any, cols: Any) -> Any:
     )
 
 
+def _pairs(n: int, bias: Any) -> Any:
+    return lambda s, b, h, q, k: s + bias[h, q, k]
+
+
 # The mod made of tables, and the shapes of these, of heads and length.
 MODS: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[tuple[int, ...]]]]] = {
     "slopes": (_slopes, lambda h, n: [(h,)]),
@@ -104,6 +110,7 @@ MODS: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[tuple[int, .
     "distance": (_distance, lambda h, n: [(h, 257)]),
     "t5": (_t5, lambda h, n: [(h, BUCKETS)]),
     "axial": (_axial, lambda h, n: [(h, BUCKETS), (h, BUCKETS)]),
+    "pairs": (_pairs, lambda h, n: [(h, n, n)]),
 }
 
 

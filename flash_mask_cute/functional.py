@@ -19,10 +19,12 @@ from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.block_sparsity import lists_of_kept
 from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
+    NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
     Lengths,
+    OptionalTensors,
     Options,
     Tensors,
     configs_of,
@@ -231,7 +233,7 @@ def flash_attn_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), None, out,
+            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), NO_OPTIONAL, out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -353,11 +355,10 @@ def flash_attn_varlen_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            Lengths(
-                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts,
-                None, None, k_descale, v_descale,
-            ),
-            causals,
+            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
+            NO_OPTIONAL
+            if causals is k_descale is v_descale is None
+            else OptionalTensors(None, None, causals, k_descale, v_descale),
             out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
+    NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
     Direction,
     Gradients,
     Masks,
+    OptionalTensors,
     Options,
     PreparedBwd,
     PreparedFwd,
@@ -164,11 +166,11 @@ def _flash_attn_fwd(
     q_starts, start = split_q_start(q_start)
     causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
-    lengths = lengths_of(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-        leftpad_k, k_descale, v_descale,
-    )  # fmt: skip
-    tensors = Tensors(q, k, v, learnable_sink, lengths, causals, out, lse, lse_low, max_scores)
+    lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts)
+    optional = NO_OPTIONAL
+    if not (kv_batch_idx is leftpad_k is causals is k_descale is v_descale is None):
+        optional = OptionalTensors(kv_batch_idx, leftpad_k, causals, k_descale, v_descale)
+    tensors = Tensors(q, k, v, learnable_sink, lengths, optional, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, pack_gqa, return_lse,
@@ -287,7 +289,7 @@ def _flash_attn_bwd(
     tensors = Tensors(
         q, k, v, learnable_sink,
         lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
-        None, out, lse, lse_low=lse_low,
+        NO_OPTIONAL, out, lse, lse_low=lse_low,
         gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
@@ -394,7 +396,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.lengths.q_starts is not None
-        or x.causals is not None
+        or x.optional.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):

@@ -31,3 +31,5 @@ MAX_PACKED_SEQLEN = 1 << 26
 SINK_RTOL = 2.0**-16
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
+# of the bits of a choice of blocks, so that 32 bits number their words
+MOST_BIT_BYTES = 1 << 31

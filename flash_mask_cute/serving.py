@@ -27,10 +27,12 @@ from flash_mask_cute.autograd.passes import refuse_dual_level
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
+    NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
     Lengths,
+    OptionalTensors,
     Options,
     Tensors,
     configs_of,
@@ -191,8 +193,8 @@ def flash_attn_with_kvcache(
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k_cache, v_cache, learnable_sink,
-            Lengths(cu_seqlens_q, q_starts=q_starts), causals, out=out),
+            q, k_cache, v_cache, learnable_sink, Lengths(cu_seqlens_q, q_starts=q_starts),
+            NO_OPTIONAL if causals is None else OptionalTensors(causals=causals), out=out),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
@@ -269,7 +271,7 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
         cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.lengths.cu_seqlens_q,
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
-        advances=bool(options.causal) or has_window or x.causals is not None,
+        advances=bool(options.causal) or has_window or x.optional.causals is not None,
         k_descale=cache.k_descale, v_descale=cache.v_descale,
     )  # fmt: skip
 

@@ -52,12 +52,19 @@ def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
         cu_seqlens_k=view.cu_seqlens_k,
         seqused_k=view.seqused_k,
         page_table=view.page_table,
-        kv_batch_idx=view.kv_batch_idx,
-        leftpad_k=view.leftpad_k,
-        k_descale=view.k_descale,
-        v_descale=view.v_descale,
     )
     tensors = replaced(call.tensors, k=view.k, v=view.v, lengths=lengths)
+    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    in_pages = view.kv_batch_idx is not None or view.leftpad_k is not None
+    if in_pages or view.k_descale is not None or view.v_descale is not None:
+        optional = replaced(
+            tensors.optional,
+            kv_batch_idx=view.kv_batch_idx,
+            leftpad_k=view.leftpad_k,
+            k_descale=view.k_descale,
+            v_descale=view.v_descale,
+        )
+        tensors = replaced(tensors, optional=optional)
     options = replaced(call.options, max_seqlen_k=view.max_seqlen_k)
     return replaced(call, tensors=tensors, options=options)
 
@@ -113,13 +120,13 @@ def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     )
     operands = fields["q"], fields["k_cache"], fields["v_cache"], arguments[number + 2]
     call = with_out(call_of_operator(*operands, arguments[number + 4 :]), given)
-    x, of = call.tensors, call.tensors.lengths
+    x, of, optional = call.tensors, call.tensors.lengths, call.tensors.optional
     write = Append(
         **fields,
         cu_seqlens_q=of.cu_seqlens_q,
         page_table=of.page_table,
-        k_descale=of.k_descale if k_scales is None else k_scales,
-        v_descale=of.v_descale if v_scales is None else v_scales,
+        k_descale=optional.k_descale if k_scales is None else k_scales,
+        v_descale=optional.v_descale if v_scales is None else v_scales,
     )
     # of a compiled graph they run here alone
     cache = write.cache(batch_of(x.q, of.cu_seqlens_q))
@@ -149,13 +156,13 @@ def append_and_attend_by_operator(write: Append, call: AttentionCall) -> tuple[T
     """(out, lse) of `append_and_attend`, as an operator that declares what it changes."""
     operands = [getattr(write, name) for name in _OF_APPEND]
     scales = write.written_scales
-    lengths = replaced(
-        call.tensors.lengths,
-        page_table=write.page_table,
+    lengths = replaced(call.tensors.lengths, page_table=write.page_table)
+    optional = replaced(
+        call.tensors.optional,
         k_descale=None if scales[0] is not None else write.k_descale,
         v_descale=None if scales[1] is not None else write.v_descale,
     )
-    tensors = replaced(call.tensors, lengths=lengths)
+    tensors = replaced(call.tensors, lengths=lengths, optional=optional)
     arguments = to_operator(replaced(call, tensors=tensors))
     x = call.tensors
     out, lse = torch.ops.flash_mask_cute.append_and_attend(

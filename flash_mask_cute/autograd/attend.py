@@ -87,7 +87,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         reason = f"aux_tensors[{wants_aux[0]}] requires grad"
         check_differentiable_by_aux(reason, score_mod_bwd)
     if torch.are_deterministic_algorithms_enabled() or (reason is not None and deterministic):
-        unordered = None if reason is None else why_unordered(call, wants_aux)
+        unordered = None if reason is None else why_unordered(call.tensors.q.device)
         in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
     refused = None
@@ -190,8 +190,8 @@ def _needs_graph(tensors: Tensors) -> bool:
             or x.v.requires_grad
             or (sink is not None and sink.requires_grad)
             or (x.out is not None and x.out.requires_grad)
-            or (x.lengths.k_descale is not None and x.lengths.k_descale.requires_grad)
-            or (x.lengths.v_descale is not None and x.lengths.v_descale.requires_grad)
+            or (x.optional.k_descale is not None and x.optional.k_descale.requires_grad)
+            or (x.optional.v_descale is not None and x.optional.v_descale.requires_grad)
         )
     except AttributeError:
         return False  # what is no tensor is refused by the host path, by name
@@ -200,7 +200,7 @@ def _needs_graph(tensors: Tensors) -> bool:
 def _refuse_without_gradients(call: AttentionCall) -> None:
     """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
-    if call.tensors.causals is not None:
+    if call.tensors.optional.causals is not None:
         raise NotImplementedError(
             f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
         )
@@ -218,6 +218,12 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"
         )
+    for name, x in call.tensors.optional._asdict().items():
+        if x is not None:
+            raise NotImplementedError(
+                f"there are no gradients beside {name}: use torch.no_grad(), or detach what "
+                "requires grad"
+            )
 
 
 # -- eager ---------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
-    lengths = *of.of_sequences()[:4], of.q_starts, x.causals
+    lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causals
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
@@ -272,7 +272,7 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
     of = tensors.lengths
     cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
     seqused = _values(of.seqused_q), _values(of.seqused_k)
-    causals = _values(tensors.causals) if problem.causal_each else None
+    causals = _values(tensors.optional.causals) if problem.causal_each else None
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
-from flash_mask_cute.call.build.scratch import BwdScratch, stored_bytes, stored_sums
+from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
@@ -69,7 +69,7 @@ def explain_backward(
     call: AttentionCall, run: ExecutionPlan
 ) -> tuple[BackwardExplanation | None, str]:
     """Explain the backward of a forward whose plan is `run`; or None, and why there is none."""
-    if run.problem.fp8 is not None:
+    if run.problem.in_fp8:
         return None, NO_GRADIENTS
     if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
@@ -86,9 +86,7 @@ def explain_backward(
             scratch_bytes += backward.mask_bits.num_bytes
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
-        # sums in fp32
-        scratch_bytes += 4 * sum(aux_tensors[i].numel() for i in backward.problem.wants_aux)
-        scratch_bytes += stored_bytes(stored_sums(backward))
+        scratch_bytes += aux_sums_bytes(backward.problem, [x.numel() for x in aux_tensors])
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,

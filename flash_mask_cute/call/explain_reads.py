@@ -13,10 +13,15 @@ from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, TensorRe
 from flash_mask_cute.mods.traits import find_reads
 
 # What a gradient costs, by the class of its tensor. Additions to one element wait for each other.
-_COSTS_OF_WALKS = {
+_COSTS_OF_SUMS = {
     ReadClass.HEAD: "an addition to memory for each 16 keys and head",
     ReadClass.KEY: "an addition to memory for each key and head",
+    ReadClass.QUERY: "an addition to memory for each 16 keys and a query",
 }
+_COST_OF_DIAGONALS = (
+    "an addition to memory for each distance in 16 keys and 16 to 64 queries, fewer if neighbours "
+    "agree"
+)
 _COSTS = {
     ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
     ReadClass.KEY: "an addition to memory for each 8 queries and a key",
@@ -75,5 +80,10 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")
     costs = _COSTS
     if arch_spec(run.target).backward.orders_aux:
-        costs = _COSTS | _COSTS_OF_WALKS
-    return AuxGradient(number, reads, is_wanted, costs[reads.read_class])
+        costs = _COSTS | _COSTS_OF_SUMS
+        if reads.is_distance and run.problem.q_start is None:
+            costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS}
+    cost = costs[reads.read_class]
+    if number in run.problem.exact_aux:
+        cost += ", each as two of integers, in any order"
+    return AuxGradient(number, reads, is_wanted, cost)

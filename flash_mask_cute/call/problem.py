@@ -49,12 +49,12 @@ class Mods(NamedTuple):
     score_mod_bwd: Callable[..., Any] | None = None
 
 
-class Fp8Keys(NamedTuple):
-    """Keys and values in float8_e4m3fn. k_descale, v_descale: the rank of their scales, 2 for one
-    a sequence and head, 3 for one a token and head; None: 1."""
+class GivenTensor(NamedTuple):
+    """An optional tensor that a call has. dtype: the name of a torch dtype."""
 
-    k_descale: int | None = None
-    v_descale: int | None = None
+    name: str
+    dtype: str
+    rank: int
 
 
 class TuningClass(str, Enum):
@@ -84,7 +84,8 @@ class AttentionProblem:
 
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
-    tensor. wants_aux: indices of those whose gradients a backward sums. has_lists: block lists are
+    tensor. wants_aux: indices of those whose gradients a backward sums; exact_aux: of these, those
+    with exact sums (`mods/exact_words.py`). has_lists: block lists are
     given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
     whose states are given as bits. score_functions: score_mod computes functions of scores
     (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the results of a mask_mod
@@ -93,9 +94,8 @@ class AttentionProblem:
     position of the first query is given, "number" for all sequences or "each" of them.
     split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
-    has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
-    a right side of the window, which sequences are causal is given. fp8: the form of keys and
-    values in 8 bits; None: they have the dtype of q.
+    optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
+    choice of key blocks is given, as bits. in_fp8: keys and values are in float8_e4m3fn.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -124,6 +124,7 @@ class AttentionProblem:
     score_functions: bool = False
     aux: tuple[tuple[str, int], ...] = ()
     wants_aux: tuple[int, ...] = ()
+    exact_aux: tuple[int, ...] = ()
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False
@@ -133,10 +134,19 @@ class AttentionProblem:
     q_start: str | None = None
     split: str | None = None
     page_box: int | None = None
-    has_kv_batch_idx: bool = False
-    has_leftpad_k: bool = False
-    causal_each: bool = False
-    fp8: Fp8Keys | None = None
+    optional: tuple[GivenTensor, ...] = ()
+    has_selected: bool = False
+    in_fp8: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a forward reads this one of `OptionalTensors`."""
+        return any(x.name == name for x in self.optional)
+
+    @property
+    def causal_each(self) -> bool:
+        """Whether a forward reads, beside a right side of the window, which sequences are
+        causal."""
+        return self.has("causals")
 
     @property
     def is_local(self) -> bool:
@@ -159,13 +169,11 @@ class AttentionProblem:
             return TuningClass.MASK_MOD
         if self.score_mod is not None:
             return TuningClass.SCORE_MOD
-        lists = self.has_lists or self.has_bits or self.reads_mask_bits
+        lists = self.has_lists or self.has_bits or self.reads_mask_bits or self.has_selected
         if self.intervals is not None and (self.intervals[0] > 1 or lists):
             return TuningClass.EDGES
-        masks = (
-            self.is_local or self.has_lists or self.reads_mask_bits or self.intervals is not None
-        )
-        if masks or any(varying):
+        masks = self.is_local or self.has_lists or self.reads_mask_bits or self.has_selected
+        if masks or self.intervals is not None or any(varying):
             return TuningClass.OTHER
         return TuningClass.CAUSAL if self.is_causal else TuningClass.FULL
 
@@ -189,7 +197,10 @@ def may_empty_rows(
     seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
     """
     may_hide_all = (problem.mask_mod, problem.score_mod, problem.intervals)
-    lists = (problem.has_lists, problem.has_bits, problem.reads_mask_bits)
+    lists = (
+        *(problem.has_lists, problem.has_bits, problem.reads_mask_bits),
+        problem.has_selected,
+    )
     if any(x is not None for x in may_hide_all) or any(lists):
         return True
     if any(side is not None and side < 0 for side in window):

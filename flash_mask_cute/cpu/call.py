@@ -11,6 +11,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import NO_START, QStart
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
 class CpuMasks(Protocol):
@@ -19,8 +20,8 @@ class CpuMasks(Protocol):
     score_mod, mask_mod: CuTe callables. aux_tensors: the tensors that they index
     (`mods/on_cpu.py`). score_mod gets scaled and soft-capped scores. column_mask:
     startend_row_indices (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1,
-    ..., total_k, n). block_lists: with block_size; blocks count from the start of a sequence. All
-    masks apply together.
+    ..., total_k, n). block_lists: with block_size; blocks count from the start of a sequence.
+    selected: a choice, whose rows are queries of the call. All masks apply together.
     """
 
     @property
@@ -37,6 +38,9 @@ class CpuMasks(Protocol):
 
     @property
     def block_lists(self) -> BlockSparseTensorsTorch | None: ...
+
+    @property
+    def selected(self) -> SelectedBlocks | None: ...
 
 
 class CpuTiles(NamedTuple):

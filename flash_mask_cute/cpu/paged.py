@@ -10,8 +10,8 @@ from flash_mask_cute.call.arguments import Tensors
 
 def keys_in_rows(x: Tensors) -> tuple[Tensor, Tensor]:
     """The keys and the values of a call as its sequences have them, in the dtype of q."""
-    of = x.lengths
-    where = of.page_table, of.kv_batch_idx, of.leftpad_k
+    of = x.optional
+    where = x.lengths.page_table, of.kv_batch_idx, of.leftpad_k
     return _in_rows(x.k, of.k_descale, x.q.dtype, *where), _in_rows(
         x.v, of.v_descale, x.q.dtype, *where
     )

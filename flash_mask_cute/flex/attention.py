@@ -27,6 +27,7 @@ from flash_mask_cute.lowering.lower import LoweredMod, lower_mod
 from flash_mask_cute.lowering.pair import join_mods, memo_entry, named_as_captured
 from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.watch import Memo
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.runtime.checks import number_of
 
@@ -131,6 +132,11 @@ def flex_attention(
     """
     if isinstance(block_mask, (BlockSparseTensorsTorch, ComputedLists)):
         block_mask = as_block_mask(block_mask)
+    elif isinstance(block_mask, SelectedBlocks):
+        raise TypeError(
+            "block_mask must be a BlockMask, got SelectedBlocks: a choice of each query is the "
+            "block_sparse_tensors of flash_attn_func, which takes torch mods beside it"
+        )
     if torch.compiler.is_compiling():
         _check(query, key, value, block_mask, enable_gqa)
         _check_results(return_lse, return_aux)

@@ -7,7 +7,8 @@ of a tile, a warp whose threads all hold the same element sums over its threads 
 about the coordinates is needed. Adding to memory for every score would also be correct.
 
 Sums are fp32, added by atomics in the order in which threads arrive, so their last bits differ
-from run to run.
+from run to run; or exact (`exact_words`), whose bits do not depend on the order. What a thread or a
+warp adds is a sum in an order that only the places of scores determine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,17 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.mods.derivative import AuxTerm
+from flash_mask_cute.mods.exact_words import (
+    FLAGS,
+    IS_NAN,
+    IS_NEGATIVE_INF,
+    IS_POSITIVE_INF,
+    WORD_BITS,
+)
 
 FULL_WARP = -1
 
@@ -33,11 +42,12 @@ class _Open(NamedTuple):
 class AuxSums:
     """The sums of a thread over the scores of one tile, traced as straight-line code.
 
-    targets: by number of the aux tensor, fp32 tensors of the same shape.
+    targets: by number of the aux tensor, fp32 tensors of the same shape, or words of exact sums,
+    whose first mode is the word.
     """
 
     def __init__(self, targets: Mapping[int, cute.Tensor]):
-        self._targets = targets
+        self.targets = targets
         # one for each read of the modifier, which reads as often for every score
         self._open: list[_Open] = []
 
@@ -66,16 +76,56 @@ class AuxSums:
 
     def _contribution(self, term: AuxTerm, grad: Float32, counts: Boolean) -> _Open:
         number, coordinates, by_element = term
-        target = self._targets[number]
-        offset = Int64(cute.crd2idx(coordinates, target.layout))
+        target = self.targets[number]
+        offset = offset_in(target, coordinates)
         return _Open(target, offset, cutlass.select_(counts, grad * by_element, Float32(0.0)))
+
+
+def _is_exact(target: cute.Tensor) -> bool:
+    return target.element_type is Int64
+
+
+def offset_in(target: cute.Tensor, coordinates: tuple[Int32, ...]) -> Int64:
+    """Where the sum of an element is, or the first word of it."""
+    place = (Int32(0), *coordinates) if _is_exact(target) else coordinates
+    return Int64(cute.crd2idx(place, target.layout))
 
 
 @cute.jit
 def add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value: Float32) -> None:
     if condition:
-        place = target.iterator + offset
-        cute.arch.red(place, value, op="add", dtype=Float32, sem="relaxed", scope="gpu")
+        if cutlass.const_expr(_is_exact(target)):
+            _add_exactly(target, offset, value)
+        else:
+            _reduce(target.iterator + offset, value)
+
+
+def _reduce(place: cute.Pointer, value: Float32 | Int64) -> None:
+    # a sum in two's complement is the same without a sign
+    dtype = "u64" if isinstance(value, Int64) else Float32
+    cute.arch.red(place, value, op="add", dtype=dtype, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def _add_exactly(words: cute.Tensor, offset: Int64, value: Float32) -> None:
+    bits = Int32(arith.bitcast(Int32.mlir_type, value.ir_value()))
+    exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    # numbers without a leading 1 have the exponent of the least others
+    significand = fraction + cutlass.select_(exponent > 0, Int32(1 << 23), Int32(0))
+    lowest = cutlass.max(exponent, 1) - 1
+    number = Int64(significand) << Int64(lowest % WORD_BITS)
+    number = cutlass.select_(bits < 0, -number, number)
+    stride = Int64(words.layout.stride[0])
+    first = words.iterator + offset
+    place = first + Int64(lowest // WORD_BITS) * stride
+    _reduce(place, number & Int64((1 << WORD_BITS) - 1))
+    _reduce(place + stride, number >> Int64(WORD_BITS))
+    if exponent == 0xFF:
+        flag = cutlass.select_(bits < 0, Int64(IS_NEGATIVE_INF), Int64(IS_POSITIVE_INF))
+        flag = cutlass.select_(fraction != 0, Int64(IS_NAN), flag)
+        cute.arch.red(
+            first + FLAGS * stride, flag, op="or", dtype="b64", sem="relaxed", scope="gpu"
+        )
 
 
 @cute.jit

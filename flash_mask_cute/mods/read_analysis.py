@@ -95,7 +95,11 @@ def analyse_reads(
             is_difference = read_class is ReadClass.DIFFERENCE
             difference = values.describe(indices[0]) if is_difference else ""
             factors = tuple(_factor(factor) for _, factor in own)
-            found[number] = TensorReads(read_class, why, needs_score, difference, factors)
+            is_once = read_class is ReadClass.PLACES and values.are_once(indices)
+            is_distance = is_difference and values.is_distance(indices[0])
+            found[number] = TensorReads(
+                read_class, why, needs_score, difference, factors, is_once, is_distance
+            )
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
 
 
@@ -212,6 +216,16 @@ class _Values:
             return x.constant
         place = next((place for place in Place if x.number == self._number(place)), None)
         return place
+
+    def is_distance(self, indices: tuple[_Value, ...]) -> bool:
+        """Whether the difference that all indices depend on is that of query and key themselves."""
+        terms = self._difference_of(indices) or ()
+        numbers = {self._number(place) for place in (Place.QUERY, Place.KEY)}
+        return {i for i, _ in terms} == numbers and sum(n for _, n in terms) == 0
+
+    def are_once(self, reads: list[tuple[_Value, ...]]) -> bool:
+        """Whether no two scores read the same element, of a tensor that is read by places."""
+        return len(reads) == 1 and set(Place) <= set(self._places_of(reads[0]) or ())
 
     # -- values ---------------------------------------------------------------------------------
 

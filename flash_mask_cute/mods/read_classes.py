@@ -34,8 +34,6 @@ class ReadClass(Enum):
 
 # Elements of these classes stay the same along a walk over the queries of a head.
 OF_WALKS = (ReadClass.HEAD, ReadClass.KEY)
-# keys of a warp, which has one sum for an element of a head
-KEYS_OF_WARP = 16
 
 
 class Factor(NamedTuple):
@@ -51,6 +49,8 @@ class TensorReads(NamedTuple):
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
+    is_once: no two scores read the same element. is_distance: the difference is that of query and
+    key themselves.
     """
 
     read_class: ReadClass
@@ -58,16 +58,27 @@ class TensorReads(NamedTuple):
     needs_score: bool = False
     difference: str = ""
     factors: tuple[Factor, ...] = ()
+    is_once: bool = False
+    is_distance: bool = False
 
     @property
     def is_of_walks(self) -> bool:
         return self.read_class in OF_WALKS
 
-    def stored_sums(self, tile_n: int) -> int:
-        """Sums that a work tile of tile_n keys stores for a head, if they have an order. At least
-        some, as tensors of kernels have elements."""
-        per_read = tile_n if self.read_class is ReadClass.KEY else tile_n // KEYS_OF_WARP
-        return max(len(self.factors), 1) * per_read
+    @property
+    def is_of_lines(self) -> bool:
+        """Whether the elements stay the same along columns or diagonals of a tile."""
+        return self.read_class is ReadClass.QUERY or self.is_distance
+
+    @property
+    def is_easy(self) -> bool:
+        """Whether terms follow from gradients of scores in few registers: they do not depend on the
+        score, and where elements are found score by score, it takes no arithmetic."""
+        if self.needs_score or self.read_class is ReadClass.OTHER:
+            return False
+        if self.read_class is ReadClass.DIFFERENCE and not self.is_distance:
+            return False
+        return not self.is_of_lines or all(x.constant is not None for x in self.factors)
 
 
 class ModReads(NamedTuple):
@@ -80,19 +91,10 @@ class ModReads(NamedTuple):
     is_shift: bool = False
 
     @property
-    def are_of_grads(self) -> bool:
-        """Whether all gradients are sums over walks, of gradients of scores times something that
-        does not depend on the score."""
-        tensors = self.tensors.values()
-        return (
-            self.is_shift and self.unordered() is None and not any(x.needs_score for x in tensors)
+    def of_many(self) -> tuple[int, ...]:
+        """The tensors of whose elements some may be read by several scores."""
+        return tuple(
+            i
+            for i, x in self.tensors.items()
+            if not (x.is_once or x.read_class is ReadClass.UNREAD)
         )
-
-    def unordered(self) -> tuple[int, str] | None:
-        """The first tensor whose gradient is not summed over walks, and so has no fixed order of
-        sums, and how it is read."""
-        for number, reads in self.tensors.items():
-            if not reads.is_of_walks and reads.read_class is not ReadClass.UNREAD:
-                why = f" ({reads.why})" if reads.why else ""
-                return number, f"by {reads.read_class.value}{why}"
-        return None

@@ -10,17 +10,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
-from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
-from flash_mask_cute.mods.aux_reads import tensors_of
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
-from flash_mask_cute.mods.read_classes import KEYS_OF_WARP
-from flash_mask_cute.mods.walk_sums import NO_HEAD, SumPlace, WalkRead, WalkSums
+from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines
+from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
 
 class Elements(Protocol):
@@ -60,9 +58,9 @@ class ScoreChain:
     The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block. walk: the sums over a walk, if there are any. of_grads: all gradients of aux tensors are
-    such sums, of dS times what does not depend on the score (`apply_to_grads`). blocks: numbers of
-    key blocks, if sums are stored.
+    block. walk: the sums over a walk, if there are any. groups: of reads that are summed along
+    lines. of_grads: all gradients of aux tensors are sums of dS times what does not depend on the
+    score (`apply_to_grads`).
     """
 
     scales: ScoreScales
@@ -78,7 +76,8 @@ class ScoreChain:
     first_query: Int32
     of_grads: cutlass.Constexpr[bool] = False
     walk: WalkSums | None = None
-    blocks: RowBlocks | None = None
+    groups: cutlass.Constexpr[tuple[LineGroup, ...]] = ()
+    lines: cutlass.Constexpr[Lines | None] = None
 
     @property
     def by_parts(self) -> bool:
@@ -163,6 +162,7 @@ class ScoreChain:
         threads of the warp must call it, for work tiles with scores.
         """
         sums, of_walk = self._aux_sums(), self._zeros_of_walk()
+        of_lines = self._zeros_of_lines(cute.size(scores, mode=[1]))
         place = partial(self._place, *block)
         for r in range(self.elements.num_rows):
             if r > 0:
@@ -178,12 +178,14 @@ class ScoreChain:
                     # where nothing counts, derivatives may be anything
                     counts = prob > 0.0
                     self._add_to_rows(of_walk, r, terms, by_modified, counts)
+                    self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
                     sums.add(self._others(terms), by_modified, counts)
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
                 for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
                     self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
+        self._send_lines(block, first_col, of_lines)
         self._add_to_walk(of_walk)
 
     def apply_to_grads(
@@ -198,12 +200,17 @@ class ScoreChain:
     ) -> None:
         """Round dS of a block into words, from P (which `apply` has left in place of S) and dP.
 
-        Also add the contributions to the gradients of aux tensors, which are sums over the walk of
-        dS times what does not depend on the score.
+        Also add the contributions to the gradients of aux tensors, which are sums of dS times what
+        does not depend on the score. All threads of the warp must call it.
         """
-        of_walk = self._zeros_of_walk()
+        sums, of_walk = self._aux_sums(), self._zeros_of_walk()
+        of_lines = self._zeros_of_lines(cute.size(grads, mode=[1]))
         place = partial(self._place, work, head_idx, m_block)
-        are_known = all(read.factor.constant is not None for read in self._reads_of_walk)
+        are_known = (
+            not sums.targets
+            and all(read.factor.constant is not None for read in self._reads_of_walk)
+            and all(group.is_constant for group in self.groups)
+        )
         # row by row within the columns: what is no longer needed makes room for more
         for first in range(0, cute.size(grads, mode=[1]), 2):
             for r in range(self.elements.num_rows):
@@ -213,9 +220,14 @@ class ScoreChain:
                     dscore = prob * (grads[r, c] - delta[c])
                     if not are_known:
                         _, _, terms = self._differentiate(Float32(0.0), place(r, c), self.wants_aux)
-                    self._add_to_rows(of_walk, r, terms, dscore, prob > 0.0)
+                    counts = prob > 0.0
+                    self._add_to_rows(of_walk, r, terms, dscore, counts)
+                    self._add_to_lines(of_lines, r, c, terms, dscore, counts)
+                    sums.add(self._others(terms), dscore, counts)
                     pair.append(dscore)
                 self.elements.keep_pair(dscores, self.dtype, r, first, *pair)
+        sums.flush()
+        self._send_lines((work, head_idx, m_block), 0, of_lines)
         self._add_to_walk(of_walk)
 
     # -- sums over a walk -----------------------------------------------------------------------
@@ -241,11 +253,7 @@ class ScoreChain:
             self.walk.clear()
 
     def _send_sums(self, work: Work, head_idx: Int32) -> None:
-        elements, tensors = self.elements, tensors_of(self.aux_tensors)
-        lane = cute.arch.lane_idx()
-        block = Int32(0)
-        if self.blocks is not None:
-            block = self.blocks.first_of(work.batch_idx, work.offset_k) + work.block
+        elements, lane = self.elements, cute.arch.lane_idx()
         for r in range(elements.num_rows):
             key = self.first_key + elements.row_of(thread_in_warpgroup(), r)
             k_idx = cutlass.min(work.block * self.tiles[1] + key, work.seqlen_k - 1)
@@ -255,25 +263,28 @@ class ScoreChain:
             for i, read in enumerate(self.walk.reads):
                 if r > 0 and not read.by_key:
                     continue
-                lanes, slots, slot = elements.lanes_per_row, self.tiles[1], key
-                if not read.by_key:
-                    lanes, slots = cute.arch.WARP_SIZE, slots // KEYS_OF_WARP
-                    slot = key // KEYS_OF_WARP
+                lanes = elements.lanes_per_row if read.by_key else cute.arch.WARP_SIZE
                 total = self.walk.of_row(i, r)
                 total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
-                number, coordinates, _ = terms[read.term]
-                at = SumPlace(head_idx, block, slot + read.of_tensor * slots)
-                self.walk.send(i, coordinates, tensors[number], total, at, lane % lanes == 0)
+                _, coordinates, _ = terms[read.term]
+                self.walk.send(i, coordinates, total, lane % lanes == 0)
 
     @property
     def _reads_of_walk(self) -> tuple[WalkRead, ...]:
         return () if self.walk is None else self.walk.reads
 
+    @property
+    def _known_reads(self) -> tuple[WalkRead | LineRead, ...]:
+        return *self._reads_of_walk, *(read for group in self.groups for read in group.reads)
+
+    def _targets(self) -> dict[int, cute.Tensor]:
+        """The sums of each wanted tensor, by its number."""
+        return dict(zip(self.wants_aux, self.aux_grads, strict=True))
+
     def _aux_sums(self) -> AuxSums:
-        """Sums of the tensors that are not summed over a walk."""
-        targets = zip(self.wants_aux, self.aux_grads, strict=True)
-        of_walk = {read.number for read in self._reads_of_walk}
-        return AuxSums({number: x for number, x in targets if number not in of_walk})
+        """Sums of the tensors that are not summed over a walk or along lines."""
+        known = {read.number for read in self._known_reads}
+        return AuxSums({n: x for n, x in self._targets().items() if n not in known})
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""
@@ -284,8 +295,8 @@ class ScoreChain:
             self.walk.add(i, of_rows)
 
     def _others(self, terms: Sequence[AuxTerm]) -> list[AuxTerm]:
-        """The terms of reads that are not of the walk."""
-        known = {read.term for read in self._reads_of_walk}
+        """The terms of reads that are not summed over the walk or along lines."""
+        known = {read.term for read in self._known_reads}
         return [term for i, term in enumerate(terms) if i not in known]
 
     def _add_to_rows(
@@ -303,10 +314,66 @@ class ScoreChain:
             if factor is None:
                 factor = terms[read.term][2]
             more = grad if read.factor.constant == 1.0 else grad * factor
-            if not read.factor.is_finite:
-                # it may be anything where nothing counts
-                more = cutlass.select_(counts, more, Float32(0.0))
-            values[r] = values[r] + more
+            values[r] = values[r] + _counted(more, read, counts)
+
+    # -- sums along lines -----------------------------------------------------------------------
+
+    def _zeros_of_lines(self, cols: int) -> list[list[Float32]]:
+        """A thread's parts of the lines, for each group, of so many columns."""
+        count = self.lines.num_parts if self.groups else None
+        return [[Float32(0.0)] * count(group.line, cols) for group in self.groups]
+
+    def _add_to_lines(
+        self,
+        of_lines: list[list[Float32]],
+        r: int,
+        c: int,
+        terms: Sequence[AuxTerm],
+        grad: Float32,
+        counts: Boolean,
+    ) -> None:
+        """Add what a score gives to each group of reads; see `AuxSums.add`."""
+        for parts, group in zip(of_lines, self.groups, strict=True):
+            read, more = group.reads[0], grad
+            if not group.is_constant:
+                more = grad * terms[read.term][2]
+            i = self.lines.part_of(group.line, r, c)
+            parts[i] = parts[i] + _counted(more, read, counts)
+
+    def _send_lines(
+        self, block: tuple[Work, Int32, Int32], first_col: int, of_lines: list[list[Float32]]
+    ) -> None:
+        """Add the sums along the lines of a warp's scores to their elements. first_col: the
+        thread's column of the block that is their column 0."""
+        targets = self._targets() if self.groups else {}
+        for parts, group in zip(of_lines, self.groups, strict=True):
+            sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
+            for total, number in self.lines.totals(group.line, parts):
+                place = self._place_on_line(block, group.line, first_col, number)
+                _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
+                for own, read in zip(sums, group.reads, strict=True):
+                    tensor, coordinates, _ = terms[read.term]
+                    factor = Float32(read.factor.constant if group.is_constant else 1.0)
+                    own.add([(tensor, coordinates, factor)], total, Boolean(True))
+            for own in sums:
+                own.flush()
+
+    def _place_on_line(
+        self, block: tuple[Work, Int32, Int32], line: Line, first_col: int, number: Int32
+    ) -> tuple:
+        """The position of a score on a line of a warp, as callables see it; any position if no
+        score of the line is there."""
+        work, head_idx, m_block = block
+        tile_m, tile_n = self.tiles
+        q_idx = m_block * tile_m + self.first_query + self.elements.col_offset(first_col) + number
+        k_idx = Int32(0)
+        if line is Line.DIAGONAL:
+            distance = q_idx - (work.block * tile_n + self.first_key)
+            q_idx, k_idx = cutlass.max(distance, 0), cutlass.max(-distance, 0)
+        q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
+        return work.batch_idx, head_idx, work.position(q_idx), k_idx
+
+    # -- single scores --------------------------------------------------------------------------
 
     def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
         """The position of a thread's score, as callables see it."""
@@ -360,3 +427,8 @@ class ScoreChain:
                 score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
             slope = by_score if slope is None else slope * by_score
         return score, slope, terms
+
+
+def _counted(more: Float32, read: WalkRead | LineRead, counts: Boolean) -> Float32:
+    """What a score adds: it may be anything where nothing counts."""
+    return more if read.factor.is_finite else cutlass.select_(counts, more, Float32(0.0))

@@ -5,9 +5,6 @@ element that the head determines, or head and key, is the same in all blocks of 
 sums in registers, one for each read by head and one for each of its keys for each read by key. When
 the walk turns to another head, and at its end, the sums of a row's threads, or of a warp, are added
 up, and leave: an addition to memory for each warp or key.
-
-If the order of sums is fixed, they are stored instead, each in a place of its own beside the number
-of its element. The host adds what belongs to an element.
 """
 
 from dataclasses import dataclass
@@ -15,9 +12,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
-from flash_mask_cute.mods.aux_gradients import add_to_memory
+from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.read_classes import Factor, ModReads, ReadClass
 
 NO_HEAD = -1
@@ -48,39 +45,11 @@ def walk_reads(reads: ModReads) -> tuple[WalkRead, ...]:
     return tuple(found)
 
 
-class StoredSums(NamedTuple):
-    """Where the sums of a tensor are stored, (heads, key blocks, slots) both: fp32 sums, and int64
-    numbers of their elements, counted as in a contiguous tensor."""
-
-    sums: cute.Tensor
-    elements: cute.Tensor
-
-    @staticmethod
-    def create(sums: cute.Tensor, elements: cute.Tensor, slots: int) -> "StoredSums":
-        """Of contiguous tensors with that many slots. Strides that are known save registers."""
-        return StoredSums(_rows(sums, slots), _rows(elements, slots))
-
-
-def _rows(tensor: cute.Tensor, slots: int) -> cute.Tensor:
-    heads, blocks, _ = tensor.shape
-    strides = (Int64(blocks) * slots, slots, 1)
-    layout = cute.make_layout((heads, blocks, slots), stride=strides)
-    return cute.make_tensor(tensor.iterator, layout)
-
-
-class SumPlace(NamedTuple):
-    """The place of a sum among the stored ones."""
-
-    head_idx: Int32
-    key_block: Int32
-    slot: Int32
-
-
 @dataclass(frozen=True)
 class WalkSums:
     """The sums of a thread over a walk.
 
-    targets: of each read, the fp32 sums of its tensor, or `StoredSums`. num_rows: keys of a thread.
+    targets: of each read, the sums of its tensor (`AuxSums`). num_rows: keys of a thread.
     sums, head: registers; head: of the sums, or NO_HEAD.
     """
 
@@ -119,38 +88,12 @@ class WalkSums:
         return self.sums[self._first(i) + (r if self.reads[i].by_key else 0)]
 
     def send(
-        self,
-        i: int,
-        coordinates: tuple[Int32, ...],
-        tensor: cute.Tensor,
-        total: Float32,
-        place: SumPlace,
-        is_sender: Boolean,
+        self, i: int, coordinates: tuple[Int32, ...], total: Float32, is_sender: Boolean
     ) -> None:
-        """Add a sum to its element, or store it. coordinates: of the element of `tensor`."""
+        """Add a sum of read i to its element, given by its coordinates."""
         target = self.targets[i]
-        if isinstance(target, StoredSums):
-            _store(target, _number_of(coordinates, tensor), total, place, is_sender)
-        else:
-            offset = Int64(cute.crd2idx(coordinates, target.layout))
-            add_to_memory(is_sender & (total != 0.0), target, offset, total)
+        offset = offset_in(target, coordinates)
+        add_to_memory(is_sender & (total != 0.0), target, offset, total)
 
     def _first(self, i: int) -> int:
         return sum(self.num_rows if read.by_key else 1 for read in self.reads[:i])
-
-
-def _number_of(coordinates: tuple[Int32, ...], tensor: cute.Tensor) -> Int64:
-    """The number of an element, the last dimension being the fastest."""
-    number = Int64(0)
-    for dim, coordinate in enumerate(coordinates):
-        number = number * Int64(cute.size(tensor, mode=[dim])) + Int64(coordinate)
-    return number
-
-
-@cute.jit
-def _store(
-    target: StoredSums, element: Int64, total: Float32, place: SumPlace, is_sender: Boolean
-) -> None:
-    if is_sender:
-        target.sums[place.head_idx, place.key_block, place.slot] = total
-        target.elements[place.head_idx, place.key_block, place.slot] = element

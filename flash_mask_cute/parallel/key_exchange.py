@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.parallel.key_rows import KeyRows
 from flash_mask_cute.parallel.messages import Messages, Peers
 from flash_mask_cute.parallel.routes import Routes
 
@@ -17,8 +18,8 @@ class Shard(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def rows(self, chosen: Tensor) -> Shard:
-        return Shard(*(x.index_select(1, chosen) for x in self))
+    def rows(self, chosen: KeyRows) -> Shard:
+        return Shard(*map(chosen.of, self))
 
     def elements(self, count: int) -> int:
         """How many elements so many rows have."""
@@ -58,7 +59,7 @@ class KeyMessages:
     def send_gradients(self, of_ranks: dict[int, Shard], step: int | None = None) -> Arriving:
         """Start to send gradients of keys of other ranks, and to receive those of the own keys."""
         targets, sources = self._partners(None if step is None else -step)
-        counts = {r: len(self._routes.sends[r]) for r in sources}
+        counts = {r: self._routes.sends[r].count for r in sources}
         return self._start({r: of_ranks[r] for r in targets}, counts, "gradients of keys")
 
     def _partners(self, step: int | None) -> tuple[list[int], list[int]]:
@@ -97,10 +98,10 @@ class Sums:
             *(x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in like)
         )
 
-    def add(self, chosen: Tensor, part: Shard) -> None:
+    def add(self, chosen: KeyRows, part: Shard) -> None:
         """To these of the own rows."""
         for total, x in zip(self._totals, part, strict=True):
-            total.index_add_(1, chosen, x.to(total.dtype))
+            chosen.add(total, x)
 
     def result(self) -> Shard:
         return Shard(*(x.to(y.dtype) for x, y in zip(self._totals, self._like, strict=True)))

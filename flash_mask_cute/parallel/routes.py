@@ -11,9 +11,9 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.parallel.key_rows import KeyRows
 from flash_mask_cute.parallel.planning import Plan
 from flash_mask_cute.parallel.visibility import Visibility, Window, rows_before
 
@@ -29,14 +29,14 @@ class Band(NamedTuple):
 class Routes:
     """Of one rank.
 
-    sends: for each rank, which of the own keys it needs, as places among the own rows, int64.
+    sends: for each rank, which of the own rows' keys it needs.
     receives: how many keys come from each rank; of the own rank, how many of the own keys are
     needed here, which are `sends[rank]`.
     masks: for each rank the mask of the own rows over its keys; None if there are no such keys.
     whole: the mask over all of them, one rank after the other.
     """
 
-    sends: tuple[Tensor, ...]
+    sends: tuple[KeyRows, ...]
     receives: tuple[int, ...]
     masks: tuple[ColumnMask | None, ...]
     whole: ColumnMask
@@ -89,7 +89,7 @@ def _find(
     sends = []
     for rows in indices:
         of_rank = seen.among(rows_before(rows, seqlen), own)
-        sends.append(of_rank.is_seen(count).nonzero()[:, 0])
+        sends.append(KeyRows.where(of_rank.is_seen(count)))
     before = rows_before(own, seqlen)
     needed = [keys[seen.among(before, keys).is_seen(count)] for keys in indices]
     masks = [seen.among(before, keys).mask(count) if len(keys) else None for keys in needed]

@@ -15,7 +15,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
-from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules import bit_tile, choice_walk
 from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.rules.mask_rules import (
     MaskRules,
@@ -120,12 +120,15 @@ class ForwardMask(MaskRules):
                     number += 1
                 pending = chunk
                 found_any = Boolean(True)
-            chunk_idx -= 1
+            if const_expr(self._leaps):
+                chunk_idx = choice_walk.chunk_before(self, position, chunk_idx)
+            else:
+                chunk_idx -= 1
         ring.write(number, pending)
         return number + 1
 
     @cute.jit
-    def _classify(self, work: Work, base: Int32, position: ListPosition) -> tuple:
+    def _classify(self, work: Work, base: Int32, position: Any) -> tuple:
         """The chunk of the 32 blocks from `base` on; each lane judges one."""
         n_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, work.head_idx, work.block, n_block)
@@ -145,6 +148,11 @@ class ForwardMask(MaskRules):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             mask_mod_word = mask_mod_word & (full ^ ALL)
+        elif const_expr(self._has_choice):
+            position = choice_walk.words_for(self, work, base, position)
+            is_listed, needs_mask_mod = choice_walk.judge(self, position, work, n_block)
+            visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
+            mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         elif const_expr(self.args.bits is not None):
             # rows of a tile do not begin where blocks of the lists do
             is_listed, needs_mask_mod = self.judge_listed(work, work.head_idx, work.block, n_block)
@@ -164,7 +172,19 @@ class ForwardMask(MaskRules):
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk, position
 
-    def _list_start(self, work: Work) -> ListPosition:
+    @property
+    def _has_choice(self) -> bool:
+        return self.args.bits is not None and self.args.bits.is_choice
+
+    @property
+    def _leaps(self) -> bool:
+        """Whether a walk leaves out chunks without looking at them."""
+        return self.skip and self._has_choice
+
+    def _list_start(self, work: Work) -> ListPosition | choice_walk.ChoiceWords:
+        """What is known of the lists, or of the choice, when a walk begins."""
+        if self._has_choice:
+            return choice_walk.ChoiceWords.none()
         args = self.args.lists
         if args is None:
             return ListPosition(Int32(0), Int32(0))

@@ -154,6 +154,11 @@ def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
 
 
+def choice_bits() -> tuple[Any, ...]:
+    """The same of a choice, which has no full blocks, and the bits of tiles of queries."""
+    return (strided(4), None, *int32_pair(), strided(4), strided(4))
+
+
 def counter() -> Any:
     """The two numbers of a tile scheduler."""
     import cutlass

@@ -57,10 +57,10 @@ class KeyLoads:
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * traits.tile_n
-        for atom, source, smem, d, channel in (
-            (operands.k_atom, operands.k, tiles.k, traits.tile_d, channels.q),
-            (operands.v_atom, operands.v, tiles.v, traits.tile_dv, channels.do),
-        ):
+        wanted = [(operands.k_atom, operands.k, tiles.k, traits.tile_d, channels.q)]
+        if traits.makes_dk:
+            wanted += [(operands.v_atom, operands.v, tiles.v, traits.tile_dv, channels.do)]
+        for atom, source, smem, d, channel in wanted:
             gmem, row = tma.readable_rows(source, side, *place)
             box = ((1, traits.tile_n), d)
             src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)

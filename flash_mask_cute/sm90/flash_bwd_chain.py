@@ -5,20 +5,19 @@ from typing import Any, NamedTuple
 
 from cutlass import Int32
 
-from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.mods.line_sums import line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.score_chain import ScoreChain
-from flash_mask_cute.mods.walk_sums import StoredSums, WalkSums, walk_reads
+from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.line_sums import LINES
 
 
 class BwdScoreArgs(NamedTuple):
     """Processing of the scores, and the tensors that the modifier reads and has gradients for.
 
-    aux_grads: of each wanted tensor, the sums of its gradient in fp32; with a fixed order of sums,
-    the two tensors of `StoredSums`.
+    aux_grads: of each wanted tensor, the sums of its gradient (`AuxSums`).
     """
 
     scales: ScoreScales
@@ -26,7 +25,7 @@ class BwdScoreArgs(NamedTuple):
     aux_grads: tuple | None
 
 
-def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> ScoreChain:
+def make_chain(kernel: Any, score_args: BwdScoreArgs, has_q_start: bool) -> ScoreChain:
     """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
     chain = ScoreChain(
@@ -43,23 +42,19 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
     if not wants_aux:
         return chain
     reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, wants_aux)
-    unordered = reads.unordered()
-    if kernel.deterministic and unordered is not None:
-        number, why = unordered
-        raise ValueError(f"deterministic=True is not for aux_tensors[{number}], read {why}")
     # warpgroups that share keys have dS of a P in 16 bits only
     is_exact = not traits.shares_keys and score_args.scales.cap is None
-    of_grads = reads.are_of_grads and is_exact
-    walk = blocks = None
-    of_walk = walk_reads(reads)
+    # positions before 0 become 0, with other distances
+    has_diagonals = not has_q_start
+    are_easy = all(
+        x.is_easy and (has_diagonals or not x.is_distance) for x in reads.tensors.values()
+    )
+    of_grads = reads.is_shift and are_easy and is_exact
+    walk, of_walk = None, walk_reads(reads)
     if of_walk:
         assert score_args.aux_grads is not None
         targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
-        found = [targets[read.number] for read in of_walk]
-        if kernel.deterministic:
-            slots = (reads.tensors[x.number].stored_sums(traits.tile_n) for x in of_walk)
-            found = [StoredSums.create(*x, n) for x, n in zip(found, slots, strict=True)]
-            of_keys = Lengths(lengths.cu_seqlens_k, None, None, None, lengths.seqlen_k, Int32(0))
-            blocks = RowBlocks(of_keys, traits.tile_n)
-        walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, tuple(found))
-    return replace(chain, of_grads=of_grads, walk=walk, blocks=blocks)
+        found = tuple(targets[read.number] for read in of_walk)
+        walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
+    groups = line_groups(line_reads(reads, has_diagonals))
+    return replace(chain, of_grads=of_grads, walk=walk, groups=groups, lines=LINES)

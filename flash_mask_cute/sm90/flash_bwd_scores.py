@@ -252,7 +252,7 @@ class BlockScores:
     @cute.jit
     def discard_bits(self, cut: Int32) -> None:
         """Take the bits of a skipped block, if this warpgroup reads them."""
-        if const_expr(not self.traits.shares_keys) or mma_warpgroup_idx() == 0:
+        if const_expr(not self.traits.shares_keys) or self.traits.warpgroup_idx() == 0:
             self._bits(Kind.PARTIAL, cut, Boolean(False))
 
     # -- keys of its own ------------------------------------------------------------------------
@@ -327,14 +327,14 @@ class BlockScores:
     def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if const_expr(self.chain.by_parts):
             self._compute_in_first(kind, state)
-        elif mma_warpgroup_idx() == 0:
+        elif self.traits.warpgroup_idx() == 0:
             self._compute_probs(kind, state)
         else:
             self._compute_grads(state)
 
     @cute.jit
     def _compute_in_first(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
-        if mma_warpgroup_idx() == 0:
+        if self.traits.warpgroup_idx() == 0:
             self._turn_to_head(state)
             self._compute_by_parts(kind, state)
             self._store_grads(self.grads, self.traits.ds_stage(state.block))
@@ -386,7 +386,7 @@ class BlockScores:
     def end_walk(self, work: Work) -> None:
         """Send the sums over the walk of a work tile; of warpgroups that share keys, the first."""
         if const_expr(self.traits.shares_keys):
-            if mma_warpgroup_idx() == 0:
+            if self.traits.warpgroup_idx() == 0:
                 self.chain.end_walk(work)
         else:
             self.chain.end_walk(work)
@@ -396,18 +396,19 @@ class BlockScores:
     def _issue_scores(self, acc_S: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         k_tile = self.factors.k[None, None, None, self.traits.own_keys(state.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(state.block)]
-        wgmma.issue(self.traits.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
+        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_d
+        wgmma.issue(mma, acc_S, k_tile, q_tile, False, steps)
 
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.traits.own_keys(state.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
-        mma = self.traits.mma_scores(self.num_parts)
+        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_dv
         if self.values is None:
-            wgmma.issue(mma, acc_dP, v_tile, do_tile, False)
+            wgmma.issue(mma, acc_dP, v_tile, do_tile, False, steps)
         else:
             operand = wgmma.words_as_operand_a(self.values, self.traits.dtype)
             kept = self.traits.mma_values(), operand
-            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
+            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile, steps)
 
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics

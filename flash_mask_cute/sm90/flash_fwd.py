@@ -239,7 +239,7 @@ class FlashAttentionForwardSm90:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
-        mCausal: cute.Tensor | None = None,
+        mCausals: cute.Tensor | None = None,
         mKDescale: cute.Tensor | None = None,
         mVDescale: cute.Tensor | None = None,
     ):
@@ -262,7 +262,7 @@ class FlashAttentionForwardSm90:
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
-        mCausal (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
+        mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
         mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
 
         mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
@@ -291,7 +291,7 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
-            self, WindowArgs(window_size_left, window_size_right, mCausal), column_tensors,
+            self, WindowArgs(window_size_left, window_size_right, mCausals), column_tensors,
             schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
             block_bits, aux_tensors, mask_bits,

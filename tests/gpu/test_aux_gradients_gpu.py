@@ -12,6 +12,7 @@ from gradient_oracle import make_output_gradients
 from test_functional_gpu import arguments_of, run_and_check_gradients
 from torch import Tensor
 from trained_mods import (
+    LINE_CASES,
     ORDERED_CASES,
     TRAINED_CASES,
     TRAINED_MODS,
@@ -33,8 +34,19 @@ LONG_CASES = (
     (Case("gain-and-bias-d256", 1, 500, 500, 2, 1, head_dim=256, causal=True), "gain_and_bias"),
     (Case("squared-long", 2, 900, 1100, 2, 2, causal=True, column="stepped2"), "squared"),
 )
+# Many diagonals that read one element, edges of sequences in tiles, elements that few scores read.
+LONG_LINES = (
+    (Case("t5-long", 2, 2000, 2000, 4, 4, causal=True), "t5"),
+    (Case("t5-long-not-square-fp16", 1, 700, 1900, 2, 2, head_dim=64, dtype=FP16), "t5"),
+    (Case("buckets-long-gqa2", 2, 1100, 1000, 4, 2, window_left=300), "buckets"),
+    (Case("query-gain-long", 2, 1500, 1500, 4, 4, causal=True), "query_gain"),
+    (Case("pair-long", 8, 300, 310, 2, 2, head_dim=32), "pair"),
+    (Case("pair-long-d128", 4, 500, 510, 2, 2, causal=True), "pair"),
+)
 all_cases = pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + LONG_CASES, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"),
+    TRAINED_CASES + LONG_CASES + LINE_CASES + LONG_LINES,
+    ids=lambda x: getattr(x, "id", x),
 )
 
 
@@ -45,7 +57,9 @@ ORDERED_LONG = (
     (Case("gain-long-d256", 1, 700, 900, 4, 2, head_dim=256, causal=True), "gain"),
 )
 ordered_cases = pytest.mark.parametrize(
-    ("case", "name"), ORDERED_CASES + ORDERED_LONG, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"),
+    ORDERED_CASES + ORDERED_LONG + TRAINED_CASES[1:5] + LONG_CASES[-1:] + LINE_CASES + LONG_LINES,
+    ids=lambda x: getattr(x, "id", x),
 )
 
 
@@ -113,7 +127,9 @@ def test_in_order_against_oracle(case: Case, name: str) -> None:
     check(make_trained(case, name, "cuda"), deterministic=True)
 
 
-@ordered_cases
+@pytest.mark.parametrize(
+    ("case", "name"), ORDERED_CASES + ORDERED_LONG, ids=lambda x: getattr(x, "id", x)
+)
 def test_without_order_against_oracle(case: Case, name: str) -> None:
     check(make_trained(case, name, "cuda"))
 
@@ -143,23 +159,32 @@ def test_equal_bits_in_ten_runs(case: Case, name: str, by_setting: bool) -> None
             assert torch.equal(x, y)
 
 
-def test_equal_bits_whoever_is_beside_in_the_batch() -> None:
+def _of_entry(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """By distance, and by no class."""
+    import cutlass
+
+    distance = cutlass.min(abs(q[0] - k[0]), 40)
+    return score + aux[0][b[0], h[0], distance] + aux[1][b[0], (q[0] * k[0]) % 7]
+
+
+@pytest.mark.parametrize("mod", [TRAINED_MODS["key_bias"].cute, _of_entry])
+def test_equal_bits_whoever_is_beside_in_the_batch(mod: Any) -> None:
     """Of elements that a batch entry has for itself."""
-    mod = TRAINED_MODS["key_bias"].cute
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
         torch.randn(5, 900, 4, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
         for _ in range(4)
     )
-    bias = torch.randn(5, 4, 900, device="cuda", generator=generator)
+    shapes = [(5, 4, 900)] if mod is TRAINED_MODS["key_bias"].cute else [(5, 4, 41), (5, 7)]
+    tables = [torch.randn(x, device="cuda", generator=generator) for x in shapes]
 
-    def gradient(batch: slice) -> Tensor:
-        leaf = bias[batch].clone().requires_grad_()
-        keywords: dict[str, Any] = {"score_mod": mod, "aux_tensors": [leaf], "causal": True}
+    def gradients(batch: slice) -> Any:
+        leaves = [x[batch].clone().requires_grad_() for x in tables]
+        keywords: dict[str, Any] = {"score_mod": mod, "aux_tensors": leaves, "causal": True}
         out = flash_attn_func(q[batch], k[batch], v[batch], **keywords, deterministic=True)
-        (found,) = torch.autograd.grad(out, leaf, dout[batch])
-        return found
+        return torch.autograd.grad(out, leaves, dout[batch])
 
-    together = gradient(slice(0, 5))
+    together = gradients(slice(0, 5))
     for i in range(5):
-        assert torch.equal(gradient(slice(i, i + 1))[0], together[i])
+        for alone, beside in zip(gradients(slice(i, i + 1)), together, strict=True):
+            assert torch.equal(alone[0], beside[i])

@@ -23,6 +23,8 @@ pytestmark = [
         not hasattr(attention, "register_flash_attention_impl"), reason="torch has no registry"
     ),
 ]
+# of torch from 2.12 on; before, `varlen_attn` has no keyword for heads that share keys
+HAS_PAGES = hasattr(varlen, "varlen_attn_out")
 FORWARD = "_scaled_dot_product_flash_attention"
 ENDS = [0, 130, 131, 500]
 
@@ -90,10 +92,10 @@ def test_dropout_goes_to_torchs_kernel_in_both_directions() -> None:
         warnings.simplefilter("ignore")
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
         out.sum().backward()
-    assert [(x.operator, x.kernel) for x in ran] == [
-        (FORWARD, "torch"),
-        (f"{FORWARD}_backward", "torch"),
-    ]
+    # torch's kernels call operators of their own, which are handed on, too
+    operators = [x.operator for x in ran if x.operator.startswith(FORWARD)]
+    assert operators == [FORWARD, f"{FORWARD}_backward"]
+    assert {x.kernel for x in ran} == {"torch"}
     assert q.grad is not None and q.grad.isfinite().all()
 
 
@@ -101,16 +103,18 @@ def test_dropout_goes_to_torchs_kernel_in_both_directions() -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (60, 0)], ids=str)
 def test_varlen_attn(window: tuple[int, int]) -> None:
     """With another number of heads, which a kernel of cuDNN does not take from the call."""
+    keywords = {"window_size": window} | ({"enable_gqa": True} if HAS_PAGES else {})
     ends = torch.tensor(ENDS, dtype=torch.int32, device="cuda")
     q, k, v = (on_gpu(500, n, 64) for n in (4, 2, 2))
     with kernels_run() as ran:
-        out = varlen.varlen_attn(q, k, v, ends, ends, 369, 369, window_size=window, enable_gqa=True)
+        out = varlen.varlen_attn(q, k, v, ends, ends, 369, 369, **keywords)
         expected = packed_attention(q.cpu(), k.cpu(), v.cpu(), ENDS, ENDS, window).out
         close(out, expected)
         gradients_close(out, expected, (q, k, v))
     assert [x.kernel for x in ran] == ["flash_mask_cute"] * 2
 
 
+@pytest.mark.skipif(not HAS_PAGES, reason="torch has no varlen_attn_out")
 @pytest.mark.usefixtures("activated")
 @pytest.mark.parametrize("offset", [0, 1])
 def test_varlen_attn_out_over_pages(offset: int) -> None:

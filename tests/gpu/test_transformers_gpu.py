@@ -82,11 +82,12 @@ def waits(function: Any) -> int:
 def test_a_mask_waits_at_most_once() -> None:
     padding = LEFT.bool().cuda()
     rows = {"device": "cuda", "attention_mask": padding}
+    offset = torch.tensor(9, device="cuda")
     steps = {
         "window": (0, lambda: make_mask(2, 17, 17, device="cuda")),
         "padding": (1, lambda: make_mask(2, 17, 17, **rows)),
         "decoding": (0, lambda: make_mask(2, 1, 17, 16, **rows)),
-        "static": (0, lambda: make_mask(2, 1, 17, torch.tensor(9, device="cuda"), **rows)),
+        "static": (0, lambda: make_mask(2, 1, 17, offset, **rows)),
     }
     for name, (allowed, make) in steps.items():
         make()
@@ -101,26 +102,30 @@ def test_wide_heads_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
-    """Steps compiled with CUDA graphs give the logits of steps that are not."""
-    model = tiny.pair_of(tiny.config_of(name)).ours.cuda().bfloat16()
+    """Steps compiled with CUDA graphs are as near to eager attention in float32 as others are.
+
+    The compiler fuses what is between the attentions, and rounds less often to bfloat16.
+    """
+    exact, _, model = models(name)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     outs = []
-    for step in (model, compiled):
-        cache = StaticCache(config=model.config, max_cache_len=20)
+    for first, step in ((exact, exact), (model, model), (model, compiled)):
+        cache = StaticCache(config=first.config, max_cache_len=20)
         logits = []
         with torch.no_grad():
             for i in range(6):
                 ids = IDS[:, :4] if i == 0 else IDS[:, 3 + i : 4 + i]
                 padding = torch.ones(2, 4 + i, dtype=torch.int64)
                 padding[1, :2] = 0
-                inputs = model.prepare_inputs_for_generation(
+                inputs = first.prepare_inputs_for_generation(
                     ids.cuda(), attention_mask=padding.cuda(), past_key_values=cache,
                     use_cache=True, is_first_iteration=i == 0,
                 )  # fmt: skip
-                run = model if i == 0 else step
+                run = first if i == 0 else step
                 logits.append(run(**inputs).logits[:, -1].float().clone())
         outs.append(torch.stack(logits))
-    assert tiny.relative(outs[1], outs[0]) <= 2**-6
+    wanted, found, in_graphs = outs
+    assert tiny.relative(in_graphs, wanted) <= 1.5 * tiny.relative(found, wanted) + 2**-8
 
 
 def test_masks_made_before_a_compiled_training_step() -> None:

@@ -12,14 +12,25 @@ from conftest import ACTIVE_ARCH
 from gradient_oracle import make_output_gradients
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
-from trained_mods import ORDERED_CASES, TrainedInputs, assert_aux_gradients_close, make_trained
+from trained_mods import (
+    LINE_CASES,
+    ORDERED_CASES,
+    TRAINED_CASES,
+    TrainedInputs,
+    assert_aux_gradients_close,
+    make_trained,
+)
 
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="refused on Blackwell"),
 ]
-cases = pytest.mark.parametrize(("case", "name"), ORDERED_CASES, ids=lambda x: getattr(x, "id", x))
+cases = pytest.mark.parametrize(
+    ("case", "name"),
+    ORDERED_CASES + TRAINED_CASES[1:5] + LINE_CASES,
+    ids=lambda x: getattr(x, "id", x),
+)
 
 
 def new_daux(given: TrainedInputs) -> list[torch.Tensor | None]:
@@ -40,7 +51,9 @@ def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
         assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
 
 
-@pytest.mark.parametrize(("case", "name"), ORDERED_CASES[:2], ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(
+    ("case", "name"), ORDERED_CASES[:2] + TRAINED_CASES[1:2], ids=lambda x: getattr(x, "id", x)
+)
 def test_equal_bits_in_any_order_of_warps(simulator: ModuleType, case: Case, name: str) -> None:
     given = make_trained(case, name)
     dout, _ = make_output_gradients(given.inputs)

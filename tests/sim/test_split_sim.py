@@ -65,7 +65,7 @@ def test_against_oracle(
 def test_an_output_in_float32(simulator: ModuleType, case: Case) -> None:
     """Of one split, if no more are asked for."""
     inputs = make_inputs(case)
-    for num_splits in (1, 2):
+    for num_splits in (0, 1, 2):
         call = call_of(inputs, out=wide_outputs.new_out(inputs), num_splits=num_splits)
         with quiet_run(simulator, num_splits):
             out, lse = run_on_simulator(call, sms=3)

@@ -8,14 +8,23 @@ runs at each call. `tests/cpu/call/test_operands.py` holds it to its table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.choose.config import BwdChoice, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.fake_tensors import int32_pair, int32_vector, operand, scratch, strided
+from flash_mask_cute.runtime.fake_tensors import (
+    int32_pair,
+    int32_vector,
+    operand,
+    scratch,
+    strided,
+    vector,
+)
 
 Fake: TypeAlias = Callable[[AttentionProblem, Any], Any]
 STREAM = "stream"
@@ -32,6 +41,11 @@ class KernelOperand(NamedTuple):
     parameter: str
     argument: str
     fake: Fake
+
+
+def forward_operands(problem: AttentionProblem) -> tuple[KernelOperand, ...]:
+    """What a compiled forward takes: the optional tensors only if it reads any of them."""
+    return FORWARD if problem.optional else FORWARD[: -len(OPTIONAL)]
 
 
 def fakes(table: tuple[KernelOperand, ...], problem: AttentionProblem, tiles: Any) -> list[Any]:
@@ -65,11 +79,7 @@ def _v(x: AttentionProblem, _: Any) -> Any:
 
 def _kv_dtype(problem: AttentionProblem) -> str:
     """Kernels take codes of fp8 as bytes."""
-    return problem.dtype if problem.fp8 is None else "uint8"
-
-
-def _descale(rank: int | None) -> Any:
-    return None if rank is None else strided(rank, "float32")
+    return "uint8" if problem.in_fp8 else problem.dtype
 
 
 def _out(x: AttentionProblem, _: Any) -> Any:
@@ -90,6 +100,10 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
     return None if x.intervals is None else (strided(4), strided(4))
 
 
+def _block_bits(x: AttentionProblem, _: Any) -> Any:
+    return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
+
+
 def _mask_bits(x: AttentionProblem, tiles: BitTiles) -> Any:
     return fake_mask_bits(tiles, has_places=x.varlen_q) if x.reads_mask_bits else None
 
@@ -107,7 +121,7 @@ _WINDOW = (
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", lambda x, _: fake_tensors.aux_tensors(x))
 _SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
 _COLUMNS = KernelOperand("column_tensors", "columns", _columns)
-_BLOCK_BITS = KernelOperand("block_bits", "bits", lambda x, _: fake_tensors.block_bits(x))
+_BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)
 _Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x))
 _SCALE = KernelOperand("softmax_scale", "scale", _float)
 _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
@@ -160,6 +174,23 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
     )
 
 
+def parameter_of(name: str) -> str:
+    """The parameter of the kernels for an optional tensor: mLeftpadK for leftpad_k."""
+    return "m" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def _optional(name: str, problem: AttentionProblem, _: Any) -> Any:
+    for x in problem.optional:
+        if x.name == name:
+            return vector(x.dtype) if x.rank == 1 else strided(x.rank, x.dtype)
+    return None
+
+
+# the last ones, in the order of `OptionalTensors`
+OPTIONAL = tuple(
+    KernelOperand(parameter_of(name), name, partial(_optional, name))
+    for name in OptionalTensors._fields
+)
 FORWARD = (
     KernelOperand("mQ", "q", _q),
     KernelOperand("mK", "k", _k),
@@ -189,11 +220,7 @@ FORWARD = (
     KernelOperand("mMaxScores", "max_scores", lambda x, _: _rows(x.needs_max_scores, x)),
     _Q_START,
     KernelOperand("mPartials", "partials", _partials),
-    KernelOperand("mKvBatchIdx", "kv_batch_idx", lambda x, _: int32_vector(x.has_kv_batch_idx)),
-    KernelOperand("mLeftpadK", "leftpad_k", lambda x, _: int32_vector(x.has_leftpad_k)),
-    KernelOperand("mCausal", "causals", lambda x, _: int32_vector(x.causal_each)),
-    KernelOperand("mKDescale", "k_descale", lambda x, _: _descale(x.fp8 and x.fp8.k_descale)),
-    KernelOperand("mVDescale", "v_descale", lambda x, _: _descale(x.fp8 and x.fp8.v_descale)),
+    *OPTIONAL,
 )
 
 # -- the backward --------------------------------------------------------------------------------
@@ -233,11 +260,13 @@ def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
 
 
 def _aux_grads(x: AttentionProblem, _: Any) -> Any:
-    """Sums of the gradients of aux tensors; with a fixed order, parts of them and the numbers of
-    their elements."""
-    if x.deterministic:
-        return tuple((strided(3, "float32"), strided(3, "int64")) for _ in x.wants_aux) or None
-    return tuple(strided(x.aux[i][1], "float32") for i in x.wants_aux) or None
+    """Sums of the gradients of aux tensors."""
+
+    def sums(i: int) -> Any:
+        _, rank = x.aux[i]
+        return strided(rank + 1, "int64") if i in x.exact_aux else strided(rank, "float32")
+
+    return tuple(map(sums, x.wants_aux)) or None
 
 
 def _mask_bits_bwd(x: AttentionProblem, choice: BwdChoice) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flash_mask_cute.call.build.backward import num_row_blocks
 from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.mods.traits import find_reads
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.mods.exact_words import NUM_WORDS
 
 Shape = tuple[int, ...]
 
@@ -62,23 +64,11 @@ class BwdScratch(NamedTuple):
         return _num_bytes(self.dk_parts, self.dv_parts)
 
 
-def stored_sums(plan: ExecutionPlan) -> tuple[Shape, ...]:
-    """Shapes of the tensors in which a backward with a fixed order of sums stores those of each
-    wanted aux tensor, and the numbers of their elements (`mods/walk_sums.py`); empty without."""
-    problem, shapes, tile_n = plan.problem, plan.shapes, plan.bwd_choice.tile_n
-    score_mod = plan.masks.score_mod
-    if not (problem.deterministic and problem.wants_aux) or score_mod is None:
-        return ()
-    keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
-    blocks = num_row_blocks(keys, shapes.batch, problem.varlen_k, tile_n)
-    reads = find_reads(score_mod, problem, problem.wants_aux).tensors
-    counts = (reads[i].stored_sums(tile_n) for i in problem.wants_aux)
-    return tuple((shapes.heads_q, blocks, n) for n in counts)
-
-
-def stored_bytes(shapes: tuple[Shape, ...]) -> int:
-    """Of sums in fp32, and of numbers of elements in int64."""
-    return sum(12 * math.prod(shape) for shape in shapes)
+def aux_sums_bytes(problem: AttentionProblem, sizes: Sequence[int]) -> int:
+    """Of the sums of the gradients of aux tensors. sizes: elements of each aux tensor."""
+    return sum(
+        sizes[i] * (8 * NUM_WORDS if i in problem.exact_aux else 4) for i in problem.wants_aux
+    )
 
 
 def _num_bytes(*shapes: Shape | None) -> int:

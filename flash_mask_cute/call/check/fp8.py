@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.problem import Fp8Keys
 from flash_mask_cute.limits import ADDRESS_MASK
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
 from flash_mask_cute.runtime.dtypes import FP8
 
@@ -28,12 +28,12 @@ def check_fp8(call: AttentionCall) -> bool:
     Raises:
         TypeError, ValueError, NotImplementedError: naming argument and value.
     """
-    x, of = call.tensors, call.tensors.lengths
+    x, of, scales = call.tensors, call.tensors.lengths, call.tensors.optional
     given = {"k": x.k, "v": x.v}
     for name, tensor in given.items():
         refuse_other_format(name, tensor, x.q.dtype)
     if x.k.dtype != FP8 and x.v.dtype != FP8:
-        for name, descale in (("k_descale", of.k_descale), ("v_descale", of.v_descale)):
+        for name, descale in (("k_descale", scales.k_descale), ("v_descale", scales.v_descale)):
             if descale is not None:
                 raise ValueError(
                     f"{name} is a scale of {name[0]} in float8_e4m3fn, and must be None beside "
@@ -60,6 +60,12 @@ def check_fp8(call: AttentionCall) -> bool:
         raise NotImplementedError(
             "k and v in float8_e4m3fn need seqused_k or page_table, as a cache has, got None and "
             "None"
+        )
+    lists = None if call.masks is None else call.masks.block_sparse_tensors_torch
+    if isinstance(lists, SelectedBlocks):
+        raise NotImplementedError(
+            "block_sparse_tensors as a choice of blocks for each query is not supported with k and "
+            f"v in float8_e4m3fn, got {brief(lists)}"
         )
     return True
 
@@ -126,7 +132,7 @@ def check_places(call: AttentionCall, batch: int) -> None:
     Raises:
         TypeError, ValueError: naming the tensor.
     """
-    x, of = call.tensors, call.tensors.lengths
+    x, of = call.tensors, call.tensors.optional
     for name, descale, cache in (("k", of.k_descale, x.k), ("v", of.v_descale, x.v)):
         check_rows(name, cache)
         if descale is not None:
@@ -146,11 +152,3 @@ def check_descale(name: str, descale: object, of: str, cache: Tensor, batch: int
             f"last dimension, {by_token}, got {tuple(descale.shape)}"
         )
     check_device(name, descale, cache.device)
-
-
-def fp8_keys_of(call: AttentionCall) -> Fp8Keys | None:
-    """The form of keys and values in fp8 of a checked call, if they are."""
-    x, of = call.tensors, call.tensors.lengths
-    if x.k.dtype != FP8:
-        return None
-    return Fp8Keys(*(None if y is None else y.dim() for y in (of.k_descale, of.v_descale)))

@@ -36,6 +36,7 @@ from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_wi
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, check_rows
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
 from flash_mask_cute.runtime.checks import (
@@ -91,7 +92,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
-    of = x.lengths
+    of, optional = x.lengths, x.optional
     check_num_splits(options.num_splits)
     _refuse_positions(seqused_q=of.seqused_q, seqused_k=of.seqused_k, page_table=of.page_table)
     for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
@@ -106,19 +107,21 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     shape_k = tuple(x.k.shape)
     if of.page_table is not None:
         check_pages(
-            x.k, of.page_table, of.cu_seqlens_k, of.seqused_k, of.kv_batch_idx, of.leftpad_k
+            x.k,
+            *(of.page_table, of.cu_seqlens_k, of.seqused_k),
+            *(optional.kv_batch_idx, optional.leftpad_k),
         )
-        shape_k = paged_shape(x.k, of.page_table, of.kv_batch_idx)
+        shape_k = paged_shape(x.k, of.page_table, optional.kv_batch_idx)
     else:
-        refuse_without_pages(kv_batch_idx=of.kv_batch_idx, leftpad_k=of.leftpad_k)
+        refuse_without_pages(kv_batch_idx=optional.kv_batch_idx, leftpad_k=optional.leftpad_k)
     keys = Side("k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k)
     shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
     if in_fp8:
         check_places(call, shapes.batch)
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
-    if x.causals is not None:
-        check_batch_vector("causal", x.causals, shapes.batch, device)
+    if optional.causals is not None:
+        check_batch_vector("causal", optional.causals, shapes.batch, device)
         _check_beside_causals(call)
     _check_options(options)
     if x.learnable_sink is not None:
@@ -145,7 +148,7 @@ def _check_beside_causals(call: AttentionCall) -> None:
     """Refuse what a call has not whose sequences differ in being causal."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
-        given = brief(call.tensors.causals)
+        given = brief(call.tensors.optional.causals)
         raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
     if left is not None and left < 0:
         # which of the sequences then see nothing, kernels do not find out
@@ -180,7 +183,10 @@ def _check_masks(
     if masks.aux_tensors is not None:
         _check_aux_tensors(masks.aux_tensors, device, masks.score_mod, masks.mask_mod)
     lists, columns = masks.block_sparse_tensors_torch, masks.startend_row_indices
-    if lists is not None:
+    if isinstance(lists, SelectedBlocks):
+        check_form(lists, device)
+        check_rows(lists, shapes, extents.packs_q)
+    elif lists is not None:
         _check_block_lists(lists, masks.mask_mod)
         extents.check_lists(from_block_mask(lists).seqlens)
     if columns is not None:

@@ -53,7 +53,7 @@ class ForwardKernel(AttentionKernel):
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
-    tensors that are read by head or key may be summed in a fixed order."""
+    tensors may be summed in a fixed order."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder

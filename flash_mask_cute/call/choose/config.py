@@ -83,11 +83,12 @@ class FwdChoice:
 
 class WalkFacts(NamedTuple):
     """Of `CallFacts`, what a forward knows of its walks beside the problem. block_size: that of
-    block lists, which another form of the mask may replace."""
+    block lists, which another form of the mask may replace. selected_block: as there."""
 
     window: int | None = None
     block_size: tuple[int, int] | None = None
     decode_rows: int | None = None
+    selected_block: int = 0
 
 
 NO_WALK_FACTS = WalkFacts()
@@ -127,9 +128,10 @@ def select_fwd_config(
         may_pair=walk.decode_rows is None and (override is None or override.cta_pair is not False),
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
+        selected_block=walk.selected_block,
     )
     row = next(rows_for(kernel.rows, call))
-    in_fp8 = problem.fp8 is not None and kernel.reads_fp8
+    in_fp8 = problem.in_fp8 and kernel.reads_fp8
     dims = problem.head_dim, problem.head_dim_v
     tiles, smem_bytes, reason = _fit(kernel, row, *dims, override, in_fp8)
     group = shapes.heads_q // shapes.heads_kv
@@ -138,10 +140,17 @@ def select_fwd_config(
         # over a cache, where most of a batch decodes while few sequences have many queries
         queries = min(queries, shapes.mean_seqlen_q)
     packed = _choose_packing(
-        kernel.packed_rows, group, queries, pack_gqa, unpackable, walk.decode_rows is not None
+        kernel.packed_rows,
+        group,
+        0 if problem.has_selected else queries,
+        pack_gqa,
+        unpackable,
+        walk.decode_rows is not None or problem.has_selected,
     )
     if packed > 1:
         cause = "asked for" if pack_gqa else f"{queries} queries a sequence < {SHORT_QUERY}"
+        if problem.has_selected and not pack_gqa:
+            cause = "fewer queries a tile, which have fewer blocks together"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
@@ -152,8 +161,9 @@ def _choose_packing(
     queries: int,
     pack_gqa: bool | None,
     unpackable: str | None,
-    decodes: bool,
+    wastes_rows: bool,
 ) -> int:
+    """wastes_rows: a group is padded to a power of two, if that is what it takes."""
     if pack_gqa and group > rows:
         raise NotImplementedError(
             f"pack_gqa=True needs a group of at most {rows} query heads per KV head, got {group}"
@@ -164,8 +174,9 @@ def _choose_packing(
             "False"
         )
     if pack_gqa is None:
-        # rows without a head waste products, which is worth it where memory is waited for
-        can_pack = group <= rows and (decodes or padded_group(group) == group)
+        # rows without a head waste products, which is worth it where memory is waited for, and
+        # where all heads walk over what fewer queries chose
+        can_pack = group <= rows and (wastes_rows or padded_group(group) == group)
         pack_gqa = can_pack and unpackable is None and queries < SHORT_QUERY
     return group if pack_gqa else 1
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
-from flash_mask_cute.call.check.fp8 import fp8_keys_of
 from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.check.validate import check_head_dims, check_inputs, refuse_order
 from flash_mask_cute.call.choose.arch import arch_spec
@@ -59,6 +58,7 @@ from flash_mask_cute.call.choose.splits import (
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
+    GivenTensor,
     Padding,
     fold_window,
     may_empty_rows,
@@ -66,13 +66,14 @@ from flash_mask_cute.call.problem import (
 )
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
-from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
+from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
-from flash_mask_cute.mods.traits import computes_functions
+from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import brief
-from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -227,11 +228,12 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
-    plain = replace(plain, causal_each=causal_each)
+    if not causal_each:
+        plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     _check_order(plain, masks, target or target_of(call.tensors.q))
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
@@ -240,11 +242,12 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.causals)
+    _refuse_causal_sequences(chosen, call.tensors.optional.causals)
     _refuse_fp8(chosen)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
+    _refuse_large_choice(chosen)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
         one_pass = plan(replaced(call, options=options), target, limits)
@@ -286,10 +289,25 @@ def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None
 
 def _refuse_fp8(chosen: ExecutionPlan) -> None:
     spec = arch_spec(chosen.target)
-    if chosen.problem.fp8 is not None and not spec.forward.reads_fp8:
+    if chosen.problem.in_fp8 and not spec.forward.reads_fp8:
         raise NotImplementedError(
             f"k and v in float8_e4m3fn are not supported on {spec.name}: convert them to the dtype "
             f"of q ({chosen.problem.dtype})"
+        )
+
+
+def _refuse_large_choice(chosen: ExecutionPlan) -> None:
+    """Refuse a choice of blocks whose bits take too much memory."""
+    selected = chosen.masks.selected
+    if selected is None:
+        return
+    num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(chosen.shapes.seqlen_k))
+    if num_bytes > MOST_BIT_BYTES:
+        raise NotImplementedError(
+            f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, of which a "
+            f"{chosen.direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
+            f"compute fewer queries in a call; got block_size {selected.block_size}, indices of "
+            f"shape {tuple(selected.indices.shape)} and {chosen.shapes.seqlen_k} keys"
         )
 
 
@@ -323,9 +341,12 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
-        has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
-        has_leftpad_k=x.lengths.leftpad_k is not None,
-        fp8=fp8_keys_of(call),
+        optional=tuple(
+            GivenTensor(name, dtype_name(y.dtype), y.dim())
+            for name, y in x.optional._asdict().items()
+            if y is not None
+        ),
+        in_fp8=x.k.dtype == FP8,
     )
     if masks.score_mod is None:
         return problem
@@ -345,6 +366,10 @@ def _bwd_problem(
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
+    exact_aux: tuple[int, ...] = ()
+    if wants_aux and masks.score_mod is not None and call.backward.deterministic:
+        # sums in a fixed order are those of which the order does not matter
+        exact_aux = find_reads(masks.score_mod, problem, wants_aux).of_many
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -352,6 +377,7 @@ def _bwd_problem(
         has_full_lists=False,
         has_bits=problem.has_lists,
         wants_aux=wants_aux,
+        exact_aux=exact_aux,
         deterministic=call.backward.deterministic,
     )
 
@@ -359,7 +385,7 @@ def _bwd_problem(
 def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
     """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
     if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
-        unordered = why_unordered(masks.score_mod, problem, problem.wants_aux, target)
+        unordered = why_unordered(target)
         if unordered is not None:
             refuse_order("daux is given", unordered)
 
@@ -432,7 +458,7 @@ def _choose_tiles(
     )
     chosen = chosen.with_choice(choice)
     if call.tensors.lengths.page_table is not None:
-        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
+        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
     if problem.split == BY_SLOTS:
@@ -456,7 +482,8 @@ def _with_split(
     """The problem with its way of computing work tiles in splits, if any.
 
     A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
-    of one split if no more are asked for.
+    of one split if no more are asked for. By slots, a kernel writes out itself where a work tile
+    has one share.
 
     A single query sees the same without causal masking, and kernels without masks do least work.
     """
@@ -466,7 +493,7 @@ def _with_split(
         options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
     )
     out = call.tensors.out
-    if split is None and out is not None and out.dtype != call.tensors.q.dtype:
+    if split != BY_ROWS and out is not None and out.dtype != call.tensors.q.dtype:
         refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
         split = BY_ROWS
     if split is None:
@@ -514,7 +541,12 @@ def _fwd_chooser(
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        walk=WalkFacts(_visible(window), masks.block_size, rows),
+        walk=WalkFacts(
+            _visible(window),
+            masks.block_size,
+            rows,
+            0 if masks.selected is None else masks.selected.block_size,
+        ),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
         num_sms=target.num_sms,
@@ -576,7 +608,7 @@ def _with_mask_bits(
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
     problem = chosen.problem
-    if not (chosen.splits is problem.page_box is problem.fp8 is None):
+    if problem.in_fp8 or not (chosen.splits is problem.page_box is None):
         # the mask_mod of few queries is evaluated while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
@@ -617,7 +649,7 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
-    of_keys = input_conversion if chosen.problem.fp8 is None else byte_conversion
+    of_keys = byte_conversion if chosen.problem.in_fp8 else input_conversion
     conversions = {
         "q": input_conversion(x.q, factor),
         "k": of_keys(x.k),

@@ -14,7 +14,6 @@ from flash_mask_cute.call.check.kvcache import Cache
 from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens, packed_lengths
 from flash_mask_cute.call.check.pages import check_pages
 from flash_mask_cute.call.choose.copies import byte_conversion
-from flash_mask_cute.call.problem import Fp8Keys
 from flash_mask_cute.call.run.cache_writes import (
     check_entries_once,
     check_rotary_positions,
@@ -103,7 +102,8 @@ class Append(NamedTuple):
 class AppendFacts(NamedTuple):
     """Facts that determine the kernel's code: names of dtypes, and the tensors that are present.
 
-    dtype: of the new rows. fp8: the form of caches in fp8, None for caches in `dtype`.
+    dtype: of the new rows. scales: of caches in fp8, the ranks of k_descale and v_descale, None for
+    none of them; None for caches in `dtype`.
     """
 
     dtype: str
@@ -116,13 +116,14 @@ class AppendFacts(NamedTuple):
     is_packed_q: bool
     interleaved: bool
     advances: bool
-    fp8: Fp8Keys | None = None
+    scales: tuple[int | None, int | None] | None = None
 
     @staticmethod
     def create(x: Append) -> AppendFacts:
-        rotates, fp8 = x.cos is not None, None
+        rotates, scales = x.cos is not None, None
         if x.in_fp8:
-            fp8 = Fp8Keys(*(None if y is None else y.dim() for y in (x.k_descale, x.v_descale)))
+            k, v = x.k_descale, x.v_descale
+            scales = None if k is None else k.dim(), None if v is None else v.dim()
         return AppendFacts(
             dtype=dtype_name(x.k.dtype),
             is_packed=x.cu_seqlens_k_new is not None,
@@ -134,7 +135,7 @@ class AppendFacts(NamedTuple):
             is_packed_q=rotates and x.cu_seqlens_q is not None,
             interleaved=not rotates or x.interleaved,
             advances=not rotates or x.advances,
-            fp8=fp8,
+            scales=scales,
         )
 
 
@@ -422,8 +423,8 @@ def build_append(facts: AppendFacts, target: Target) -> Compiled:
         return None if rank is None else fake_tensors.strided(rank, "float32")
 
     rank, rank_q = 3 if facts.is_packed else 4, 3 if facts.is_packed_q else 4
-    fp8, rotary = facts.fp8 or Fp8Keys(), None
-    cached = rows if facts.fp8 is None else fake_tensors.byte_rows
+    cached = rows if facts.scales is None else fake_tensors.byte_rows
+    rotary = None
     if facts.rotary_dtype is not None:
         tables = tuple(fake_tensors.strided(2, facts.rotary_dtype) for _ in range(2))
         queries = rows(rank_q), rows(rank_q), vector(facts.is_packed_q)
@@ -434,7 +435,7 @@ def build_append(facts: AppendFacts, target: Target) -> Compiled:
             *(cached(4), cached(4), vector(True), vector(True), vector(facts.has_leftpad)),
             vector(facts.has_batch_idx),
             fake_tensors.strided(2) if facts.has_pages else None,
-            *(scales(fp8.k_descale), scales(fp8.v_descale)),
+            *map(scales, facts.scales or (None, None)),
         ),
         rotary,
         fake_tensors.stream(),

@@ -7,7 +7,6 @@ allocates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import Masks, Tensors
 from flash_mask_cute.call.build.backward import BwdKernels
-from flash_mask_cute.call.build.scratch import BwdScratch, stored_sums
+from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.run.aux_sums import new_sums, write_gradients
 from flash_mask_cute.call.run.forward import (
     count_writing,
     cpu_call,
@@ -39,10 +39,10 @@ class KernelBackward:
     any."""
 
     __slots__ = (
-        "_accum_shape", "_clears_dq", "_conversions", "_has_aux", "_kernels", "_mask_arguments",
-        "_parts_shape", "_partial_shapes", "_q_start", "_reads_q_starts", "_reads_query_early",
-        "_scale", "_scale_dq", "_softcap", "_stats_shape", "_stored_shapes", "_make_mask_bits",
-        "_padding", "_wants_aux", "_window_left", "_window_right",
+        "_accum_shape", "_clears_dq", "_conversions", "_exact_aux", "_has_aux", "_kernels",
+        "_make_mask_bits", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
+        "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
+        "_stats_shape", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,7 @@ class KernelBackward:
         self._padding = facts.padding
         self._clears_dq = plan.bwd_choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
-        self._stored_shapes = stored_sums(plan)
+        self._exact_aux = problem.exact_aux
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
@@ -84,7 +84,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, sink, lengths = tensors[:5]
         out, lse, lse_low, gradients = tensors.out, tensors.lse, tensors.lse_low, tensors.gradients
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _, _, _ = lengths
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths
         dout, dlse, dq, dk, dv, dsink, daux = gradients
         index = q.get_device()
         if index >= 0 and index != current_device():
@@ -112,7 +112,9 @@ class KernelBackward:
             )
         aux_tensors = columns = bits = parts = None
         if masks is not None:
-            _, aux_tensors, columns, _, bits = self._mask_arguments(masks, cu_seqlens_k)
+            _, aux_tensors, columns, _, bits = self._mask_arguments(
+                masks, cu_seqlens_k, cu_seqlens_q
+            )
         mask_bits = None
         if self._make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
@@ -135,10 +137,8 @@ class KernelBackward:
         aux_sums: dict[int, Tensor] | None = None
         aux_grads: Any = None
         if daux is not None:
-            aux_sums = _aux_sums(daux, self._wants_aux, torch.float32)
+            aux_sums = new_sums(daux, self._wants_aux, torch.float32, self._exact_aux)
             aux_grads = tuple(aux_sums.values()) or None
-            if self._stored_shapes:
-                aux_grads = _new_stored_sums(q, self._stored_shapes)
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
@@ -167,9 +167,7 @@ class KernelBackward:
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:
-            if self._stored_shapes:
-                _add_stored_sums(aux_sums, aux_grads)
-            _write_aux_gradients(daux, aux_sums)
+            write_gradients(daux, aux_sums, self._exact_aux)
         return result
 
 
@@ -187,7 +185,7 @@ class EmptyBackward:
         if of.dsink is not None:
             of.dsink.copy_(self._sink_gradient(x))
         if of.daux is not None:
-            _write_aux_gradients(of.daux, {})
+            write_gradients(of.daux, {})
         return _zeros(x.q, of.dq), _zeros(x.k, of.dk), _zeros(x.v, of.dv)
 
     def _sink_gradient(self, tensors: Tensors) -> Tensor:
@@ -221,7 +219,7 @@ class CpuBackward:
         plan, x, of = self._plan, tensors, tensors.gradients
         assert plan.gradients is not None
         daux = of.daux or ()
-        aux_sums = _aux_sums(daux, plan.problem.wants_aux, torch.float64)
+        aux_sums = new_sums(daux, plan.problem.wants_aux, torch.float64)
         chosen = plan.bwd_choice
         tiles = CpuTiles(chosen.tiles.tile_m, chosen.tile_n, skip_blocks=chosen.tiles.skip_blocks)
         call = cpu_call(plan, x, tiles)._replace(
@@ -230,7 +228,7 @@ class CpuBackward:
         dq, dk, dv, dsink = flash_attn_bwd_cpu(call)
         if of.dsink is not None and dsink is not None:
             of.dsink.copy_(dsink)
-        _write_aux_gradients(daux, aux_sums)
+        write_gradients(daux, aux_sums)
         return _written(dq, of.dq), _written(dk, of.dk), _written(dv, of.dv)
 
 
@@ -241,36 +239,3 @@ def _zeros(like: Tensor, given: Tensor | None) -> Tensor:
 def _written(new: Tensor, given: Tensor | None) -> Tensor:
     """The new gradient, or the caller's tensor filled with it."""
     return new if given is None else given.copy_(new)
-
-
-def _aux_sums(
-    daux: Sequence[Tensor | None], wants_aux: tuple[int, ...], dtype: torch.dtype
-) -> dict[int, Tensor]:
-    """Zeros for the sums of aux tensor gradients, by index."""
-    wanted = ((i, daux[i]) for i in wants_aux)
-    return {i: x.new_zeros(x.shape, dtype=dtype) for i, x in wanted if x is not None}
-
-
-def _new_stored_sums(q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Any:
-    """Where a kernel stores sums and the numbers of their elements: 0 for element 0, where it does
-    not."""
-    return tuple(
-        (q.new_zeros(shape, dtype=torch.float32), q.new_zeros(shape, dtype=torch.int64))
-        for shape in shapes
-    )
-
-
-def _add_stored_sums(sums: Mapping[int, Tensor], stored: Any) -> None:
-    """Add stored sums to those of whole tensors, in an order that only their places determine:
-    torch sorts them by element, and keeps the order of those of one element."""
-    for total, (values, elements) in zip(sums.values(), stored, strict=True):
-        if total.numel():
-            total.view(-1).index_put_((elements.view(-1),), values.view(-1), accumulate=True)
-
-
-def _write_aux_gradients(daux: Sequence[Tensor | None], sums: Mapping[int, Tensor]) -> None:
-    """Round the sums into their tensors; a tensor without sums, which no score_mod reads, becomes
-    0."""
-    for i, gradient in enumerate(daux):
-        if gradient is not None:
-            gradient.copy_(sums[i]) if i in sums else gradient.zero_()

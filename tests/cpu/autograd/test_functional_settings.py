@@ -22,6 +22,8 @@ from flash_mask_cute import (
     interface,
 )
 from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.choose import aux_order
+from flash_mask_cute.call.choose.arch import SM100
 from flash_mask_cute.interface import BwdConfig, FwdConfig
 
 Found = list[dict[str, Any]]
@@ -156,7 +158,15 @@ def test_the_setting_of_torch_asks_for_a_fixed_order(
     assert found[-1]["deterministic"] is True
 
 
-def test_what_has_no_fixed_order_is_refused_by_the_setting_too(fixed_order: None) -> None:
+@pytest.fixture
+def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an architecture that sums gradients of aux tensors in no fixed order."""
+    monkeypatch.setattr(aux_order, "arch_spec", lambda target: SM100)
+
+
+def test_what_has_no_fixed_order_is_refused_by_the_setting_too(
+    fixed_order: None, unordered: None
+) -> None:
     bias = torch.zeros(80, requires_grad=True)
     with pytest.raises(NotImplementedError, match="requires grad.*use_deterministic_algorithms"):
         flash_attn_func(*leaves(), score_mod=_biased, aux_tensors=[bias])
@@ -164,13 +174,13 @@ def test_what_has_no_fixed_order_is_refused_by_the_setting_too(fixed_order: None
 
 @WAYS
 @pytest.mark.parametrize("by_setting", [False, True])
-def test_sums_by_head_and_by_key_have_a_fixed_order(
+def test_gradients_of_aux_tensors_have_a_fixed_order(
     found: Found, request: pytest.FixtureRequest, way: Callable[..., Any], by_setting: bool
 ) -> None:
     """Equal bits, and what the call without an order computes in float64."""
     if by_setting:
         request.getfixturevalue("fixed_order")
-    slopes, bias = torch.full((2,), 0.1), torch.zeros(40, dtype=torch.float64)
+    slopes, bias = torch.full((2,), 0.1), torch.zeros(40, 40, dtype=torch.float64)
 
     def gradients(deterministic: bool) -> list[Tensor]:
         trained = [x.clone().requires_grad_() for x in (slopes, bias)]
@@ -204,12 +214,12 @@ def _biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 
 def _sloped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score - aux[0][h[0]] * abs(q - k).to(cutlass.Float32) + aux[1][k[0]]
+    return score - aux[0][h[0]] * abs(q - k).to(cutlass.Float32) + aux[1][q[0] * k[0] % 40, k[0]]
 
 
 @WAYS
 def test_the_setting_that_only_warns(
-    found: Found, warn_only: None, way: Callable[..., Any]
+    found: Found, warn_only: None, unordered: None, way: Callable[..., Any]
 ) -> None:
     bias = torch.zeros(80, requires_grad=True)
 
@@ -242,7 +252,7 @@ def test_the_setting_that_only_warns(
     ids=["deterministic", "score_mod_bwd"],
 )
 def test_arguments_are_refused_where_the_setting_only_warns(
-    warn_only: None, keywords: dict[str, Any]
+    warn_only: None, unordered: None, keywords: dict[str, Any]
 ) -> None:
     given = {"score_mod": _biased, "aux_tensors": [torch.zeros(80, requires_grad=True)], **keywords}
     with pytest.raises(NotImplementedError, match=f"requires grad.*{next(iter(keywords))}"):

@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
     "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
     "d192": {"head_dim": 192, "head_dim_v": 192},
+    "d160-window": {"head_dim": 160, "head_dim_v": 160, "has_window_left": True},
+    "d136-dv96-varlen": {"head_dim": 136, "head_dim_v": 96, "varlen_q": True, "varlen_k": True},
     "d256": {"head_dim": 256, "head_dim_v": 256},
     "d256-causal-columns-1-softcap": {
         "head_dim": 256,
@@ -127,8 +129,17 @@ BLACKWELL = {
     **{
         name: fields
         for name, fields in VARIANTS.items()
-        if fields.get("head_dim", 128) <= 128 and name not in SEQLENS_K
+        if name not in SEQLENS_K
     },
+    **{
+        f"d{d}-dv{d_v}{name}": {"head_dim": d, "head_dim_v": d_v, **fields}
+        for d, d_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256))
+        for name, fields in {"": {}, "-softcap": {"has_softcap": True}}.items()
+    },
+    "d256-lists-in-order": {
+        "head_dim": 256, "head_dim_v": 256, "has_bits": True, "deterministic": True,
+    },
+    "d256-score": {"head_dim": 256, "head_dim_v": 256, "score_mod": "alibi"},
     **{
         f"d{d}{name}": {"head_dim": d, "head_dim_v": d, **fields}
         for d in (64, 96)
@@ -140,10 +151,11 @@ BLACKWELL = {
         }.items()
     },
     "learned": {"score_mod": "head_bias", "aux": (("float32", 1),), "wants_aux": (0,)},
-}
+}  # fmt: skip
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
+    *(name for name in BLACKWELL if "-dv" in name),
 )
 
 

@@ -164,6 +164,10 @@ def _sloped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score - aux[0][h[0]] * abs(q - k).to(Float32) + aux[1][b[0], k[0]]
 
 
+def _paired(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][b[0], k[0], q[0], h[0]]
+
+
 def test_what_a_class_costs_on_each_target() -> None:
     trained = [torch.ones(4, requires_grad=True), torch.zeros(1, 200, requires_grad=True)]
     keywords = {"score_mod": _sloped, "aux_tensors": trained}
@@ -179,7 +183,7 @@ def test_what_a_class_costs_on_each_target() -> None:
 
 
 def test_a_fixed_order_takes_scratch() -> None:
-    """Sums of each of 4 heads and 2 key blocks, by key and by 16 keys, with their numbers."""
+    """The words of exact sums; sums in fp32 where no two scores read an element."""
     trained = [torch.ones(4, requires_grad=True), torch.zeros(1, 200, requires_grad=True)]
     keywords = {"score_mod": _sloped, "aux_tensors": trained, "target": "sm_90a"}
     told = explain(*qkv(), **keywords, deterministic=True).backward
@@ -188,15 +192,16 @@ def test_a_fixed_order_takes_scratch() -> None:
     assert told is not None and told.scratch_bytes is not None
     assert plain is not None and plain.scratch_bytes is not None
     more = told.scratch_bytes - plain.scratch_bytes
-    assert more == 4 * 2 * (128 + 128 // 16) * 12 + 4 * (4 + 200)
+    assert more == 13 * 8 * (4 + 200)
+    assert "each as two of integers" in told.aux_gradients[0].cost
+    pairs = [torch.zeros(1, 200, 200, 4, requires_grad=True)]
+    keywords = {"score_mod": _paired, "aux_tensors": pairs, "target": "sm_90a"}
+    told = explain(*qkv(), **keywords, deterministic=True).backward
+    assert told is not None and told.scratch_bytes == plain.scratch_bytes + 4 * pairs[0].numel()
+    assert "integers" not in told.aux_gradients[0].cost
 
 
 def test_a_backward_that_has_no_order_is_told() -> None:
-    distances = torch.zeros(4, 400, requires_grad=True)
-    keywords = {"score_mod": _gained, "aux_tensors": [torch.ones(4), distances]}
-    found = explain(*on_cpu(), **keywords, deterministic=True, target="sm_90a")
-    assert found.backward is None
-    assert "there is no backward: " in found.note and "aux_tensors[1] by difference" in found.note
     slopes = [torch.ones(4, requires_grad=True), torch.zeros(1, 200)]
     found = explain(
         *on_cpu(), score_mod=_sloped, aux_tensors=slopes, deterministic=True, target="sm_100a"

@@ -19,6 +19,7 @@ from gradient_oracle import assert_gradients_close, make_output_gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trained_mods import (
+    LINE_CASES,
     ORDERED_CASES,
     REACH,
     TRAINED_CASES,
@@ -33,6 +34,8 @@ from flash_mask_cute import flash_attn_func, interface
 from flash_mask_cute.autograd import torch_ops
 from flash_mask_cute.call.arguments import AttentionCall, Masks, Options, Tensors
 from flash_mask_cute.call.build.backward import build_bwd
+from flash_mask_cute.call.choose import aux_order
+from flash_mask_cute.call.choose.arch import SM100
 from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.interface import _flash_attn_bwd
@@ -95,7 +98,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + ORDERED_CASES, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
 )
 def test_against_oracle(case: Case, name: str) -> None:
     check(make_trained(small(case), name))
@@ -335,15 +338,16 @@ def _passes_on(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        (
-            {"deterministic": True},
-            r"aux_tensors\[1\] requires grad.*aux_tensors\[1\] by difference.*deterministic=True",
-        ),
+        ({"deterministic": True}, r"aux_tensors\[1\] requires grad.*deterministic=True"),
         ({"score_mod_bwd": _passes_on}, r"aux_tensors\[1\] requires grad.*score_mod_bwd"),
     ],
     ids=["deterministic", "score_mod_bwd"],
 )
-def test_refused_in_the_forward(keywords: dict[str, Any], message: str, compiled: bool) -> None:
+def test_refused_in_the_forward(
+    keywords: dict[str, Any], message: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """deterministic: as on Blackwell."""
+    monkeypatch.setattr(aux_order, "arch_spec", lambda target: SM100)
     q, k, v = qkv()
     slopes = torch.ones(2 * REACH + 1, 2, requires_grad=True)
 
@@ -411,7 +415,6 @@ TABLE = torch.zeros(2, 12)
         ([None, TABLE.half()], {}, TypeError, r"daux\[1\].*float32.*float16"),
         ([None, TABLE[:1]], {}, ValueError, r"daux\[1\].*\(2, 12\).*\(1, 12\)"),
         ([torch.zeros(1), None], {}, TypeError, r"daux\[0\] must be None.*int32"),
-        ([None, TABLE], {"deterministic": True}, NotImplementedError, "daux.*deterministic=True"),
         (
             [None, TABLE], {"score_mod_bwd": _passes_on}, NotImplementedError,
             "daux is given.*score_mod_bwd",
@@ -433,7 +436,7 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
 @pytest.mark.parametrize(
     ("name", "head_dim", "in_order"),
     [("slopes", 64, False), ("slopes", 96, False), ("slopes", 128, False), ("slopes", 128, True),
-     ("key_bias", 128, False), ("key_bias", 128, True), ("t5", 128, False),
+     ("key_bias", 128, False), ("key_bias", 128, True), ("t5", 128, False), ("t5", 128, True),
      ("gain_and_bias", 128, False), ("gain_and_bias", 256, False)],
 )  # fmt: skip
 def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path) -> None:
@@ -447,7 +450,7 @@ def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path)
     problem = AttentionProblem(
         "bfloat16", head_dim, head_dim, is_causal=True, needs_lse=False,
         score_mod=callable_key(mod), aux=aux, wants_aux=tuple(range(len(aux))),
-        deterministic=in_order,
+        deterministic=in_order, exact_aux=tuple(range(len(aux))) if in_order else (),
     )  # fmt: skip
     choice = select_bwd_config(
         *(head_dim, head_dim, problem.tuning_class), deterministic=in_order,

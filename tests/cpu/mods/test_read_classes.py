@@ -114,6 +114,39 @@ def test_by_hand(name: str) -> None:
     assert class_of(adds(index), dims) == expected
 
 
+def test_which_differences_are_distances() -> None:
+    """Those that are the same along a diagonal of scores."""
+
+    def is_distance(name: str) -> bool:
+        _, dims, index = INDICES[name]
+        tables = [torch.zeros((8,) * dims), torch.zeros(8, dtype=torch.int32)]
+        return reads_of(adds(index), tables, (0,)).tensors[0].is_distance
+
+    differences = [name for name, (kind, *_) in INDICES.items() if kind == "difference"]
+    found = {name for name in differences if is_distance(name)}
+    assert found == {"distance", "wide", "limited", "past", "bucket-of-head"}
+    assert not any(is_distance(name) for name in INDICES if name not in differences)
+
+
+def test_which_elements_one_score_reads() -> None:
+    def is_once(*indices: Callable[..., Any], dims: int) -> bool:
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+            for index in indices:
+                score = score + aux[0][index(b[0], h[0], q[0], k[0])]
+            return score
+
+        reads = reads_of(score_mod, [torch.zeros((8,) * dims)], (0,))
+        assert reads.of_many == (() if reads.tensors[0].is_once else (0,))
+        return reads.tensors[0].is_once
+
+    everything: Callable[..., Any] = lambda b, h, q, k: (b, k, q, h)  # noqa: E731
+    assert is_once(everything, dims=4)
+    assert not is_once(everything, everything, dims=4)
+    assert not is_once(lambda b, h, q, k: (h, q, k), dims=3)
+    assert not is_once(lambda b, h, q, k: (b, 0, q, k), dims=4)
+    assert not is_once(lambda b, h, q, k: (b, h, q, k // 2), dims=4)
+
+
 def test_values_that_look_alike_are_told_apart() -> None:
     """Numbers of a coordinate are no operands: rows 0 and 1 of a table are not the same."""
 

@@ -1,0 +1,219 @@
+"""python -m bench.parallel: context parallel attention beside one GPU that has the whole sequence.
+
+    python -m bench.parallel                         # on two GPUs, then four, as many as there are
+    python -m bench.parallel 'documents-*' --world 2 --out rows.jsonl
+
+A case is a mask and a length, of one sequence with 32 heads, 8 of keys, head dimension 128, in
+bf16. First each rank compares its rows of the output and of the gradients with those of one GPU.
+Then a rank's time is that of a forward, or of a forward and its backward, between two barriers, and
+the time of the group is that of its slowest rank. The rate is that of one GPU, which rank 0 times
+in the same process, over that of the group times its ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import Json, commit_here, say, versions, why_no_gpu
+
+COMMAND = "bench.parallel"
+HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
+ROUNDS, CALLS = 5, 3
+# Of the largest number of a result: bf16 rounds to 2^-9, and gradients are sums of rounded numbers.
+ALLOWED = 2e-2
+METHODS = ("all_gather", "ring", "ulysses")
+
+
+class Case(NamedTuple):
+    """documents: mean length, 0: one document."""
+
+    seqlen: int
+    documents: int
+
+    @property
+    def name(self) -> str:
+        return f"{'documents' if self.documents else 'causal'}-{self.seqlen // 1024}k"
+
+    def mask(self) -> Any:
+        """A ColumnMask on the CPU."""
+        import torch
+
+        from flash_mask_cute import builders
+
+        if not self.documents:
+            return builders.causal(self.seqlen)
+        generator = torch.Generator().manual_seed(0)
+        count = self.seqlen // self.documents
+        cuts = torch.randperm(self.seqlen - 1, generator=generator)[: count - 1].sort()[0] + 1
+        ends = [0, *cuts.tolist(), self.seqlen]
+        return builders.causal_document([b - a for a, b in zip(ends, ends[1:], strict=False)])
+
+
+CASES = {
+    case.name: case
+    for case in (Case(65536, 0), Case(65536, 6554), Case(131072, 0), Case(131072, 13107))
+}
+Call = Callable[[], Any]
+
+
+def milliseconds(call: Call) -> float:
+    """Of the slowest rank, the median of rounds."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(2):
+        call()
+    found = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / CALLS)
+    slowest = torch.tensor(statistics.median(found), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def calls_of(attend: Callable[..., Any], tensors: list[Any], dout: Any) -> dict[str, Call]:
+    """A forward without gradients, and a forward with its backward."""
+    import torch
+
+    inputs = [x.detach().requires_grad_() for x in tensors]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    def both() -> tuple[Any, ...]:
+        out = attend(*inputs)
+        return out, *torch.autograd.grad(out, inputs, dout)
+
+    return {"forward": forward, "both": both}
+
+
+def why_wrong(found: tuple[Any, ...], expected: tuple[Any, ...]) -> str | None:
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        error = float((x.detach().float() - y.float()).abs().max() / y.float().abs().max())
+        if not error <= ALLOWED:
+            return f"{name} differs from that of one GPU by {error:.1e} of its largest number"
+    return None
+
+
+def measure(case: Case, rank: int, world: int) -> list[Json]:
+    """The rows of a case, the same in all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from flash_mask_cute import flash_attn_func, parallel
+
+    mask, generator = case.mask(), torch.Generator("cuda").manual_seed(0)
+    plan = parallel.plan(mask, world, seqlen=case.seqlen)
+    load = plan.load(mask)
+    heads = HEADS, HEADS_KV, HEADS_KV, HEADS
+    *whole, dout = (
+        torch.randn(1, case.seqlen, n, HEAD_DIM, device="cuda", generator=generator).bfloat16()
+        for n in heads
+    )
+    on_gpu = mask.to("cuda")
+    of_one = calls_of(lambda *x: flash_attn_func(*x, startend_row_indices=on_gpu), whole, dout)
+    expected = tuple(plan.shard(x, rank).contiguous() for x in of_one["both"]())
+    one = {name: milliseconds(call) for name, call in of_one.items()}
+    own, own_dout = [plan.shard(x, rank).contiguous() for x in whole], plan.shard(dout, rank)
+    attend = parallel.context_parallel_attention
+    rows = []
+    for method in METHODS:
+        calls = calls_of(lambda *x, m=method: attend(*x, on_gpu, plan, method=m), own, own_dout)
+        why: list[str | None] = [None] * world
+        dist.all_gather_object(why, why_wrong(calls["both"](), expected))
+        row: Json = {
+            "kind": "parallel", "case": case.name, "world": world, "method": method,
+            "imbalance": round(load.imbalance, 3), "keys_received": max(load.keys),
+        }  # fmt: skip
+        if any(why):
+            rows.append(row | {"note": f"failed: {'; '.join(x for x in why if x)}"})
+            continue
+        for name, call in calls.items():
+            ms = milliseconds(call)
+            row |= {f"{name}_ms": round(ms, 3), f"{name}_one_ms": round(one[name], 3)}
+            row[f"{name}_rate"] = round(one[name] / (world * ms), 3)
+        rows.append(row)
+    return rows
+
+
+def shown(row: Json) -> str:
+    parts = [f"{row['case']:14} {row['world']} GPUs  {row['method']:10}"]
+    for name in ("forward", "both"):
+        if f"{name}_ms" in row:
+            times = f"{row[f'{name}_ms']:8.3f} ms, one GPU {row[f'{name}_one_ms']:8.3f}"
+            parts.append(f"{name} {times}: {row[f'{name}_rate']:.2f}")
+    parts.append(row.get("note") or f"imbalance {row['imbalance']}, keys {row['keys_received']}")
+    return "  ".join(parts)
+
+
+def work(rank: int, world: int, store: str, names: list[str], out: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device
+    )
+    common = {"gpu": torch.cuda.get_device_name(), "commit": commit_here(), **versions()}
+    try:
+        for name in names:
+            for row in measure(CASES[name], rank, world):
+                if rank == 0:
+                    say(shown(row))
+                    if out:
+                        with Path(out).open("a") as file:
+                            file.write(json.dumps(common | row) + "\n")
+            torch.cuda.empty_cache()
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {COMMAND}", description=__doc__)
+    parser.add_argument("patterns", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--world", type=int, help="only as many GPUs")
+    parser.add_argument("--out", default="", help="append the rows to this file")
+    given = parser.parse_args(arguments)
+    patterns = given.patterns or ["*"]
+    names = [x for x in CASES if any(fnmatch.fnmatch(x, pattern) for pattern in patterns)]
+    if not names:
+        parser.error(f"{', '.join(patterns)} is none of {', '.join(CASES)}")
+    if (why := why_no_gpu(COMMAND)) is not None:
+        say(why)
+        return 2
+    import torch
+    import torch.multiprocessing as mp
+
+    there = torch.cuda.device_count()
+    worlds = [given.world] if given.world else [x for x in (2, 4, 8) if x <= there]
+    if not worlds or max(worlds) > there:
+        say(f"{COMMAND} needs {given.world or 2} GPUs, there are {there}")
+        return 2
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            told = world, os.path.join(folder, "store"), names, given.out
+            mp.start_processes(work, told, nprocs=world, start_method="spawn")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

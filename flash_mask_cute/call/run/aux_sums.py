@@ -1,0 +1,67 @@
+"""The sums that become gradients of aux tensors: their memory, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.mods import exact_words
+
+
+def new_sums(
+    daux: Sequence[Tensor | None],
+    wants_aux: tuple[int, ...],
+    dtype: torch.dtype,
+    exact_aux: tuple[int, ...] = (),
+) -> dict[int, Tensor]:
+    """Zeros for the sums of aux tensor gradients, by index. exact_aux: those with exact sums, as
+    words (`mods/exact_words.py`), the first dimension; the others have `dtype`."""
+    sums: dict[int, Tensor] = {}
+    for i in wants_aux:
+        x = daux[i]
+        if x is None:
+            continue
+        if i in exact_aux:
+            sums[i] = x.new_zeros((exact_words.NUM_WORDS, *x.shape), dtype=torch.int64)
+        else:
+            sums[i] = x.new_zeros(x.shape, dtype=dtype)
+    return sums
+
+
+def write_gradients(
+    daux: Sequence[Tensor | None], sums: Mapping[int, Tensor], exact_aux: tuple[int, ...] = ()
+) -> None:
+    """Round the sums into their tensors; a tensor without sums, which no score_mod reads, becomes
+    0."""
+    for i, gradient in enumerate(daux):
+        if gradient is None:
+            continue
+        if i in exact_aux:
+            gradient.copy_(values_of(sums[i]))
+        elif i in sums:
+            gradient.copy_(sums[i])
+        else:
+            gradient.zero_()
+
+
+def values_of(words: Tensor) -> Tensor:
+    """The values of exact sums in float64, from their words, the first dimension."""
+    total = words[exact_words.NUM_DIGITS - 1].double()
+    for digit in reversed(words[: exact_words.NUM_DIGITS - 1]):
+        # integers up to 2^53, nearly always, so that only the sum is rounded
+        total = torch.add(digit, total, alpha=2.0**exact_words.WORD_BITS)
+    total *= 2.0**exact_words.LOWEST_EXPONENT
+    flags = words[exact_words.FLAGS]
+    for flag, value in _NOT_FINITE:
+        # inf - inf is NaN, as in a sum of fp32 numbers
+        total += torch.where((flags & flag) != 0, value, 0.0)
+    return total
+
+
+_NOT_FINITE = (
+    (exact_words.IS_POSITIVE_INF, torch.inf),
+    (exact_words.IS_NEGATIVE_INF, -torch.inf),
+    (exact_words.IS_NAN, torch.nan),
+)

@@ -1,0 +1,86 @@
+"""Sums along columns and diagonals of accumulators, over the 16 rows of a warp.
+
+Lane 4 g + t has row g, and row g + 8, and of each 8 columns those numbered 2 t and 2 t + 1. So a
+column is in eight lanes. A diagonal of 8 x 8 scores has one score in each of eight lanes, whose
+columns differ: the lanes of a row first exchange their values, so that lane t then has distances
+2 t and 2 t + 1 of column from row, modulo 8.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.mods.line_sums import Line
+from flash_mask_cute.sm90 import wgmma
+
+_ROWS_OF_WARP = 16
+
+
+class AccumulatorLines:
+    """`Lines` of accumulators."""
+
+    def num_parts(self, line: Line, cols: int) -> int:
+        return cols if line is Line.COLUMN else cols + 2 * (wgmma.ROWS_PER_THREAD - 1)
+
+    def part_of(self, line: Line, r: int, c: int) -> int:
+        return c if line is Line.COLUMN else c + 2 * (wgmma.ROWS_PER_THREAD - 1 - r)
+
+    def totals(self, line: Line, parts: list[Float32]) -> list[tuple[Float32, Int32]]:
+        lane = cute.arch.lane_idx()
+        first = wgmma.first_col_of(lane)
+        if line is Line.COLUMN:
+            sums, number = _over_rows(lane, parts)
+        else:
+            sums, number = _over_rows(lane, _distances(lane, parts))
+            # number 0 is 8 columns before the distance of column 0 from the thread's last row
+            first -= 8 * wgmma.ROWS_PER_THREAD
+            first -= thread_in_warpgroup() // cute.arch.WARP_SIZE * _ROWS_OF_WARP
+        found = []
+        for i, total in enumerate(sums):
+            c = number + i
+            found.append((total, first + (c // 2) * 8 + c % 2))
+        return found
+
+
+LINES = AccumulatorLines()
+
+
+def _distances(lane: Int32, parts: list[Float32]) -> list[Float32]:
+    """The values of a lane's distances, in ascending eights. parts: of its columns, two of each
+    eight."""
+    row, quad = lane // 4, lane - lane % 4
+    is_odd = row % 2 == 1
+    sources = [quad + (lane + (row + e) // 2) % 4 for e in range(2)]
+    moved = []
+    for first in range(0, len(parts), 2):
+        even, odd = parts[first : first + 2]
+        sent = _select(is_odd, odd, even), _select(is_odd, even, odd)
+        moved += [cute.arch.shuffle_sync(x, i) for x, i in zip(sent, sources, strict=True)]
+    nothing = [Float32(0.0)] * 2
+    moved = [*nothing, *moved, *nothing]
+    # columns that were taken from the beginning of an eight belong to the eight before
+    wraps = [wgmma.first_col_of(lane) + e + row >= 8 for e in range(2)]
+    return [_select(wraps[i % 2], moved[i + 2], moved[i]) for i in range(len(moved) - 2)]
+
+
+def _over_rows(lane: Int32, values: list[Float32]) -> tuple[list[Float32], Int32]:
+    """Sums over the lanes of all rows that have the same columns, each in one of these lanes; and
+    the number of a lane's first one. Lanes may have zeros behind their sums."""
+    number = Int32(0)
+    for mask in (16, 8, 4):
+        half = (len(values) + 1) // 2
+        values = [*values, Float32(0.0)][: 2 * half]
+        is_second = (lane & mask) != 0
+        kept, sent = [], []
+        for x, y in zip(values[:half], values[half:], strict=True):
+            kept.append(_select(is_second, y, x))
+            sent.append(_select(is_second, x, y))
+        received = [cute.arch.shuffle_sync_bfly(x, mask) for x in sent]
+        values = [x + y for x, y in zip(kept, received, strict=True)]
+        number += cutlass.select_(is_second, Int32(half), Int32(0))
+    return values, number
+
+
+def _select(condition: Boolean, x: Float32, y: Float32) -> Float32:
+    return cutlass.select_(condition, x, y)
