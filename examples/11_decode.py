@@ -1,29 +1,35 @@
 """Generate with a cache in pages: prompts of different lengths, then a token at a time.
 
     python examples/11_decode.py
+    python examples/11_decode.py --same-bits
 
 A small model of Llama's shape with random weights: RMS norms, grouped heads, rotary positions, a
 gated MLP. One call of `flash_attn_with_kvcache` rotates, writes the new keys into the pages of each
 sequence and attends, for the prompts as for a step. On a GPU a step is captured once as a CUDA
 graph and replayed while the sequences grow: pages and lengths are read on the device. The tokens
 are held against the same model with dense attention in float64 over everything that was generated,
-and the time of a step is printed beside that of torch's SDPA over a contiguous cache. Runs on a
-Hopper GPU where there is one, else on the CPU. Ends with an error if the result is wrong.
+and the time of a step is printed beside that of torch's SDPA over a contiguous cache. With
+--same-bits sums are cut at fixed keys (`seqlen_k_per_split`): rows that are decoded, in pages and
+among others, have the bits of a forward over a whole sequence. Runs on a Hopper GPU where there is
+one, else on the CPU. Ends with an error if the result is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from dense_check import pick_device
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_mask_cute import flash_attn_with_kvcache
+from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
 
 PAGE_SIZE, VOCABULARY = 16, 257
+SEQLEN_K_PER_SPLIT = 2048
 PROMPTS = (37, 5, 20)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -86,7 +92,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PagedCache:
     """Keys and values of all layers, in pages that lie anywhere."""
 
-    def __init__(self, model: Model, batch: int, capacity: int) -> None:
+    def __init__(
+        self, model: Model, batch: int, capacity: int, keys_per_split: int | None = None
+    ) -> None:
+        self.keys_per_split = keys_per_split
         pages, s = -(-capacity // PAGE_SIZE), model.shape
         self.model = model
         shape = (s.layers, batch * pages, PAGE_SIZE, s.heads_kv, s.head_dim)
@@ -110,17 +119,37 @@ class PagedCache:
             rotary_cos=self.model.cos, rotary_sin=self.model.sin, rotary_interleaved=False,
             cache_seqlens=self.seqlens, page_table=self.page_table, causal=True,
             cu_seqlens_q=starts, cu_seqlens_k_new=starts, max_seqlen_q=longest,
+            seqlen_k_per_split=self.keys_per_split,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
 
+    def rows_unlike_a_forward(self) -> int:
+        """How many of the last rows of all sequences, decoded together over the first layer's keys,
+        have other bits than in a forward over a whole sequence."""
+        unlike, lengths = 0, self.seqlens.tolist()
+        whole = [torch.randn(1, n, self.model.shape.heads, self.k.shape[-1]) for n in lengths]
+        whole = [x.to(self.k) for x in whole]
+        options: Any = {"causal": True, "seqlen_k_per_split": self.keys_per_split}
+        decoded = flash_attn_with_kvcache(
+            torch.stack([q[0, -1:] for q in whole]), self.k[0], self.v[0],
+            cache_seqlens=self.seqlens, page_table=self.page_table, **options,
+        )  # fmt: skip
+        assert isinstance(decoded, Tensor)
+        for row, q, pages, n in zip(decoded, whole, self.page_table.long(), lengths, strict=True):
+            k, v = (pool[0, pages].flatten(0, 1)[None, :n] for pool in (self.k, self.v))
+            unlike += not torch.equal(flash_attn_func(q, k, v, **options)[0, -1], row[0])
+        return unlike
 
-def generate(model: Model, prompts: list[Tensor]) -> tuple[Tensor, Tensor, float]:
+
+def generate(
+    model: Model, prompts: list[Tensor], keys_per_split: int | None
+) -> tuple[Tensor, Tensor, float]:
     """The new tokens (batch, steps), the most likely ones of logits (batch, steps, vocabulary); and
     seconds of a step."""
     batch, steps = len(prompts), model.shape.steps
     lengths = torch.tensor([len(x) for x in prompts], dtype=torch.int32, device=model.device)
-    cache = PagedCache(model, batch, max(PROMPTS) + steps)
+    cache = PagedCache(model, batch, max(PROMPTS) + steps, keys_per_split)
     starts = F.pad(lengths.cumsum(0), (1, 0)).int()
     packed = torch.cat(prompts)
     of_prompts = model(packed, lambda *x: cache.attend(starts, max(PROMPTS), *x))
@@ -136,6 +165,8 @@ def generate(model: Model, prompts: list[Tensor]) -> tuple[Tensor, Tensor, float
 
     seconds = run_steps(step, lambda: found.append(logits.clone()), steps - 1, model.device)
     all_logits = torch.cat(found, dim=1)
+    if keys_per_split is not None and (unlike := cache.rows_unlike_a_forward()):
+        raise SystemExit(f"11_decode: {unlike} of {batch} rows have other bits than in a forward")
     return all_logits.argmax(-1), all_logits, seconds
 
 
@@ -206,14 +237,17 @@ def dense_logits(model: Model, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def main() -> None:
+def main(*arguments: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--same-bits", action="store_true")
+    keys_per_split = SEQLEN_K_PER_SPLIT if parser.parse_args(arguments).same_bits else None
     device = pick_device()
     on_gpu = device.type == "cuda"
     shape = Shape(4, 1024, 16, 4, 64, 100) if on_gpu else Shape(2, 64, 4, 2, 16, 20)
     torch.manual_seed(0)
     model = Model(shape, torch.bfloat16 if on_gpu else torch.float32, device)
     prompts = [torch.randint(VOCABULARY, (n,), device=device) for n in PROMPTS]
-    tokens, logits, seconds = generate(model, prompts)
+    tokens, logits, seconds = generate(model, prompts, keys_per_split)
 
     worst, tolerance, as_dense = 0.0, 2e-2 if on_gpu else 1e-4, 0
     for prompt, new, found in zip(prompts, tokens, logits, strict=True):
@@ -230,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

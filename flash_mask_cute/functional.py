@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         learnable_sink: Tensor | None
         softcap: float
         num_splits: int
+        seqlen_k_per_split: int | None
         pack_gqa: bool | None
         deterministic: bool
         mask_mod: Mod | None
@@ -160,6 +161,7 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None,
+    seqlen_k_per_split: int | None = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -188,6 +190,8 @@ def flash_attn_func(
     num_splits: 0 takes 1 where the grid fills the GPU or a gradient is recorded. Otherwise few
     queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
+    seqlen_k_per_split: keys, 512 or more, at whose multiples sums are cut. A row then has the same
+    bits in any batch and chunk, decoded or trained (docs/serving.md#one-row-one-set-of-bits).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad, and whose
     gradients have no fixed order (docs/mods.md#classes-of-reads), only warn.
@@ -238,7 +242,8 @@ def flash_attn_func(
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
-            pack_gqa=pack_gqa, return_lse=return_lse, config=config_fwd,
+            seqlen_k_per_split=seqlen_k_per_split, pack_gqa=pack_gqa, return_lse=return_lse,
+            config=config_fwd,
         ),
         BackwardOptions(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip
@@ -306,6 +311,7 @@ def flash_attn_varlen_func(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None,
+    seqlen_k_per_split: int | None = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -364,7 +370,8 @@ def flash_attn_varlen_func(
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, max_seqlen_q, max_seqlen_k, start,
-            num_splits=num_splits, pack_gqa=pack_gqa, return_lse=return_lse, config=config_fwd,
+            num_splits=num_splits, seqlen_k_per_split=seqlen_k_per_split, pack_gqa=pack_gqa,
+            return_lse=return_lse, config=config_fwd,
         ),
         BackwardOptions(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip

@@ -34,6 +34,7 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
+from flash_mask_cute.call.check.validate import check_segment_keys
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
@@ -82,9 +83,10 @@ def _flash_attn_fwd(
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStartArgument = None,
-    num_splits: int = 0, pack_gqa: bool | None = None, out: Tensor | None = None,
-    lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
-    return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
+    num_splits: int = 0, seqlen_k_per_split: int | None = None, pack_gqa: bool | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None, lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None, return_lse: bool = True,
+    config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
@@ -126,15 +128,14 @@ def _flash_attn_fwd(
     None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
     row for each query is then refused (docs/masks.md).
 
-    out is like q with head_dim_v; an out of the caller may be fp32 for q in 16 bits, as parts that
-    are merged later should be. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
-    total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
-    out 0 and lse -inf (with a sink, lse is the sink). No autograd graph is recorded. A score_mod
-    may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
-    needs a score_mod, and receives the rounding error of lse for the backward. max_scores, shaped
-    like lse, receives the largest visible score of each row, -inf if there is none. out, lse,
-    lse_low and max_scores must not share memory with inputs or each other. On a GPU rows of out
-    start at multiples of 16 bytes.
+    out is like q with head_dim_v; that of the caller may be fp32 for q in 16 bits. lse, natural
+    log, is fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q). It is None unless return_lse, lse
+    or lse_low asks for it. A row that sees nothing has out 0 and lse -inf (with a sink, lse is the
+    sink). No autograd graph is recorded. A score_mod may return any finite number, such as the
+    -1e30 of an additive mask. lse_low is shaped like lse, needs a score_mod, and receives the
+    rounding error of lse for the backward. max_scores, shaped like lse, receives the largest
+    visible score of each row, -inf if there is none. out, lse, lse_low and max_scores share no
+    memory with inputs or each other. On a GPU rows of out start at multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
@@ -142,11 +143,11 @@ def _flash_attn_fwd(
     kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
     leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
     k_descale, v_descale: of k and v in fp8, as of caches of `flash_attn_with_kvcache`.
-    num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
-    parts, shares of all key blocks, and these are combined. Equal calls give equal bits, but these
-    may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
-    tile in N parts and combines them (docs/serving.md).
-
+    num_splits: 0 lets the library choose: few queries and many keys are computed in parts, shares
+    of all key blocks. Equal calls give equal bits, but these may depend on the batch. 1 computes
+    each output in one pass, N the keys of each work tile in N parts (docs/serving.md).
+    seqlen_k_per_split: S >= 512 cuts sums at keys S, 2 S, ...; a row has the same bits in any
+    batch, chunk or pages (docs/serving.md#one-row-one-set-of-bits). num_splits: 0, or so many.
     pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Lists or
     intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its fields.
 
@@ -173,7 +174,7 @@ def _flash_attn_fwd(
     tensors = Tensors(q, k, v, learnable_sink, lengths, optional, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, start, num_splits, pack_gqa, return_lse,
+        max_seqlen_k, start, num_splits, seqlen_k_per_split, pack_gqa, return_lse,
         None if config is None else FwdConfig.from_value(config),
     )  # fmt: skip
     lists, columns = block_sparse_tensors_torch, startend_row_indices
@@ -183,6 +184,9 @@ def _flash_attn_fwd(
 
 def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call; key_of_masks as in `key_of_fwd`."""
+    if call.options.seqlen_k_per_split is not None:
+        # 4096.0 would find the prepared call of 4096
+        check_segment_keys(call.options.seqlen_k_per_split)
     prepared, key = find(_prepared_fwd, key_of_fwd, call, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(call)

@@ -15,6 +15,8 @@ LARGEST_CODE = 448.0
 MAX_PAGE_SIZE = 256
 # parts that a caller may ask for, whose results are then combined
 MOST_SPLITS = 256
+# keys of a segment at least (`core/segments.py`): a few key tiles
+LEAST_SEGMENT = 512
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8

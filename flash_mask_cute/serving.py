@@ -133,6 +133,7 @@ def flash_attn_with_kvcache(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = END,
+    seqlen_k_per_split: int | None = None,
     return_lse: bool = False,
     config: Any = None,
     out: Tensor | None = None,
@@ -152,15 +153,13 @@ def flash_attn_with_kvcache(
     (ignored without k). They are written behind the rows in use, and attended to. No row may be
     written twice, and no elements of caches may share memory. rotary_cos, rotary_sin: (rows of a
     sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
-    cache_seqlens + i before it is written. Row i of q is rotated by the same position under causal
-    masking (of any sequence) or a window, otherwise by position cache_seqlens. rotary_seqlens
-    (int32, batch; ignored without tables) replaces cache_seqlens here, and needs tables of its
-    positions only. rotary_interleaved: pairs are neighbours; otherwise they span the halves.
+    cache_seqlens + i before it is written, row i of q by the same under causal masking (of any
+    sequence) or a window, else by cache_seqlens. rotary_seqlens (int32, batch; ignored without
+    tables) replaces cache_seqlens here. rotary_interleaved: pairs are neighbours, not halves.
 
-    q_start: the position of the first query, for all masks and mods; "end": the last query is at
-    the last key, new keys included. Others are as in `flash_attn_varlen_func`. Masks and mods see
-    positions in the sequence; padding does not count. return_lse and return_softmax_lse mean the
-    same. qv, q_descale, attention_chunk, scheduler_metadata and sm_margin keep places. Caches in
+    q_start: the position of the first query, for all masks and mods, which do not count padding;
+    "end": the last query is at the last key, new keys included. Others: `flash_attn_varlen_func`.
+    qv, q_descale, attention_chunk, scheduler_metadata and sm_margin keep places. Caches in
     float8_e4m3fn: k_descale, v_descale are None (1), fp32 (batch, heads_kv), or fp32 of the cache's
     shape without head_dim, of which new rows get theirs (docs/serving.md). q has 16 bits then.
 
@@ -198,7 +197,8 @@ def flash_attn_with_kvcache(
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
-            q_start=start, num_splits=num_splits, pack_gqa=pack_gqa, config=config_fwd),
+            q_start=start, num_splits=num_splits, seqlen_k_per_split=seqlen_k_per_split,
+            pack_gqa=pack_gqa, config=config_fwd),
         BackwardOptions(config=config_bwd),
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved

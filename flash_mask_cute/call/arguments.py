@@ -204,7 +204,7 @@ def masks_of(
 class Options(NamedTuple):
     """Arguments of a call that are neither tensors nor masks.
 
-    num_splits, pack_gqa, return_lse and config are of the forward. config: a `FwdConfig`, what
+    num_splits and what follows are of the forward. config: a `FwdConfig`, what
     `FwdConfig.from_value` takes, or None.
     """
 
@@ -217,14 +217,18 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     q_start: QStart = NO_START
     num_splits: int = 0
+    seqlen_k_per_split: int | None = None
     pack_gqa: bool | None = None
     return_lse: bool = True
     config: Any = None
 
     def recorded(self) -> Options:
         """As autograd records them, with LSE. If the library chooses the number of splits, it is
-        one pass, of whose bits the backward is the derivative."""
-        own = self.num_splits or 1, self.pack_gqa, True, self.config
+        one pass, of whose bits the backward is the derivative; sums cut at keys are cut at the same
+        keys."""
+        keys = self.seqlen_k_per_split
+        number = self.num_splits or (1 if keys is None else 0)
+        own = number, keys, self.pack_gqa, True, self.config
         return Options._make(self[:_SHARED] + own)
 
     def of_backward(self) -> Options:

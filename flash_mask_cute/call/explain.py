@@ -164,10 +164,16 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
-        splits="" if run.splits is None else run.splits.describe(),
+        splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
         backward=backward,
     )
+
+
+def _describe_splits(run: ExecutionPlan) -> str:
+    if run.segments is not None:
+        return run.segments.describe()
+    return "" if run.splits is None else run.splits.describe()
 
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:

@@ -36,6 +36,7 @@ OF_OPERATORS = (
     OperatorArgument("window_size_right", "SymInt?", "options"),
     OperatorArgument("softcap", "float", "options"),
     OperatorArgument("num_splits", "int", "options"),
+    OperatorArgument("seqlen_k_per_split", "int?", "options"),
     OperatorArgument("pack_gqa", "bool?", "options"),
     OperatorArgument("deterministic", "bool", "backward"),
 )

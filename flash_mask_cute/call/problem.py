@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.limits import OPEN_WINDOW
 
 
@@ -92,7 +93,8 @@ class AttentionProblem:
     and block lists were stored (`plan.py`), and neither is here. deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
+    split: how a forward computes work tiles in splits (`splits.py`), or its segments
+    (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     choice of key blocks is given, as bits. in_fp8: keys and values are in float8_e4m3fn.
@@ -147,6 +149,11 @@ class AttentionProblem:
         """Whether a forward reads, beside a right side of the window, which sequences are
         causal."""
         return self.has("causals")
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the sums of a forward have an order, which fixes the bits of a row."""
+        return self.split in ORDERED
 
     @property
     def is_local(self) -> bool:

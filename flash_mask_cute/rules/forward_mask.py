@@ -95,6 +95,20 @@ class ForwardMask(MaskRules):
             end = cutlass.min(first + of_split, end)
         return work._replace(first_block=first, end_block=end)
 
+    def segment(self, work: Work, num_heads: Int32, segment_blocks: Int32) -> Work:
+        """One segment of a work tile (`core/segments.py`), of segment_blocks key blocks; head_idx
+        counts the heads of all segments."""
+        segment_idx = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - segment_idx * num_heads, place=segment_idx)
+        return self.within_segment(work, segment_idx, segment_blocks)
+
+    def within_segment(self, work: Work, segment_idx: Int32, segment_blocks: Int32) -> Work:
+        """A work tile with only those of its key blocks that lie in a segment."""
+        first, end = self.key_blocks(work)
+        begin = segment_idx * segment_blocks
+        first, end = cutlass.max(first, begin), cutlass.min(end, begin + segment_blocks)
+        return work._replace(first_block=first, end_block=end)
+
     @cute.jit
     def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next

@@ -128,6 +128,18 @@ def scratch(*inner: int) -> Any:
     )
 
 
+def vectors_of_threads() -> Any:
+    """A contiguous fp32 tensor (CTAs, vectors, threads, 4)."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    of_cta, of_vector = (cute.sym_int64(divisibility=4) for _ in range(2))
+    return make_fake_tensor(
+        cutlass.Float32, (*extents(3), 4), (of_cta, of_vector, 4, 1), assumed_align=BASE_ALIGNMENT
+    )
+
+
 def window(problem: HasWindow) -> tuple[Any, Any]:
     """window_left and window_right."""
     import cutlass

@@ -22,9 +22,10 @@ Channels (full/empty mbarrier pairs):
     load ---------v-----> mma          one value block
     mask ---------bits--> mma          the bits of a key block that is cut
 
-A stage of k is released when its S is complete, a stage of v when its P V is complete. With
-keys and values in fp8, k and v come from convert, to which load sends their codes by two channels
-of their own (`fp8_conversion`). There is one
+With keys and values in fp8, load sends their codes to convert, by two channels of their own, and
+convert sends k and v to mma (`fp8_conversion`).
+
+A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
 they need the next ones. In tiles with three warpgroups or more, a warpgroup skips the product of a
 cut block of which its 64 rows see nothing, and multiplies only one half of a block if its rows see
@@ -61,10 +62,12 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
+from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
@@ -121,7 +124,8 @@ class FlashAttentionForwardSm90:
     :param num_sms: the most CTAs to launch
     :param cta_pair: False
     :param split: how work tiles are computed in splits: "rows", in a number of splits that the
-        launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
+        launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None.
+        Those of `core/segments.py` fix the bits of a row
     :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
         and of the page size of every launch
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
@@ -177,7 +181,10 @@ class FlashAttentionForwardSm90:
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
             with_warpgroup = replace(traits, mask_warpgroup=True)
-            traits = traits if with_warpgroup.infeasible() else with_warpgroup
+            # another way to find maxima gives other bits, which smaller tiles would not have
+            keeps = split not in ORDERED or with_warpgroup.keeps_scores == traits.keeps_scores
+            if keeps and not with_warpgroup.infeasible():
+                traits = with_warpgroup
         self.traits = traits
         refused = {
             "Q_in_regs": Q_in_regs,
@@ -264,9 +271,9 @@ class FlashAttentionForwardSm90:
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
         mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
-
         mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
+        Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
         traits = self.traits
         lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
@@ -282,7 +289,7 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = Partials.create(mPartials, self.split, self.score_mod is not None)
+        partials = destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
             lengths, mQ, mK, traits, self.num_sms, group_bytes, blocks, num_splits
@@ -328,7 +335,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | None,
+        partials: Partials | RunningSums | None,
         pages: Pages | None,
         mO: cute.Tensor | None,
         descales: Descales,
@@ -344,10 +351,11 @@ class FlashAttentionForwardSm90:
         mma_warps = traits.num_mma_warps
         # the load warp arrives with the bytes that TMA brings; each converting warp with its part
         loads, loads_kv = 1, max(traits.num_conversion_warps, 1)
-        # otherwise only the end of the keys makes a block partial, which must be a walk's first
-        uncut_first = self._has_cutters(masks)
+        # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
+        # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
+        uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         fields = lengths.work_fields
-        if const_expr(self.split is not None):
+        if const_expr(self.split not in (None, ONE_SEGMENT)):
             fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
             storage, 1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps,
@@ -451,12 +459,14 @@ class FlashAttentionForwardSm90:
         lengths: Lengths,
         score_args: ScoreArgs,
         masks: MaskArgs,
-        partials: Partials | None,
+        partials: Partials | RunningSums | None,
         mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         traits, ring = self.traits, channels.ring
-        epilogue = Epilogue(traits, operands, lse, lengths, score_args.sink, partials, mO)
+        epilogue = Epilogue(
+            traits, operands, lse, lengths, score_args.sink, partials, mO, self.split in ORDERED
+        )
         blocks = KeyBlocks.create(
             traits,
             self.score_mod,
@@ -466,6 +476,7 @@ class FlashAttentionForwardSm90:
             score_args.scales,
             masks.aux_tensors,
             keeps_largest=lse.largest is not None,
+            rows_alone=self.split in ORDERED,
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately

@@ -28,6 +28,7 @@ INDEX_RULES = (
     "limits",
     "seqlen_info",
     "core.packed_heads",
+    "core.segments",
     "core.shares",
     "rules.band",
     "rules.block_info",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.choose.config import BwdChoice, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
@@ -162,16 +163,19 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles."""
     import cutlass
 
-    if x.split is None:
+    if x.split in (None, ONE_SEGMENT):
         return None
+    if x.split == IN_TURN:
+        return fake_tensors.vectors_of_threads(), cutlass.Int32(1)
     by_slots = x.split == BY_SLOTS
-    return (
+    partials = (
         operand("float32", 3 if by_slots else 5, x.head_dim_v),
         strided(2 if by_slots else 4, "float32"),
         None if x.score_mod is None else strided(2 if by_slots else 4, "float32"),
         strided(2) if by_slots else None,
         None if by_slots else cutlass.Int32(1),
     )
+    return (*partials, cutlass.Int32(1)) if x.split == BY_SEGMENTS else partials
 
 
 def parameter_of(name: str) -> str:

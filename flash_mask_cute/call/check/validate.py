@@ -34,7 +34,7 @@ from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_l
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_SPLITS
+from flash_mask_cute.limits import LEAST_SEGMENT, MAX_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, check_rows
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
@@ -124,6 +124,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         check_batch_vector("causal", optional.causals, shapes.batch, device)
         _check_beside_causals(call)
     _check_options(options)
+    if options.seqlen_k_per_split is not None:
+        _check_segments(call, options.seqlen_k_per_split, shapes.seqlen_k)
     if x.learnable_sink is not None:
         _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
     extents = CallExtents(
@@ -254,6 +256,39 @@ def check_num_splits(num_splits: int) -> None:
         raise ValueError(
             f"num_splits must be 0 (the library decides), or from 1 to {MOST_SPLITS}, got "
             f"{num_splits}"
+        )
+
+
+def check_segment_keys(seqlen_k_per_split: int) -> None:
+    """Check the number of keys of a segment.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is too small.
+    """
+    given = check_int("seqlen_k_per_split", seqlen_k_per_split, "an int or None")
+    if given < LEAST_SEGMENT:
+        raise ValueError(f"seqlen_k_per_split must be at least {LEAST_SEGMENT}, got {given}")
+
+
+def _check_segments(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int) -> None:
+    """Refuse what contradicts the cut of sums at fixed keys. seqlen_k: keys of a sequence, or more.
+
+    Raises:
+        TypeError, ValueError: naming argument and value.
+    """
+    check_segment_keys(seqlen_k_per_split)
+    num_splits, least = call.options.num_splits, -(-seqlen_k // seqlen_k_per_split)
+    if 0 < num_splits < least:
+        raise ValueError(
+            f"num_splits must be 0 or at least {least} beside seqlen_k_per_split="
+            f"{seqlen_k_per_split}, which cuts up to {seqlen_k} keys so often, got {num_splits}"
+        )
+    tile_n = getattr(call.config, "tile_n", None)
+    if tile_n is not None:
+        raise ValueError(
+            "config must not set tile_n beside seqlen_k_per_split, by which head dimensions alone "
+            f"decide about it, got tile_n={tile_n}"
         )
 
 

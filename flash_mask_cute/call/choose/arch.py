@@ -39,14 +39,15 @@ class AttentionKernel:
 class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
-    reads_fp8: keys and values may be in fp8.
-    has_polynomial: a share of exponentials may be computed by a polynomial."""
+    reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
+    computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`)."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
     reads_fp8: bool
     has_polynomial: bool = False
+    orders_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ SM90 = ArchSpec(
         packed_rows=64,
         causal_each=True,
         reads_fp8=True,
+        orders_sums=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,

@@ -130,10 +130,15 @@ def select_fwd_config(
         num_sms=num_sms,
         selected_block=walk.selected_block,
     )
-    row = next(rows_for(kernel.rows, call))
-    in_fp8 = problem.in_fp8 and kernel.reads_fp8
-    dims = problem.head_dim, problem.head_dim_v
-    tiles, smem_bytes, reason = _fit(kernel, row, *dims, override, in_fp8)
+    rows = list(rows_for(kernel.rows, call))
+    row = rows[0]
+    if problem.is_ordered:
+        # Keys of a tile are added together, so their number follows from head dimensions alone: it
+        # is that of the first row that any call of these may use.
+        tile_n = next(x.tile_n for x in rows if x.is_general)
+        row = next(x for x in rows if x.tile_n == tile_n)
+    in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
+    tiles, smem_bytes, reason = _fit(kernel, row, *dims, override, problem.is_ordered, in_fp8)
     group = shapes.heads_q // shapes.heads_kv
     queries = shapes.seqlen_q
     if problem.varlen_q and problem.has_seqused_k:
@@ -195,6 +200,7 @@ def _fit(
     head_dim: int,
     head_dim_v: int,
     override: FwdConfig | None,
+    keeps_tile_n: bool = False,
     in_fp8: bool = False,
 ) -> tuple[FwdTiles, int, str]:
     """The first candidate that fits, its shared memory in bytes, and the reason."""
@@ -203,7 +209,7 @@ def _fit(
     if in_fp8:
         # beside a warpgroup that converts; the keys of a tile stay those of 16 bits
         row = row._replace(tile_m=64, num_stages=2)
-    for tiles in _candidates(row, given):
+    for tiles in _candidates(row, given, keeps_tile_n):
         smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, in_fp8)
         if why_not is None:
             reason = _explain_choice(row, tiles, given, refusal)
@@ -214,11 +220,17 @@ def _fit(
     )
 
 
-def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
-    """The row under the override, then smaller configurations: fields not given are reduced."""
+def _candidates(
+    row: FwdRow, given: dict[str, Any], keeps_tile_n: bool = False
+) -> Iterator[FwdTiles]:
+    """The row under the override, then smaller configurations: fields not given are reduced.
+
+    keeps_tile_n: but tile_n.
+    """
     wanted = replace(_of_row(row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
-    for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
+    least = wanted.tile_n - 1 if keeps_tile_n else 0
+    for tile_n in range(wanted.tile_n, least, -_TILE_N_STEP):
         for stages_q, share_qo in dict.fromkeys(queries):
             smaller: dict[str, Any] = {"tile_n": tile_n, "stages_q": stages_q, "share_qo": share_qo}
             if all(given.get(name, value) == value for name, value in smaller.items()):

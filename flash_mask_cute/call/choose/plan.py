@@ -48,6 +48,7 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.choose.segments import Segments, choose_segments
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
     Splits,
@@ -65,6 +66,7 @@ from flash_mask_cute.call.problem import (
     sink_dtype,
 )
 from flash_mask_cute.call.settings import given_fields
+from flash_mask_cute.core.segments import BY_SEGMENTS, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
@@ -120,7 +122,7 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass.
+    computes its work tiles; None: one pass. segments: of the keys, if sums have an order.
     """
 
     direction: Direction
@@ -144,6 +146,7 @@ class ExecutionPlan:
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
     splits: Splits | None = None
+    segments: Segments | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -244,6 +247,7 @@ def plan(
         return chosen
     _refuse_causal_sequences(chosen, call.tensors.optional.causals)
     _refuse_fp8(chosen)
+    _refuse_segments(chosen, call.options.seqlen_k_per_split)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
@@ -260,6 +264,7 @@ def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
     """Whether the library chose splits of a call in which mask bits for all heads may be worth
     more: decoding waits for keys, more queries wait for the mask_mod."""
     by_library = chosen.splits is not None and call.options.num_splits == 0
+    by_library = by_library and chosen.segments is None
     rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
     return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
 
@@ -308,6 +313,14 @@ def _refuse_large_choice(chosen: ExecutionPlan) -> None:
             f"{chosen.direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
             f"compute fewer queries in a call; got block_size {selected.block_size}, indices of "
             f"shape {tuple(selected.indices.shape)} and {chosen.shapes.seqlen_k} keys"
+        )
+
+
+def _refuse_segments(chosen: ExecutionPlan, seqlen_k_per_split: int | None) -> None:
+    spec = arch_spec(chosen.target)
+    if seqlen_k_per_split is not None and not spec.forward.orders_sums:
+        raise NotImplementedError(
+            f"seqlen_k_per_split is not supported on {spec.name}, got {seqlen_k_per_split}"
         )
 
 
@@ -461,7 +474,9 @@ def _choose_tiles(
         tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
-    if problem.split == BY_SLOTS:
+    if problem.is_ordered:
+        chosen = _with_segments(chosen, call, window)
+    elif problem.split == BY_SLOTS:
         tile_m = chosen.fwd_choice.tiles.tile_m
         by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
         chosen = replace(chosen, splits=by_slots)
@@ -489,11 +504,16 @@ def _with_split(
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
     has_config = bool(given_fields(call.config))
-    split = choose_split(
-        options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
-    )
+    if options.seqlen_k_per_split is not None:
+        # tiles say later how they are computed (`_with_segments`)
+        split: str | None = ONE_SEGMENT
+    else:
+        split = choose_split(
+            options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms,
+            has_config,
+        )  # fmt: skip
     out = call.tensors.out
-    if split != BY_ROWS and out is not None and out.dtype != call.tensors.q.dtype:
+    if split in (None, BY_SLOTS) and out is not None and out.dtype != call.tensors.q.dtype:
         refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
         split = BY_ROWS
     if split is None:
@@ -502,6 +522,26 @@ def _with_split(
     sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
     is_causal = problem.is_causal and not sees_all
     return replace(problem, split=split, is_causal=is_causal)
+
+
+def _with_segments(
+    chosen: ExecutionPlan, call: AttentionCall, window: _FoldedWindow
+) -> ExecutionPlan:
+    """The plan with the segments of its keys, for tiles that are chosen."""
+    keys = call.options.seqlen_k_per_split
+    assert keys is not None
+    problem, shapes = chosen.problem, chosen.shapes
+    is_wide = chosen.out_dtype != problem.dtype
+    if is_wide:
+        refuse_splits(problem, f"out in {chosen.out_dtype} of q in {problem.dtype}")
+    segments = choose_segments(
+        *(keys, chosen.fwd_choice.tiles, problem, shapes, _visible(window)),
+        *(chosen.target.num_sms, is_wide),
+    )
+    problem, splits = replace(problem, split=segments.kind), None
+    if segments.kind == BY_SEGMENTS:
+        splits = Splits.by_rows(problem, shapes, segments.number)._replace(kind=BY_SEGMENTS)
+    return replace(chosen, problem=problem, segments=segments, splits=splits)
 
 
 def _within_tables(problem: AttentionProblem) -> AttentionProblem:

@@ -110,6 +110,12 @@ class FwdRow(NamedTuple):
     max_selected: int | None = None
     polynomial: int = 0
 
+    @property
+    def is_general(self) -> bool:
+        """Whether head dimensions are its only condition."""
+        of_dims = _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        return len(list(self.conditions())) == len(list(of_dims))
+
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
         if self.masks:

@@ -131,7 +131,7 @@ class KernelForward:
             # so that the next chunk has its memory
             mask_bits = None
         if combine is not None and partials is not None:
-            combine(partials, out, lse)
+            combine(partials, out, lse, sink)
         return result
 
 
@@ -199,7 +199,8 @@ class CpuForward:
             *plan.walk_tile,
             plan.problem.packed_heads,
             plan.choice.tiles.skip_blocks,
-            plan.problem.split,
+            # sums in float64 need no order
+            None if plan.problem.is_ordered else plan.problem.split,
             num_splits,
         )
         flash_attn_fwd_cpu(cpu_call(plan, replaced(x, out=out, lse=lse), tiles))
