@@ -78,6 +78,8 @@ if TYPE_CHECKING:
         seqused_q: Tensor | None
         seqused_k: Tensor | None
         page_table: Tensor | None
+        k_descale: Tensor | None
+        v_descale: Tensor | None
 
     class _FlashmaskOptions(TypedDict, total=False):
         """The same of `flashmask_attention`."""
@@ -315,6 +317,8 @@ def flash_attn_varlen_func(
     config: Any = None,
     return_max_logit: bool = False,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
@@ -332,6 +336,9 @@ def flash_attn_varlen_func(
     all keys that the window leaves. Its contents may change between calls. Column intervals given
     as a tensor then have the form without causal. Such a call has no gradients, and is not
     supported on Blackwell.
+
+    Over seqused_k or pages, k and v may be in float8_e4m3fn beside q in 16 bits, with k_descale and
+    v_descale as in `flash_attn_with_kvcache`. Such a call has no gradients.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, those with
@@ -359,7 +366,9 @@ def flash_attn_varlen_func(
         Tensors(
             q, k, v, learnable_sink,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
-            NO_OPTIONAL if causals is None else OptionalTensors(causals=causals),
+            NO_OPTIONAL
+            if causals is k_descale is v_descale is None
+            else OptionalTensors(None, None, causals, k_descale, v_descale),
             out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),

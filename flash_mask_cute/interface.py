@@ -72,13 +72,14 @@ _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _we
 @public_call
 def _flash_attn_fwd(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
-    causal: CausalArgument = False,
-    window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
+    causal: CausalArgument = False, window_size_left: int | None = None,
+    window_size_right: int | None = None, softcap: float = 0.0,
     learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
     kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStartArgument = None,
@@ -101,7 +102,7 @@ def _flash_attn_fwd(
     sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
     A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
     tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
-    one more logit per head, without a value. softmax_scale None means head_dim ** -0.5.
+    one more logit per head. softmax_scale: a number or 0-dim CPU tensor, by default head_dim**-0.5.
 
     q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
     read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
@@ -142,14 +143,14 @@ def _flash_attn_fwd(
     page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen. With
     kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
     leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
+    k_descale, v_descale: of k and v in fp8, as of caches of `flash_attn_with_kvcache`.
     num_splits: 0 lets the library choose: few queries and many keys are computed in parts, shares
     of all key blocks. Equal calls give equal bits, but these may depend on the batch. 1 computes
     each output in one pass, N the keys of each work tile in N parts (docs/serving.md).
     seqlen_k_per_split: S >= 512 cuts sums at keys S, 2 S, ...; a row has the same bits in any
     batch, chunk or pages (docs/serving.md#one-row-one-set-of-bits). num_splits: 0, or so many.
-    pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
-    column intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its
-    fields.
+    pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Lists or
+    intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
@@ -165,13 +166,12 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
-    causals, optional = None, NO_OPTIONAL
-    if type(causal) is not bool:
-        causals, causal = split_causal(causal)
+    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
+    optional = NO_OPTIONAL
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts)
-    if not (kv_batch_idx is leftpad_k is causals is None):
-        optional = OptionalTensors(kv_batch_idx, leftpad_k, causals)
+    if not (kv_batch_idx is leftpad_k is causals is k_descale is v_descale is None):
+        optional = OptionalTensors(kv_batch_idx, leftpad_k, causals, k_descale, v_descale)
     tensors = Tensors(q, k, v, learnable_sink, lengths, optional, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,

@@ -9,6 +9,8 @@ ADDRESS_MASK = 15
 OPEN_WINDOW = 1 << 30
 # of kernels; the CPU path has none
 MAX_HEAD_DIM = 256
+# the largest number of float8_e4m3fn
+LARGEST_CODE = 448.0
 # keys of a page
 MAX_PAGE_SIZE = 256
 # parts that a caller may ask for, whose results are then combined

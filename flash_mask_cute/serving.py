@@ -159,7 +159,9 @@ def flash_attn_with_kvcache(
 
     q_start: the position of the first query, for all masks and mods, which do not count padding;
     "end": the last query is at the last key, new keys included. Others: `flash_attn_varlen_func`.
-    qv, *_descale, attention_chunk, scheduler_metadata and sm_margin keep places.
+    qv, q_descale, attention_chunk, scheduler_metadata and sm_margin keep places. Caches in
+    float8_e4m3fn: k_descale, v_descale are None (1), fp32 (batch, heads_kv), or fp32 of the cache's
+    shape without head_dim, of which new rows get theirs (docs/serving.md). q has 16 bits then.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
@@ -181,12 +183,10 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         refuse_keywords("flash_attn_with_kvcache", unknown)
-    refuse_given((None,), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse_given((None,), qv=qv, scheduler_metadata=scheduler_metadata)
-    refuse_given((0, None), attention_chunk=attention_chunk)
-    refuse_given((0,), sm_margin=sm_margin)
-    batch = batch_of(q, cu_seqlens_q)
-    cache = Cache(k_cache, v_cache, None, cache_leftpad, cache_batch_idx, page_table, batch)
+    refuse_given((None,), q_descale=q_descale, qv=qv, scheduler_metadata=scheduler_metadata)
+    refuse_given((0, None), attention_chunk=attention_chunk, sm_margin=sm_margin)
+    where = None, cache_leftpad, cache_batch_idx, page_table
+    cache = Cache(k_cache, v_cache, *where, batch_of(q, cu_seqlens_q), k_descale, v_descale)
     q_starts, start = split_q_start(q_start)
     causals, causal = split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
@@ -272,6 +272,7 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
         advances=bool(options.causal) or has_window or x.optional.causals is not None,
+        k_descale=cache.k_descale, v_descale=cache.v_descale,
     )  # fmt: skip
 
 

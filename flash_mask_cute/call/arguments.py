@@ -54,12 +54,15 @@ class OptionalTensors(NamedTuple):
 
     kv_batch_idx, leftpad_k: beside page_table, the row of it that a sequence has, and the rows
     before its first key. causals: the argument causal, if that is a tensor; `Options.causal` is
-    then False.
+    then False. k_descale, v_descale: of keys and values in fp8, what their numbers are multiplied
+    by.
     """
 
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
     causals: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 class Gradients(NamedTuple):

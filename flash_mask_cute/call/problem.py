@@ -98,7 +98,7 @@ class AttentionProblem:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
-    entry (`copies.py`).
+    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -140,6 +140,7 @@ class AttentionProblem:
     optional: tuple[GivenTensor, ...] = ()
     has_selected: bool = False
     common_kv: bool = False
+    in_fp8: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

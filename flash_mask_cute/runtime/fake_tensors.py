@@ -58,16 +58,30 @@ def extents(rank: int) -> tuple[Any, ...]:
 
 
 def operand(name: str, rank: int, dim: int) -> Any:
-    """A tensor of 16-bit rows of `dim` elements, with any strides that TMA allows."""
+    """A tensor of rows of `dim` elements, with any strides that TMA allows."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    strides = tuple(cute.sym_int64(divisibility=STRIDE_STEP) for _ in range(rank - 1))
+    dtype = cutlass_dtype(name)
+    step = BASE_ALIGNMENT if dtype.width == 8 else STRIDE_STEP
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(rank - 1))
     return make_fake_tensor(
-        cutlass_dtype(name),
+        dtype,
         (*extents(rank - 1), dim),
         (*strides, 1),
         assumed_align=BASE_ALIGNMENT,
+    )
+
+
+def byte_rows(rank: int) -> Any:
+    """A tensor of rows of bytes that begin at multiples of 16 bytes."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    strides = tuple(cute.sym_int64(divisibility=BASE_ALIGNMENT) for _ in range(rank - 1))
+    return make_fake_tensor(
+        cutlass.Uint8, extents(rank), (*strides, 1), assumed_align=BASE_ALIGNMENT
     )
 
 

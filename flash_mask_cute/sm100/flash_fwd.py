@@ -231,10 +231,13 @@ class FlashAttentionForwardSm100:
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
         mCausals: cute.Tensor | None = None,
+        mKDescale: cute.Tensor | None = None,
+        mVDescale: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = {
             "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausals": mCausals,
+            "mKDescale": mKDescale, "mVDescale": mVDescale,
         }  # fmt: skip
         for name, given in refused.items():
             if const_expr(given is not None):

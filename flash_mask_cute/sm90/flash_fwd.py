@@ -8,6 +8,7 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 | 1 of warpgroup 0        | schedule | choose work tiles and the key blocks they visit            |
 | 2, 3 of warpgroup 0 (*) | mask     | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma      | 64 rows each: S = Q K^T, softmax, P V, output              |
+| one more, if there is   | convert  | keys and values in fp8 to tiles in 16 bits                 |
 
 (*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
 registers.
@@ -20,6 +21,9 @@ Channels (full/empty mbarrier pairs):
     load ---------k-----> mma          one key block, and a word that says what it is
     load ---------v-----> mma          one value block
     mask ---------bits--> mma          the bits of a key block that is cut
+
+With keys and values in fp8, load sends their codes to convert, by two channels of their own, and
+convert sends k and v to mma (`fp8_conversion`).
 
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
@@ -82,7 +86,12 @@ from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
-from flash_mask_cute.sm90.flash_fwd_traits import MASK_REGISTERS, FwdTraits
+from flash_mask_cute.sm90.flash_fwd_traits import (
+    CONVERSION_REGISTERS,
+    MASK_REGISTERS,
+    FwdTraits,
+)
+from flash_mask_cute.sm90.fp8_conversion import Codes, Descales, KeyConversion
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -120,6 +129,7 @@ class FlashAttentionForwardSm90:
     :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
         and of the page size of every launch
     :param common_kv: all sequences have the keys and values of the only batch entry in common
+    :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -152,6 +162,7 @@ class FlashAttentionForwardSm90:
         split: str | None = None,
         page_box: int | None = None,
         common_kv: bool = False,
+        in_fp8: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -167,6 +178,7 @@ class FlashAttentionForwardSm90:
             cta_pair=cta_pair,
             heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
+            in_fp8=in_fp8,
         )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
@@ -238,6 +250,8 @@ class FlashAttentionForwardSm90:
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
         mCausals: cute.Tensor | None = None,
+        mKDescale: cute.Tensor | None = None,
+        mVDescale: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -258,9 +272,8 @@ class FlashAttentionForwardSm90:
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
-
         mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
-
+        mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
         mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
@@ -308,6 +321,7 @@ class FlashAttentionForwardSm90:
             partials,
             pages,
             mO if const_expr(traits.is_padded) else None,
+            Descales(mKDescale, mVDescale),
         ).launch(
             grid=(grid, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -328,6 +342,7 @@ class FlashAttentionForwardSm90:
         partials: Partials | RunningSums | None,
         pages: Pages | None,
         mO: cute.Tensor | None,
+        descales: Descales,
     ):
         traits = self.traits
         # -- shared memory and channels
@@ -335,10 +350,11 @@ class FlashAttentionForwardSm90:
         if warp_idx == 0:
             for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        allocator = cutlass.memory.SmemAllocator()
+        storage = allocator.allocate(traits.storage())
         mma_warps = traits.num_mma_warps
-        # the load warp arrives with the bytes that TMA brings
-        loads = 1
+        # the load warp arrives with the bytes that TMA brings; each converting warp with its part
+        loads, loads_kv = 1, max(traits.num_conversion_warps, 1)
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
@@ -346,19 +362,22 @@ class FlashAttentionForwardSm90:
         if const_expr(self.split not in (None, ONE_SEGMENT)):
             fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
-            storage, 1 + traits.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first,
-            fields=fields,
+            storage, 1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps,
+            ascending=False, uncut_first=uncut_first, fields=fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loads, mma_warps),
-            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads, mma_warps),
-            v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads, mma_warps),
+            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
+            v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
             ),
             ring=ring,
             walk=walk,
         )
+        codes = None
+        if const_expr(traits.in_fp8):
+            codes = Codes.create(traits, allocator.allocate(traits.code_storage()))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -375,6 +394,8 @@ class FlashAttentionForwardSm90:
         )
 
         # -- roles
+        k, v = Buffer(tiles.k, channels.k), Buffer(tiles.v, channels.v)
+        loaded = Codes(k, v, tiles.block_flags) if const_expr(codes is None) else codes
         mask_warp = warp_idx - traits.first_mask_warp
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
@@ -383,12 +404,12 @@ class FlashAttentionForwardSm90:
                 operand_loads = OperandLoads(
                     operands,
                     Buffer(tiles.q, channels.q),
-                    Buffer(tiles.k, channels.k),
-                    Buffer(tiles.v, channels.v),
+                    loaded.k,
+                    loaded.v,
                     lengths,
                     schedule.heads_per_kv,
                     traits,
-                    tiles.block_flags,
+                    loaded.words,
                     pages=pages,
                 )
                 operand_loads.stream(channels.ring, channels.walk)
@@ -408,6 +429,11 @@ class FlashAttentionForwardSm90:
         elif const_expr(traits.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
+        elif const_expr(traits.in_fp8):
+            cute.arch.setmaxregister_decrease(CONVERSION_REGISTERS)
+            KeyConversion(
+                loaded, k, v, tiles.block_flags, descales, pages, schedule.heads_per_kv, traits
+            ).stream(channels.ring)
 
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs

@@ -175,6 +175,9 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         "return_lse",
         "return_max_logit",
         "out",
+        # of a cache in fp8, which has no backward
+        "k_descale",
+        "v_descale",
     }
     given: dict[str, Any] = {
         name: object()
@@ -220,6 +223,7 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     # where a graph is recorded there is one pass
     of_forward |= {"return_lse": True, "max_scores": None, "num_splits": 1}
     of_forward |= dict.fromkeys(("page_table", "kv_batch_idx", "leftpad_k"))
+    of_forward |= dict.fromkeys(("k_descale", "v_descale"))
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
     lse_low = found[0]["lse_low"]

@@ -71,11 +71,16 @@ def _q(x: AttentionProblem, _: Any) -> Any:
 
 
 def _k(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_k(x), x.head_dim)
+    return operand(_kv_dtype(x), _rank_k(x), x.head_dim)
 
 
 def _v(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_k(x), x.head_dim_v)
+    return operand(_kv_dtype(x), _rank_k(x), x.head_dim_v)
+
+
+def _kv_dtype(problem: AttentionProblem) -> str:
+    """Kernels take codes of fp8 as bytes."""
+    return "uint8" if problem.in_fp8 else problem.dtype
 
 
 def _out(x: AttentionProblem, _: Any) -> Any:

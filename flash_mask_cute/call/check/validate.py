@@ -28,6 +28,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
 )
 from flash_mask_cute.call.check import axis_order
+from flash_mask_cute.call.check.fp8 import check_fp8, check_places
 from flash_mask_cute.call.check.inputs import inputs_of
 from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_lengths
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
@@ -55,6 +56,7 @@ from flash_mask_cute.runtime.checks import (
     dtype_names,
 )
 from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.warn_once import warn_once
 
 _DTYPES = {
@@ -97,7 +99,10 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     of, optional = x.lengths, x.optional
     check_num_splits(options.num_splits)
     _refuse_positions(seqused_q=of.seqused_q, seqused_k=of.seqused_k, page_table=of.page_table)
-    _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k)
+    for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
+        check_tensor(name, tensor)
+    in_fp8 = check_fp8(call)
+    _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k, in_fp8)
     axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), of.page_table is not None)
     device = x.q.device
     queries = Side(
@@ -116,6 +121,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     keys = Side("k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k)
     in_pages = of.page_table is not None
     shapes = check_lengths(queries, keys, x.v.shape[-1], in_pages)
+    if in_fp8:
+        check_places(call, shapes.batch)
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
     if optional.causals is not None:
@@ -385,14 +392,13 @@ def _check_operands(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    in_fp8: bool,
 ) -> None:
-    """Check q, k and v, and that their heads and head dimensions match."""
-    check_tensor("q", q)
-    check_tensor("k", k)
-    check_tensor("v", v)
+    """Check q, k and v, and that their heads and head dimensions match. in_fp8: k and v are, and
+    are allowed to be."""
     _check_dtype_of_q(q.dtype, q.device)
-    _check_like_q("k", k, q.dtype, q.device)
-    _check_like_q("v", v, q.dtype, q.device)
+    _check_like_q("k", k, FP8 if in_fp8 else q.dtype, q.device)
+    _check_like_q("v", v, FP8 if in_fp8 else q.dtype, q.device)
     shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
     _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")

@@ -31,6 +31,7 @@ from flash_mask_cute.runtime.target import H200_SMS
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
+_OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
 # exponentials of 128: two in each group of 16 pairs
 POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
 
@@ -136,9 +137,8 @@ def select_fwd_config(
         # is that of the first row that any call of these may use.
         tile_n = next(x.tile_n for x in rows if x.is_general)
         row = next(x for x in rows if x.tile_n == tile_n)
-    tiles, smem_bytes, reason = _fit(
-        kernel, row, problem.head_dim, problem.head_dim_v, override, problem.is_ordered
-    )
+    in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
+    tiles, smem_bytes, reason = _fit(kernel, row, *dims, override, problem.is_ordered, in_fp8)
     group = shapes.heads_q // shapes.heads_kv
     queries = shapes.seqlen_q
     if problem.varlen_q and problem.has_seqused_k:
@@ -201,14 +201,19 @@ def _fit(
     head_dim_v: int,
     override: FwdConfig | None,
     keeps_tile_n: bool = False,
+    in_fp8: bool = False,
 ) -> tuple[FwdTiles, int, str]:
     """The first candidate that fits, its shared memory in bytes, and the reason."""
     given = given_fields(override)
     refusal = ""
+    if in_fp8:
+        # beside a warpgroup that converts; the keys of a tile stay those of 16 bits
+        row = row._replace(tile_m=64, num_stages=2)
     for tiles in _candidates(row, given, keeps_tile_n):
-        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel)
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, in_fp8)
         if why_not is None:
-            return tiles, smem_bytes, _explain_choice(row, tiles, given, refusal)
+            reason = _explain_choice(row, tiles, given, refusal)
+            return tiles, smem_bytes, f"{reason}; {_OF_FP8}" if in_fp8 else reason
         refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
@@ -259,7 +264,11 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
 
 @tells_what_to_install()
 def check_feasible(
-    head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
+    head_dim: int,
+    head_dim_v: int,
+    tiles: FwdTiles,
+    kernel: ForwardKernel = SM90.forward,
+    in_fp8: bool = False,
 ) -> tuple[int, str | None]:
     """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's traits
     decides."""
@@ -281,6 +290,7 @@ def check_feasible(
         stages_q=tiles.stages_q,
         share_qo=tiles.share_qo,
         cta_pair=tiles.cta_pair,
+        **({"in_fp8": True} if in_fp8 else {}),
     )
     return traits.smem_bytes, traits.infeasible()
 

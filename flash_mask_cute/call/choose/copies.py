@@ -69,7 +69,17 @@ class FirstEntry(NamedTuple):
         return entry if self.conversion is None else self.conversion(entry)
 
 
-Conversion: TypeAlias = Copy | Restrided | FirstEntry
+class AsBytes(NamedTuple):
+    """A view of the codes of fp8 as bytes. strides: of the view, if they differ."""
+
+    strides: tuple[int, ...] | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        codes = tensor.view(torch.uint8)
+        return codes if self.strides is None else codes.as_strided(codes.shape, self.strides)
+
+
+Conversion: TypeAlias = Copy | Restrided | FirstEntry | AsBytes
 """What makes of a tensor one that kernels take. None stands for no conversion."""
 
 
@@ -86,7 +96,8 @@ def has_common_kv(call: AttentionCall) -> bool:
     x, of = call.tensors, call.tensors.lengths
     if x.have_common_keys:
         return True
-    if call.direction is Direction.BACKWARD or not (of.cu_seqlens_k is of.page_table is None):
+    is_forward = call.direction is not Direction.BACKWARD and x.k.dtype == x.q.dtype
+    if not is_forward or not (of.cu_seqlens_k is of.page_table is None):
         return False
     return x.k.shape[0] > 1 and x.k.stride(0) == x.v.stride(0) == 0
 
@@ -96,6 +107,17 @@ def input_conversion(tensor: Tensor, factor: float = 1.0) -> Copy | Restrided | 
     `split_scale`."""
     why = ", ".join(filter(None, (_unreadable(tensor), _SIGNS.get(factor))))
     return Copy(why, factor) if why else output_conversion(tensor)
+
+
+def byte_conversion(tensor: Tensor) -> Conversion:
+    """The conversion of a checked tensor in fp8, whose strides kernels can read except for those of
+    extents of 1."""
+    step = ADDRESS_MASK + 1
+    strides = tuple(
+        stride if size != 1 or (stride and stride % step == 0) else tensor.shape[-1]
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return AsBytes(None if strides == tensor.stride()[:-1] else (*strides, 1))
 
 
 def _unreadable(tensor: Tensor) -> str | None:

@@ -23,6 +23,7 @@ from flash_mask_cute.call.choose.config import (
 )
 from flash_mask_cute.call.choose.copies import (
     Conversion,
+    byte_conversion,
     common_conversion,
     has_common_kv,
     input_conversion,
@@ -52,6 +53,7 @@ from flash_mask_cute.call.choose.refusals import (
     check_common_kv,
     check_order,
     refuse_causal_sequences,
+    refuse_fp8,
     refuse_large_choice,
     refuse_segments,
 )
@@ -80,7 +82,7 @@ from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, Mask
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -252,6 +254,7 @@ def plan(
     if chosen.backend is Backend.CPU:
         return chosen
     refuse_causal_sequences(chosen.problem, chosen.target, call.tensors.optional.causals)
+    refuse_fp8(chosen.problem, chosen.target)
     refuse_segments(chosen.target, call.options.seqlen_k_per_split)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
@@ -324,6 +327,7 @@ def _fwd_problem(
             for name, y in x.optional._asdict().items()
             if y is not None
         ),
+        in_fp8=x.k.dtype == FP8,
     )
     if masks.score_mod is None:
         return problem
@@ -603,7 +607,8 @@ def _with_mask_bits(
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
-    if chosen.splits is not None or chosen.problem.page_box is not None:
+    problem = chosen.problem
+    if problem.in_fp8 or not (chosen.splits is problem.page_box is None):
         # the mask_mod of few queries is evaluated while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
@@ -644,7 +649,11 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
-    of_keys = common_conversion if chosen.problem.common_kv else input_conversion
+    of_keys: Callable[[torch.Tensor], Conversion | None] = input_conversion
+    if chosen.problem.in_fp8:
+        of_keys = byte_conversion
+    elif chosen.problem.common_kv:
+        of_keys = common_conversion
     conversions = {
         "q": input_conversion(x.q, factor),
         "k": of_keys(x.k),

@@ -43,6 +43,16 @@ def refuse_large_choice(masks: ResolvedMasks, seqlen_k: int, direction: Directio
         )
 
 
+def refuse_fp8(problem: AttentionProblem, target: Target) -> None:
+    """Refuse keys and values in float8_e4m3fn."""
+    spec = arch_spec(target)
+    if problem.in_fp8 and not spec.forward.reads_fp8:
+        raise NotImplementedError(
+            f"k and v in float8_e4m3fn are not supported on {spec.name}: convert them to the dtype "
+            f"of q ({problem.dtype})"
+        )
+
+
 def refuse_segments(target: Target, seqlen_k_per_split: int | None) -> None:
     """Refuse sums that are cut at fixed keys."""
     spec = arch_spec(target)

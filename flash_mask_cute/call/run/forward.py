@@ -21,7 +21,7 @@ from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
-from flash_mask_cute.cpu.paged import gather_pages
+from flash_mask_cute.cpu.paged import keys_in_rows
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
 from flash_mask_cute.masks.q_start import EACH
@@ -191,9 +191,8 @@ class CpuForward:
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
         of = x.lengths
-        if of.page_table is not None:
-            where = of.page_table, x.optional.kv_batch_idx, x.optional.leftpad_k
-            k, v = (gather_pages(pool, *where) for pool in (x.k, x.v))
+        if plan.problem.in_fp8 or of.page_table is not None:
+            k, v = keys_in_rows(x)
             x = replaced(x, k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number
         tiles = CpuTiles(
