@@ -245,6 +245,11 @@ def test_a_planted_fault_is_found(
     options: dict[str, Any],
 ) -> None:
     rows = Rows.create((64, 64), 1, **options)
-    fault(monkeypatch)
     with quiet_run(simulator):
-        assert unlike(rows.whole(), rows)
+        with monkeypatch.context() as planted:
+            fault(planted)
+            whole = rows.whole()
+        if fault is not _uncut_first:
+            # which hangs where only the end of the keys cuts blocks
+            fault(monkeypatch)
+        assert unlike(whole, rows)
