@@ -40,13 +40,15 @@ class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
     has_polynomial: a share of exponentials may be computed by a polynomial. orders_sums: sums may
-    be of segments (`core/segments.py`)."""
+    be of segments (`core/segments.py`). decodes_whole: tiles of decoding are also for one pass over
+    keys in rows."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
     has_polynomial: bool = False
     orders_sums: bool = False
+    decodes_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ SM90 = ArchSpec(
         packed_rows=64,
         causal_each=True,
         orders_sums=True,
+        decodes_whole=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,
