@@ -41,6 +41,11 @@ STREAM_BYTES = 2**31
 PEERS = ("ours", "fp8", "fa4", "sdpa", "flex", "fa3")
 # by which numbers of keys and values in fp8 are multiplied
 DESCALE = 0.5
+# by case, the keys at which sums are cut (`seqlen_k_per_split`), one row of ours each
+CUT_AT: dict[str, tuple[int, ...]] = {
+    "b1x131072": (2048, 4096), "b64x4096": (4096,), "b128ragged": (4096,), "b1x16384": (2048,),
+    "d64-sink-b64x4096": (4096,),
+}  # fmt: skip
 # the parents of draft tokens: two alternatives, and one that follows the first
 TREE = (-1, 0, 0, 1)
 Call = Callable[[Tensor, Tensor], Tensor]
@@ -103,6 +108,11 @@ CASES = (
     DecodeCase("b1x16384", 1, 16384, pages=(0, 16)),
     DecodeCase("b8x4096", 8, 4096, pages=(0, 16)),
     DecodeCase("mha-b16x4096", 16, 4096, (32, 32), pages=(0, 1, 8, 16, 64)),
+    DecodeCase("d64-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 1, 16)),
+    DecodeCase("d64-b8x32768", 8, 32768, (64, 8), 64),
+    DecodeCase("d64-b1x131072", 1, 131072, (64, 8), 64, pages=(0, 16)),
+    DecodeCase("d256-b64x4096", 64, 4096, (24, 2), 256),
+    DecodeCase("d256-b1x131072", 1, 131072, (24, 2), 256),
     DecodeCase("d64-sink-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink"),
     DecodeCase("d64-window-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink_window"),
     DecodeCase("q4-b1x131072", 1, 131072, queries=4),
@@ -392,6 +402,9 @@ def ours(run: Run, p: Problem) -> None:
     for name, splits in one_pass.items():
         split = functools.partial(call, num_splits=splits, seqused_k=p.used)
         measure(run, p, f"ours:{name}", split)
+    for keys in CUT_AT.get(case.name, ()):
+        cut = functools.partial(call, seqlen_k_per_split=keys, seqused_k=p.used)
+        measure(run, p, f"ours:same_bits{keys}", cut)
 
 
 def _keywords(p: Problem) -> Json:

@@ -331,7 +331,8 @@ def explain(
     and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
-    attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.
+    attention is launched. If q, k, v or the sink require grad, it is the forward that autograd
+    records.
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
@@ -359,6 +360,10 @@ def explain(
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     check_bool("deterministic", deterministic)
     call = replaced(call, backward=BackwardOptions(deterministic=deterministic))
+    if torch.is_grad_enabled() and any(
+        getattr(x, "requires_grad", False) for x in (q, k, v, call.tensors.learnable_sink)
+    ):
+        call = replaced(call, options=call.options.recorded())
     is_torch = mods.mask_mod is not masks.mask_mod
     formed = with_form_of_mod(call, masks) if is_torch else call
     if formed is not call:

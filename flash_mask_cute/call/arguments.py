@@ -214,7 +214,7 @@ class Options(NamedTuple):
     """Arguments of a call that are neither tensors nor masks.
 
     num_splits and what follows are of the forward. config: a `FwdConfig`, what
-    `FwdConfig.from_value` takes, or None.
+    `FwdConfig.from_value` takes, or None. is_recorded: autograd records the call (`recorded`).
     """
 
     softmax_scale: float | None = None
@@ -230,6 +230,7 @@ class Options(NamedTuple):
     pack_gqa: bool | None = None
     return_lse: bool = True
     config: Any = None
+    is_recorded: bool = False
 
     def recorded(self) -> Options:
         """As autograd records them, with LSE. If the library chooses the number of splits, it is
@@ -237,7 +238,7 @@ class Options(NamedTuple):
         keys."""
         keys = self.seqlen_k_per_split
         number = self.num_splits or (1 if keys is None else 0)
-        own = number, keys, self.pack_gqa, True, self.config
+        own = number, keys, self.pack_gqa, True, self.config, True
         return Options._make(self[:_SHARED] + own)
 
     def of_backward(self) -> Options:
@@ -267,7 +268,7 @@ _NAMES = tuple(
     name
     for kind in (Tensors, Lengths, OptionalTensors, Gradients, Masks, Options, BackwardOptions)
     for name in kind._fields
-    if name not in (*_BUNDLES, "q_starts", "causals", "config")
+    if name not in (*_BUNDLES, "q_starts", "causals", "config", "is_recorded")
 )
 
 

@@ -38,6 +38,7 @@ OF_OPERATORS = (
     OperatorArgument("num_splits", "int", "options"),
     OperatorArgument("seqlen_k_per_split", "int?", "options"),
     OperatorArgument("pack_gqa", "bool?", "options"),
+    OperatorArgument("is_recorded", "bool", "options"),
     OperatorArgument("deterministic", "bool", "backward"),
 )
 

@@ -63,10 +63,10 @@ class Rows(NamedTuple):
     options: dict[str, Any]
 
     @staticmethod
-    def create(dims: tuple[int, int], group: int, **options: Any) -> Rows:
+    def create(dims: tuple[int, int], group: int, seqlen: int = SEQLEN, **options: Any) -> Rows:
         generator = torch.Generator().manual_seed(dims[0] + group)
         q, k, v = (
-            torch.randn(1, SEQLEN, heads, d, generator=generator).bfloat16()
+            torch.randn(1, seqlen, heads, d, generator=generator).bfloat16()
             for heads, d in ((group, dims[0]), (1, dims[0]), (1, dims[1]))
         )
         if options.pop("has_sink", False):
@@ -83,9 +83,10 @@ class Rows(NamedTuple):
     def whole(self, **more: Any) -> Results:
         return self.run(self.q, self.k, self.v, **more)
 
-    def part(self, first: int, end: int) -> Results:
+    def part(self, first: int, end: int, **more: Any) -> Results:
         """Some rows, over the keys up to the last one's."""
-        return self.run(self.q[:, first:end], self.k[:, :end], self.v[:, :end], q_start="end")
+        q, k, v = self.q[:, first:end], self.k[:, :end], self.v[:, :end]
+        return self.run(q, k, v, q_start="end", **more)
 
     def decoded(self, page_size: int | None = None, **more: Any) -> Results:
         """A row of each of several sequences, whose caches hold NaN behind their ends."""
@@ -213,10 +214,6 @@ def _uncut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_fwd, "scheduler_rings", first)
 
 
-def _tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FwdRow, "is_general", True)
-
-
 def _last_segment_first(monkeypatch: pytest.MonkeyPatch) -> None:
     fold = FoldedForward.__call__
 
@@ -227,24 +224,38 @@ def _last_segment_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FoldedForward, "__call__", backwards)
 
 
-@pytest.mark.parametrize(
-    ("fault", "options"),
-    [
-        (_uncut_first, {}),
-        # of this class rows of prefill have tiles of 96 keys, and those of decoding of 128
-        (_tiles_of_their_own, {"score_mod": distance}),
-        (_last_segment_first, {}),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else "",
-)
-def test_a_planted_fault_is_found(
-    simulator: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    compiled_anew: None,
-    fault: Callable[[pytest.MonkeyPatch], None],
-    options: dict[str, Any],
+def test_a_planted_order_of_blocks_is_found(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, compiled_anew: None
 ) -> None:
-    rows = Rows.create((64, 64), 1, **options)
-    fault(monkeypatch)
+    rows = Rows.create((64, 64), 1)
+    with quiet_run(simulator):
+        with monkeypatch.context() as planted:
+            # of one kernel; others of which only the end of the keys cuts blocks would hang
+            _uncut_first(planted)
+            whole = rows.whole()
+        assert unlike(whole, rows)
+
+
+def test_planted_tiles_are_found(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, compiled_anew: None
+) -> None:
+    """Of a score_mod, rows of prefill then have tiles of 96 keys, and those of decoding of 128."""
+    rows = Rows.create((64, 64), 1, score_mod=distance)
+    monkeypatch.setattr(FwdRow, "is_general", True)
     with quiet_run(simulator):
         assert unlike(rows.whole(), rows)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_planted_order_of_segments_is_found(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    """Seven segments of 64 rows, folded by a CTA in turn, and by another launch."""
+    rows = Rows.create((64, 64), 2, seqlen=3300)
+    if is_planted:
+        _last_segment_first(monkeypatch)
+    with quiet_run(simulator):
+        turned = rows.part(3269, 3300, max_scores=torch.empty(1, 2, 31))
+        folded = rows.part(3269, 3300)
+    assert (turned.kind, folded.kind) == (IN_TURN, BY_SEGMENTS)
+    assert turned.has_bits_of(folded) != is_planted

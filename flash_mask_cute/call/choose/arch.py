@@ -40,7 +40,8 @@ class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
     reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
-    computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`)."""
+    computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
+    decodes_whole: tiles of decoding are also for one pass over keys in rows."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -48,6 +49,7 @@ class ForwardKernel(AttentionKernel):
     reads_fp8: bool
     has_polynomial: bool = False
     orders_sums: bool = False
+    decodes_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ SM90 = ArchSpec(
         causal_each=True,
         reads_fp8=True,
         orders_sums=True,
+        decodes_whole=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,

@@ -400,8 +400,7 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
-        decodes = problem.split is not None or call.tensors.lengths.page_table is not None
-        choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
+        choose = _fwd_chooser(call, problem, shapes, masks, window, target)
         sink = call.tensors.learnable_sink
     else:
         seqlens = shapes.seqlen_q, shapes.seqlen_k
@@ -476,7 +475,7 @@ def _with_split(
     if split in (None, BY_SLOTS) and out is not None and out.dtype != call.tensors.q.dtype:
         refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
         split = BY_ROWS
-    if split is None:
+    if split is None and not _decodes_whole(call, shapes, masks, target):
         return problem
     is_at_end = problem.q_start is None or options.q_start.kind == END
     sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
@@ -527,14 +526,27 @@ def _visible(window: _FoldedWindow) -> int | None:
     return left + (right or 0) + 1
 
 
+def _decodes_whole(
+    call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target
+) -> bool:
+    """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and nobody
+    chose other tiles. The forward of training keeps its own."""
+    chosen = given_fields(call.config).keys() - {"skip_blocks"}
+    if call.options.is_recorded or chosen or not arch_spec(target).forward.decodes_whole:
+        return False
+    return decode_rows(shapes, _may_pack(call, shapes, masks, target)) <= DECODE_ROWS
+
+
 def _fwd_chooser(
     call: AttentionCall,
+    problem: AttentionProblem,
     shapes: FwdShapes,
     masks: ResolvedMasks,
     window: _FoldedWindow,
     target: Target,
-    decodes: bool,
 ) -> Choose:
+    is_paged = call.tensors.lengths.page_table is not None
+    decodes = problem.split is not None or is_paged or _decodes_whole(call, shapes, masks, target)
     rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if decodes else None
     return partial(
         select_fwd_config,

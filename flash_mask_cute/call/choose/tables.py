@@ -19,12 +19,12 @@ class CallFacts(NamedTuple):
     """The facts about a call that conditions of rows use.
 
     tuning_class: of the `AttentionProblem`. window: the most keys that a query sees, if the window
-    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits or
-    over pages, else None. functions_under_causal: see the problem. block_size: of block lists that
-    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
-    order (deterministic). sequences: the number of sequences of `seqlen_q` queries and one head
-    each; num_sms: CTAs that run at once. selected_block: keys of a block of each query's choice, 0
-    if there is none.
+    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
+    pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
+    problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
+    may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
+    sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
+    selected_block: keys of a block of each query's choice, 0 if there is none.
     """
 
     head_dim: int
@@ -82,9 +82,9 @@ class FwdRow(NamedTuple):
     whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
     only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
-    which keeps the special function units busy. for_decode: only for forwards in splits or over
-    pages, if the rows that share keys fit a tile. max_selected: for choices of blocks of at most so
-    many keys. polynomial: see `FwdConfig`.
+    which keeps the special function units busy. for_decode: only if the rows that share keys fit a
+    tile, and `decode_rows` are told. max_selected: for choices of blocks of at most so many keys.
+    polynomial: see `FwdConfig`.
     """
 
     max_dim: int
@@ -145,7 +145,7 @@ class FwdRow(NamedTuple):
         if self.for_decode:
             most_rows = self.tile_m
             yield Condition(
-                f"in splits, at most {most_rows} rows that share keys",
+                f"at most {most_rows} rows that share keys",
                 lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
         if self.max_selected is not None:
@@ -247,6 +247,21 @@ SM90_FWD = (
         *(128, 128, 64, 128, 3, 2, True),
         "decoding waits for memory: one warpgroup, as many keys in flight as fit, and keys of the "
         "next tile before this one's last product",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(192, 128, 64, 112, 2, 1, False),
+        "decoding waits for memory: as many keys in flight as fit beside a separate output",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(192, 192, 64, 96, 2, 1, True),
+        "decoding waits for memory: as many keys in flight as fit, with a third stage of K",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(256, 256, 64, 64, 3, 1, True),
+        "decoding waits for memory: as many keys in flight as fit",
         for_decode=True,
     ),
     FwdRow(
