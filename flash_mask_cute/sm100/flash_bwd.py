@@ -1,7 +1,8 @@
 """FlashAttention backward for Blackwell: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
 A persistent CTA computes work tiles of 128 keys of a KV head, one after another. For each it walks
-over the queries of the group's heads in blocks of 128, or 64 for wide heads. With P = exp(S - LSE) and dP = dO V^T,
+over the queries of the group's heads in blocks of 128, or 64 for wide heads. With P = exp(S - LSE)
+and dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 

@@ -69,7 +69,9 @@ class BlockScores:
     def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
         traits, thread = self.traits, thread_in_warpgroup()
         statistics = self._statistics(self.channels.q.index(number))
-        first_s, first_dp = (x + self.half * traits.queries for x in (traits.column_s, traits.column_dp))
+        first_s, first_dp = (
+            x + self.half * traits.queries for x in (traits.column_s, traits.column_dp)
+        )
         place = self.channels.ring.read(tile), block.head_idx, block.index
         keep_grads = partial(self._keep_grads, first_dp, thread)
         self.channels.s.wait(number)

@@ -86,7 +86,7 @@ REGISTERS = Registers(152, 96)
 # fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
 # for half as many queries of a block
-WIDE_REGISTERS = Registers(144, 96)
+WIDE_REGISTERS = Registers(128, 112)
 
 
 class Role(IntEnum):

@@ -21,7 +21,6 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.experimental import primitives
 
-
 from flash_mask_cute.core.warp_scan import WARP
 
 ROWS = 128
