@@ -45,6 +45,8 @@ class BwdPostprocess:
 
     In lane order, where lanes are rows, column c of row r lies at
     (c / 4 * tile_m + r) * 4 + c % 4.
+    Of a pair of CTAs, each has half of the rows, one after the other, and in these the groups of 4
+    columns are in the order of `_place`.
 
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols
@@ -75,6 +77,7 @@ class BwdPostprocess:
             raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
         self.dtype = dtype
         self.order = order
+        self.num_ctas = num_ctas
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
@@ -170,11 +173,22 @@ class BwdPostprocess:
             loaded = []
             for i in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (i * step + first) * self.tile_m + row
+                source = self._place(i * step + first, row)
                 cute.autovec_copy(vector_of(sums, source, VECTOR_32_BITS), values)
                 loaded.append(values)
             for i, values in zip(batch, loaded, strict=True):
                 self._keep_rounded(values, sdQ, scale, row, (i * step + first) * 2, by_row=False)
+
+    def _place(self, group: Int32, row: Int32) -> Int32:
+        """The number of 4 columns of a row in lane order."""
+        if self.num_ctas == 1:
+            return group * self.tile_m + row
+        # a CTA has half of the rows, and its parts have 32 of each half of the columns
+        rows, parts = self.tile_m // self.num_ctas, self.accum_cols // 64
+        groups = self.accum_cols // VECTOR_32_BITS
+        half, part, in_part = group // (groups // 2), group // 8 % parts, group % 8
+        number = (part * 2 + half) * 8 + in_part
+        return (row // rows * groups + number) * rows + row % rows
 
     def _keep_rounded(self, values, sdQ, scale, row: Int32, pair: Int32, by_row: bool) -> None:
         """Write two pairs of columns: side by side in a row or, by_row, in rows 8 apart."""

@@ -1,8 +1,8 @@
 """FlashAttention backward for Blackwell: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
 A persistent CTA computes work tiles of 128 keys of a KV head, one after another. For each it walks
-over the queries of the group's heads in blocks of 128, or 64 for wide heads. With
-P = exp(S - LSE) and dP = dO V^T,
+over the queries of the group's heads in blocks of 128, or 64 for wide heads. With P = exp(S - LSE)
+and dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
@@ -69,6 +69,12 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
+from flash_mask_cute.sm100.flash_bwd_pairs import (
+    Arrivals,
+    PairLoads,
+    PairOperands,
+    pair_products,
+)
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_traits import (
@@ -117,7 +123,9 @@ class FlashAttentionBackwardSm100:
     :param is_local: the call's window sides apply
     :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128
     :param stages_q, stages_do: see `BwdTraits`
-    :param stages_kv, value_cols, cta_pair: 1, 0 and False
+    :param stages_kv, value_cols: 1 and 0
+    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128
+        columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)
@@ -186,6 +194,11 @@ class FlashAttentionBackwardSm100:
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < 2):
+            raise ValueError(
+                "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
+                f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
+            )
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -251,6 +264,8 @@ class FlashAttentionBackwardSm100:
             )
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
+        if const_expr(self.traits.cta_pair):
+            check_given("softcap", softcap, False)
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         window = WindowArgs(window_size_left, window_size_right)
@@ -260,12 +275,16 @@ class FlashAttentionBackwardSm100:
         is_short = self.is_local or masks.may_shorten(self)
         for kernel in self.launches():
             traits = kernel.traits
+            group = traits.group
             schedule = KeySchedule.create(
-                lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n), kernel.num_sms,
-                is_short if kernel.deterministic else None,
+                lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n),
+                kernel.num_sms // group.size, is_short if kernel.deterministic else None,
             )  # fmt: skip
+            operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
+            if const_expr(group.is_pair):
+                operands = PairOperands.create(traits, operands, (mQ, mdO, mK, mV), lengths)
             kernel.kernel(
-                BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths),
+                operands,
                 kernel._gradients(mdK, mdV, mCuSeqlensK is not None),
                 Scratch(mStats, mdQaccum, mSemaphores),
                 lengths,
@@ -274,11 +293,12 @@ class FlashAttentionBackwardSm100:
                 masks,
                 schedule.params,
                 schedule.group,
-                tile_counter,
+                None if const_expr(group.is_pair) else tile_counter,
                 aux_grads if kernel.wants_aux else None,
             ).launch(
-                grid=(schedule.grid, 1, 1),
+                grid=(schedule.grid * group.size, 1, 1),
                 block=(traits.num_threads, 1, 1),
+                cluster=group.cluster,
                 stream=stream,
                 min_blocks_per_mp=1,
             )
@@ -296,7 +316,7 @@ class FlashAttentionBackwardSm100:
     @cute.kernel
     def kernel(
         self,
-        operands: BwdOperands,
+        operands: BwdOperands | PairOperands,
         gradients: KeyGradients,
         scratch: Scratch,
         lengths: Lengths,
@@ -312,7 +332,8 @@ class FlashAttentionBackwardSm100:
         # -- shared memory, TMEM and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
-            for atom in (*operands[:8:2], *gradients[::2]):
+            loaded = operands.atoms if const_expr(traits.cta_pair) else operands[:8:2]
+            for atom in (*loaded, *gradients[::2]):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         predecessors = None
@@ -344,12 +365,21 @@ class FlashAttentionBackwardSm100:
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(registers.of_helpers)
             if warp_idx == Role.LOAD:
-                queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
-                KeyLoads(traits, operands, tiles, channels, queries, lengths).run()
+                if const_expr(traits.cta_pair):
+                    PairLoads(traits, operands, tiles, channels, scratch.stats, lengths).run()
+                else:
+                    queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
+                    KeyLoads(traits, operands, tiles, channels, queries, lengths).run()
             elif warp_idx == Role.MMA:
                 together = bool(self.wants_aux) or traits.is_serial
-                products = traits.products(tiles)
-                BlockProducts(traits, together, products, tiles, channels).run()
+                if const_expr(not traits.cta_pair):
+                    products = traits.products(tiles)
+                    BlockProducts(traits, together, products, tiles, channels).run()
+                elif traits.group.is_leader():
+                    products = pair_products(traits, storage)
+                    BlockProducts(traits, together, products, tiles, channels).run()
+                else:
+                    Arrivals(traits, tiles, channels).follow()
             elif warp_idx == Role.SCHEDULE:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
@@ -357,20 +387,27 @@ class FlashAttentionBackwardSm100:
                     tile_counter,
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
+                    traits.group.size,
                 )
-                rules = BackwardMask.create(self, traits.columns, masks, lengths, group)
+                rules = BackwardMask.create(
+                    self, traits.columns, masks, lengths, group, traits.cta_pair
+                ).with_tile_n(traits.cluster_tile_n)
                 send_walks(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(traits.makes_dk):
                 sizes = tuple(traits.size_dq(width) for width in traits.parts_dq)
                 scheme = self.deterministic, self.clears_dq
                 more = tiles.dq.iterator, channels.out, scratch, lengths
+                if const_expr(traits.cta_pair):
+                    # behind those of the other half of the queries
+                    more = (*more, partial(_first_of_cta, traits))
                 SumsOut(traits, channels, DqSums(sizes, *scheme, *more)).run()
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
             columns = traits.columns
             warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_n, columns)
-            rules = BackwardMask.create(self, columns, masks, lengths, group)
+            is_part = traits.cta_pair
+            rules = BackwardMask.create(self, columns, masks, lengths, group, is_part)
             make_mask_bits(
                 rules, warp_rows, tiles.bits, channels.bits, channels.ring, channels.walk
             )
@@ -585,12 +622,15 @@ class FlashAttentionBackwardSm100:
     def _loads_of(self, part: int) -> int:
         """How many times a thread loads of a part."""
         width = self.traits.parts_dq[part]
-        return width // umma.CHUNK if self.traits.tile_m == umma.ROWS else 1
+        return width // umma.CHUNK if self.traits.rows_of_cta == umma.ROWS else 1
 
     def _load_dq(self, part: int, load: int | Int32) -> cute.Tensor:
         """This thread's values of a part: 32 columns of a query, or of 64 queries one half of the
         part's columns."""
         traits, first = self.traits, sum(self.traits.parts_dq[:part])
+        if traits.cta_pair:
+            at = traits.column_dq + first // 2
+            return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())
         if traits.tile_m == umma.ROWS:
             at = traits.column_dq + first + load * umma.CHUNK
             return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())
@@ -601,14 +641,18 @@ class FlashAttentionBackwardSm100:
     def _staged(self, tiles: Tiles, part: int) -> cute.Tensor:
         """(4, rows, pieces): a thread's row of a part lies in pieces of 4 columns, tile_m rows
         apart. So a warp writes 512 bytes at a time, or 256 twice."""
-        shape = 4, self.traits.tile_m, self.traits.parts_dq[part] // 4
+        shape = 4, self.traits.rows_of_cta, self.traits.parts_dq[part] // 4
         return cute.make_tensor(tiles.dq.iterator, cute.make_layout(shape))
 
     def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, load: int | Int32) -> None:
         """Write what this thread has loaded of a part."""
         row, num_quads = thread_in_warpgroup(), cute.size(values) // 4
         first = load * num_quads
-        if self.traits.tile_m != umma.ROWS:
+        if self.traits.cta_pair:
+            # the second half of the columns is in lanes 64 to 127
+            rows = self.traits.rows_of_cta
+            row, first = row % rows, row // rows * num_quads
+        elif self.traits.tile_m != umma.ROWS:
             lane, lanes = row % WARP, WARP // 2
             row, first = row // WARP * lanes + lane % lanes, lane // lanes * num_quads
         quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
@@ -624,3 +668,8 @@ class FlashAttentionBackwardSm100:
         """Signal that this warp has staged its rows of a part: the send warp may add it."""
         cute.arch.fence_proxy("async.shared", space="cta")
         channels.out.publish(fill)
+
+
+def _first_of_cta(traits: BwdTraits) -> Int32:
+    """Where the sums of a CTA of a pair begin in those of a row block."""
+    return traits.group.rank() * traits.rows_of_cta * traits.tile_d

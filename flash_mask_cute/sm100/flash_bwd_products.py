@@ -15,6 +15,7 @@ from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Products, Tiles
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
@@ -32,6 +33,11 @@ class BlockProducts:
     products: Products
     tiles: Tiles
     channels: Channels
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Of a pair."""
+        return Arrivals(self.traits, self.tiles, self.channels)
 
     @cute.jit
     def run(self):
@@ -69,15 +75,23 @@ class BlockProducts:
         dQ of the previous block leaves dP's columns while dV runs.
         """
         traits = self.traits
-        self.channels.q.wait(number)
-        if const_expr(traits.has_marks):
-            self._clear_marked_rows(number)
+        if const_expr(traits.cta_pair):
+            self.arrivals.q(number)
+        else:
+            self.channels.q.wait(number)
+            if const_expr(traits.has_marks):
+                self._clear_marked_rows(number)
         # -- S, then dK and dQ of the previous block, while the compute warps make P
         self._issue_scores(number)
+        if const_expr(traits.cta_pair):
+            traits.group.commit(self.channels.q.vacancy(number))
         if number > first:
             self._issue_gradients(number - 1, first)
         # -- dV and dP, which both read dO
-        self.channels.do.wait(number)
+        if const_expr(traits.cta_pair):
+            self.arrivals.do(number)
+        else:
+            self.channels.do.wait(number)
         self._issue_values(tile, number, first)
         self._issue_dp(number)
         self.traits.group.commit(self.channels.do.vacancy(number))
@@ -193,11 +207,15 @@ class BlockProducts:
         """Issue dK and dQ of a block. This releases its Q, which also shows that keys have been
         read."""
         traits, group = self.traits, self.traits.group
+        q = self.channels.q
+        if const_expr(traits.cta_pair):
+            q = self.channels.q_columns
+            self.arrivals.q_columns(number)
         # -- dK += dS^T Q: (128 keys, tile_d)
         # dS is there
         self.channels.dp.wait_until_released(number)
         umma.fence_after_wait()
-        dk_q = self.products.dk_q[None, None, None, self.channels.q.index(number)]
+        dk_q = self.products.dk_q[None, None, None, q.index(number)]
         mma = traits.mma_sums(traits.tile_d)
         umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
         # -- dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's
@@ -208,4 +226,4 @@ class BlockProducts:
             dq_k = part.k[None, None, None, 0]
             umma.issue(traits.mma_dq(width), part.acc, dq_ds, dq_k, False, MOST_STEPS)
         group.commit(self.channels.dq.barrier(number))
-        group.commit(self.channels.q.vacancy(number))
+        group.commit(q.vacancy(number))

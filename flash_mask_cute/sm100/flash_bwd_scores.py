@@ -22,6 +22,7 @@ from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
+from flash_mask_cute.sm100.flash_bwd_pairs import store_grads
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 # 16-bit values that a thread writes at once
@@ -55,7 +56,7 @@ class BlockScores:
         """Compute P and dS of a query block, masked if it is cut."""
         cuts = state.cuts
         compute = partial(self._compute, tile, state.number, block)
-        self.channels.q.wait(state.number)
+        self.channels.stats.wait(state.number)
         if block.kind == Kind.PARTIAL:
             self.channels.bits.wait(cuts)
             key, count = thread_in_warpgroup(), self.traits.queries // bit_tile.WORD
@@ -70,7 +71,7 @@ class BlockScores:
 
     def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
         traits, thread = self.traits, thread_in_warpgroup()
-        statistics = self._statistics(self.channels.q.index(number))
+        statistics = self._statistics(self.channels.stats.index(number))
         first_s, first_dp = (
             x + self.half * traits.queries for x in (traits.column_s, traits.column_dp)
         )
@@ -97,20 +98,26 @@ class BlockScores:
                     score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
                     keep_grads(chunk, keep_rounded(grads, traits.dtype))
         if traits.makes_dk:
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self._complete(self.channels.dp, number)
-        self.channels.q.release(number)
+            space = "cluster" if traits.cta_pair else "cta"
+            cute.arch.fence_proxy("async.shared", space=space)
+            self._complete(self.channels.dp, number, orders_memory=True)
+        self.channels.stats.release(number)
 
-    def _complete(self, channel: Channel, number) -> None:
-        """Release the values that this warp has replaced in TMEM."""
+    def _complete(self, channel: Channel, number, orders_memory: bool = False) -> None:
+        """Release the values that this warp has replaced in TMEM, and written to shared memory."""
         umma.wait_stores()
         umma.fence_before_arrival()
         cute.arch.sync_warp()
-        channel.release(number)
+        channel.release(number, orders_memory)
 
     def _keep_grads(self, first, thread, chunk: int, words) -> None:
         """Write the words of dS of a chunk to TMEM, and to shared memory."""
         umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+        if self.traits.cta_pair:
+            # the CTA with the number of a half sums dQ of that half of the queries
+            key = self.traits.group.rank() * self.traits.tile_n + thread
+            store_grads(self.tiles.ds.iterator, self.half, key, words, chunk * umma.CHUNK)
+            return
         values = cute.flat_divide(cute.recast_tensor(words, self.traits.dtype), (VECTOR_16_BITS,))
         target = cute.flat_divide(self.tiles.ds[None, thread, 0], (VECTOR_16_BITS,))
         for i in range(umma.CHUNK // VECTOR_16_BITS):

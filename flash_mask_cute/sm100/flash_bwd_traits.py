@@ -87,7 +87,7 @@ REGISTERS = Registers(152, 96)
 # fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
 # for half as many queries of a block
-WIDE_REGISTERS = Registers(144, 96)
+WIDE_REGISTERS = Registers(128, 112)
 
 
 class Role(IntEnum):
@@ -109,9 +109,11 @@ NUM_MASK_WARPS = 4
 
 class Channels(NamedTuple):
     """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
-    dq and out: if `BwdTraits.makes_dk`."""
+    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. The last ones are those of a pair:
+    half of the columns of Q, and what is there in the CTA that does not issue products."""
 
     q: Channel
+    stats: Channel
     do: Channel
     kv: Channel | None
     s: Channel
@@ -122,6 +124,10 @@ class Channels(NamedTuple):
     bits: Channel
     ring: WorkRing
     walk: WalkRing
+    q_columns: Channel | None = None
+    q_there: Channel | None = None
+    do_there: Channel | None = None
+    q_columns_there: Channel | None = None
 
 
 class Tiles(NamedTuple):
@@ -141,6 +147,10 @@ class Tiles(NamedTuple):
     stats: cute.Tensor  # (stats_words, stages_q)
     bits: cute.Tensor  # (words, tile_n)
     words: None = None
+    # of a pair: half of the columns of all queries of a block, and of the keys of both CTAs
+    q_columns: cute.Tensor | None = None  # (128, 64, 1)
+    do_columns: cute.Tensor | None = None  # (128, 64, 1)
+    k_columns: cute.Tensor | None = None  # (128, 64, CTAs)
 
 
 class PartOfDq(NamedTuple):
@@ -183,7 +193,8 @@ class BwdTraits:
     stages_q, stages_do: blocks of queries and of their output gradients in flight. has_marks: rows
     of queries that see nothing may be marked to be cleared. has_reference: the statistics of a
     query have a third number, for scores of any magnitude. part: the gradients that a launch
-    computes (`launches`). stages_kv, value_cols, cta_pair: options of Hopper, not supported here.
+    computes (`launches`). cta_pair: two CTAs compute products together (`flash_bwd_pairs`).
+    stages_kv, value_cols: options of Hopper, not supported here.
     """
 
     dtype: type[cutlass.Numeric]
@@ -201,7 +212,7 @@ class BwdTraits:
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
-    tile_n = cluster_tile_n = TILE_N
+    tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property
@@ -228,7 +239,22 @@ class BwdTraits:
 
     @property
     def group(self) -> umma.Group:
-        return umma.Group(1)
+        return umma.Group(2 if self.cta_pair else 1)
+
+    @property
+    def cluster_tile_n(self) -> int:
+        """Keys that walk over the queries together."""
+        return self.tile_n * self.group.size
+
+    @property
+    def rows_of_cta(self) -> int:
+        """Queries of a block that a CTA loads for S and dP, and whose dQ it sums."""
+        return self.tile_m // self.group.size
+
+    @property
+    def columns_of_cta(self) -> int:
+        """Columns of a block, and of the keys, that a CTA of a pair loads for dK, dV and dQ."""
+        return self.tile_d // self.group.size
 
     # -- launches -------------------------------------------------------------------------------
 
@@ -330,6 +356,9 @@ class BwdTraits:
     def parts_dq(self) -> tuple[int, ...]:
         """Widths of the parts of dQ, which leave in turn."""
         width = LEAST_OF_PART
+        if self.cta_pair:
+            # 32 of each half of the columns, which are in lanes 0 to 63 and 64 to 127
+            return (2 * width,) * (self.tile_d // (2 * width))
         if self.tile_d == MOST_OF_PART or (self.is_wide and self.part == Part.ALL):
             width = MOST_OF_PART if self.tile_d % MOST_OF_PART == 0 else LEAST_OF_PART
         return (width,) * (self.tile_d // width)
@@ -340,12 +369,12 @@ class BwdTraits:
         free before any of them is staged."""
         # of many small parts, more would spill
         most = MOST_HELD // 2 if self.part == Part.KEYS else MOST_HELD
-        held_by_thread = max(self.parts_dq) // (ROWS // self.tile_m)
+        held_by_thread = max(self.parts_dq) // (ROWS // self.rows_of_cta)
         return min(len(self.parts_dq), most // held_by_thread)
 
     def size_dq(self, width: int) -> int:
         """Values of a part of dQ."""
-        return self.tile_m * width
+        return self.rows_of_cta * width
 
     @property
     def store_places(self) -> int:
@@ -355,11 +384,11 @@ class BwdTraits:
 
     @property
     def bytes_q(self) -> int:
-        return self.tile_m * self.tile_d * 2
+        return self.rows_of_cta * self.tile_d * 2
 
     @property
     def bytes_do(self) -> int:
-        return self.tile_m * self.tile_dv * 2
+        return self.rows_of_cta * self.tile_dv * 2
 
     @property
     def bytes_with_q(self) -> int:
@@ -400,11 +429,13 @@ class BwdTraits:
 
     @property
     def _smem_bytes(self) -> int:
+        # a pair has Q, dO and K twice, by rows and by columns
+        ways = self.group.size
         return (
-            self.bytes_with_q
+            self.bytes_with_q * ways
             + self.bytes_with_do
             + self.stages_q * (self.bytes_q + self.num_stats * self.tile_m * 4)
-            + self.stages_do * self.bytes_do
+            + self.stages_do * self.bytes_do * ways
             + self.bytes_ds
             + self.bytes_dq
             + SMEM_BOOKKEEPING
@@ -424,7 +455,11 @@ class BwdTraits:
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        for name, value in (("stages_kv", 1), ("value_cols", 0), ("cta_pair", False)):
+        if self.cta_pair and (self.tile_d, self.tile_dv) != (MAX_DIM, MAX_DIM):
+            return f"cta_pair=True is for tiles of 128 columns on Blackwell, got {dims}"
+        if self.cta_pair and self.stages_do != 1:
+            return f"stages_do must be 1 with cta_pair=True on Blackwell, got {self.stages_do}"
+        for name, value in (("stages_kv", 1), ("value_cols", 0)):
             if getattr(self, name) != value:
                 return f"{name} must be {value} on Blackwell, got {getattr(self, name)}"
         if self.smem_bytes > SMEM_CAPACITY:
@@ -447,11 +482,13 @@ class BwdTraits:
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
         source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m, source)
+        more = self.tile_m, source, self.group.rows
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, *more)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n, tcgen05.OperandSource.TMEM)
+        more = n, tcgen05.OperandSource.TMEM, self.group.rows
+        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, *more)
 
     def mma_dq(self, n: int) -> cute.TiledMma:
         """dQ = dS K: queries by n columns."""
@@ -463,10 +500,11 @@ class BwdTraits:
         return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
 
     def layout_q(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_m, self.tile_d, self.stages_q)
+        stages = 1 if self.cta_pair else self.stages_q
+        return self._rows(self.rows_of_cta, self.tile_d, stages)
 
     def layout_do(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_m, self.tile_dv, self.stages_do)
+        return self._rows(self.rows_of_cta, self.tile_dv, self.stages_do)
 
     def layout_k(self) -> cute.ComposedLayout:
         return self._rows(self.tile_n, self.tile_d, 1)
@@ -474,18 +512,23 @@ class BwdTraits:
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(self.tile_n, self.tile_dv, 1)
 
+    def layout_columns(self, stages: int = 1) -> cute.ComposedLayout:
+        """(128, columns of a CTA, stages): of queries, or of the keys of each CTA of a pair."""
+        return self._rows(ROWS, self.columns_of_cta, stages)
+
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
         return (
-            (self.layout_q(), self.tile_m, self.tile_d),
-            (self.layout_do(), self.tile_m, self.tile_dv),
+            (self.layout_q(), self.rows_of_cta, self.tile_d),
+            (self.layout_do(), self.rows_of_cta, self.tile_dv),
             (self.layout_k(), self.tile_n, self.tile_d),
             (self.layout_v(), self.tile_n, self.tile_dv),
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """(queries, keys, 1), a key's queries contiguous."""
-        tile = (ROWS, self.tile_m, self.tile_n)
+        """(queries, keys, 1), a key's queries contiguous; in a pair half of the queries, and the
+        keys of both CTAs."""
+        tile = (ROWS, self.rows_of_cta, self.cluster_tile_n)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
 
     def layout_stored(self) -> cute.ComposedLayout:
@@ -516,6 +559,9 @@ class BwdTraits:
             do: elements(self.layout_do())
             k: elements(self.layout_k())
             v: elements(self.layout_v(), self.makes_dk)
+            q_columns: elements(self.layout_columns(), self.cta_pair)
+            do_columns: elements(self.layout_columns(), self.cta_pair)
+            k_columns: elements(self.layout_columns(2), self.cta_pair)
             ds: elements(self.layout_ds())
             dq: floats(self.bytes_dq // 4)
             stats: floats(self.stats_words * self.stages_q)
@@ -534,6 +580,9 @@ class BwdTraits:
             ring_barriers: barriers(RING_STAGES)
             walk_barriers: barriers(WALK_STAGES)
             kv_barriers: barriers(1)
+            stats_barriers: barriers(self.stages_q)
+            q_columns_barriers: barriers(1)
+            there_barriers: barriers(3)
             tmem: cutlass.Int32
 
         return Storage
@@ -542,6 +591,7 @@ class BwdTraits:
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
         """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
+        group = self.group
         # load and mma, and those of many warps; with dQ also send and reduce
         num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
         ring, walk = scheduler_rings(
@@ -558,24 +608,42 @@ class BwdTraits:
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
+        def multiplied(barriers: Any, consumers: int) -> Channel:
+            count = consumers * group.size
+            return Channel.create(barriers.data_ptr(), 1, 1, count, group.home)
+
         dp = dq = out = None
         if self.makes_dk:
-            dp = channel(storage.dp_barriers, 1, COMPUTE_WARPS)
-            dq = channel(storage.dq_barriers, 1, REDUCE_WARPS)
+            dp = multiplied(storage.dp_barriers, COMPUTE_WARPS)
+            dq = multiplied(storage.dq_barriers, REDUCE_WARPS)
             out = channel(storage.out_barriers, REDUCE_WARPS, 1)
-        return Channels(
+        of_pair: dict[str, Channel] = {}
+        if self.cta_pair:
+            q = channel(storage.q_barriers, 1, 1)
+            # who clears marked rows reads them, too
+            readers = COMPUTE_WARPS + self.has_marks
+            stats = channel(storage.stats_barriers, 1, readers, self.stages_q)
+            of_pair["q_columns"] = channel(storage.q_columns_barriers, 1, 1)
+            first = storage.there_barriers.data_ptr()
+            for i, name in enumerate(("q_there", "do_there", "q_columns_there")):
+                of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
+        else:
             # products, and who reads the statistics
-            q=channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q),
+            q = stats = channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q)
+        return Channels(
+            q=q,
+            stats=stats,
             do=channel(storage.do_barriers, 1, 1, self.stages_do),
             kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1) if self.holds_keys else None,
-            s=channel(storage.s_barriers, 1, COMPUTE_WARPS),
+            s=multiplied(storage.s_barriers, COMPUTE_WARPS),
             dp=dp,
             dq=dq,
-            sums=channel(storage.sums_barriers, 1, COMPUTE_WARPS),
+            sums=multiplied(storage.sums_barriers, COMPUTE_WARPS),
             out=out,
             bits=channel(storage.bits_barriers, NUM_MASK_WARPS, COMPUTE_WARPS),
             ring=ring,
             walk=walk,
+            **of_pair,
         )
 
     def tiles(self, storage: Any) -> Tiles:
@@ -583,6 +651,13 @@ class BwdTraits:
         dq = None
         if self.makes_dk:
             dq = storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4))
+        of_pair = {}
+        if self.cta_pair:
+            of_pair = {
+                "q_columns": tensor(storage.q_columns, self.layout_columns()),
+                "do_columns": tensor(storage.do_columns, self.layout_columns()),
+                "k_columns": tensor(storage.k_columns, self.layout_columns(2)),
+            }
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
@@ -593,6 +668,7 @@ class BwdTraits:
             dq=dq,
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
+            **of_pair,
         )
 
     def products(self, tiles: Tiles) -> Products:
