@@ -67,8 +67,6 @@ _ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
     "block_q": "SymInt?",
     "block_k": "SymInt?",
     "list_seqlens": "SymInt[]?",
-    "selected_blocks": "Tensor?",
-    "selected_size": "SymInt?",
     "startend_row_indices": "Tensor?",
     "column_bounds": "Tensor?",
     "columns_causal": "bool?",
@@ -204,7 +202,8 @@ def _operator_lists(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, SelectedBlocks):
-        return {"selected_blocks": given.indices, "selected_size": given.block_size}
+        # entries without counts; operators have 64 arguments at most
+        return {"mask_block_idx": given.indices, "block_k": given.block_size}
     lists = from_block_mask(given)
     block_q, block_k = (None, None) if lists.block_size is None else lists.block_size
     return {
@@ -264,9 +263,9 @@ def _from_operator(
     x = dict(zip(_ARGUMENTS, arguments, strict=True))
     lists: Any = None
     mask = documents = None
-    if x["selected_blocks"] is not None:
-        lists = SelectedBlocks(x["selected_blocks"], x["selected_size"])
-    if x["mask_block_cnt"] is not None and x["mask_block_idx"] is not None:
+    if x["mask_block_cnt"] is None and x["mask_block_idx"] is not None:
+        lists = SelectedBlocks(x["mask_block_idx"], x["block_k"])
+    elif x["mask_block_cnt"] is not None and x["mask_block_idx"] is not None:
         block_size = None
         if x["block_q"] is not None and x["block_k"] is not None:
             block_size = x["block_q"], x["block_k"]
