@@ -202,7 +202,7 @@ def _operator_lists(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, SelectedBlocks):
-        # entries without counts; operators have 64 arguments at most
+        # lists have counts
         return {"mask_block_idx": given.indices, "block_k": given.block_size}
     lists = from_block_mask(given)
     block_q, block_k = (None, None) if lists.block_size is None else lists.block_size
@@ -265,7 +265,7 @@ def _from_operator(
     mask = documents = None
     if x["mask_block_cnt"] is None and x["mask_block_idx"] is not None:
         lists = SelectedBlocks(x["mask_block_idx"], x["block_k"])
-    elif x["mask_block_cnt"] is not None and x["mask_block_idx"] is not None:
+    if x["mask_block_cnt"] is not None and x["mask_block_idx"] is not None:
         block_size = None
         if x["block_q"] is not None and x["block_k"] is not None:
             block_size = x["block_q"], x["block_k"]

@@ -24,6 +24,7 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     Direction,
     Masks,
+    OptionalTensors,
     Options,
     Tensors,
     keywords_of,
@@ -67,6 +68,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     names = keywords_of(Direction.FORWARD)[3:]
     given = {name: object() for name in names if name != "config"}
     given["q_start"] = torch.zeros(1, dtype=torch.int32)
+    given["seqlen_k_per_split"] = 4096
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:
@@ -257,10 +259,11 @@ def test_arguments_arrive_in_the_kernels_order(recorder: Recorder) -> None:
     expected = (
         q, k, v, out, lse, 0.5, None, None, used_q, used_k, None, 7, 3, sink, None, None, 20.0,
     )  # fmt: skip
-    assert len(args) == len(expected) + 10
+    rest = 10 + len(OptionalTensors._fields)
+    assert len(args) == len(expected) + rest
     assert all(got is wanted or got == wanted for got, wanted in zip(args, expected, strict=False))
-    counter, *others = args[-10:]
-    assert others == [None] * 9
+    counter, *others = args[-rest:]
+    assert others == [None] * (rest - 1)
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
 
 

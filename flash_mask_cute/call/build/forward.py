@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from flash_mask_cute.call.build.kernel_operands import fakes, forward_operands
+from flash_mask_cute.call.build.kernel_operands import FORWARD, fakes
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, Mods
@@ -26,7 +26,7 @@ def compile_fwd(
 ) -> Compiled:
     """The compiled kernel, from the cache or built now. mods: the callables of problem's keys.
 
-    `function` takes the operands of `forward_operands` but the stream, by position; None for what
+    `function` takes the operands of the table `FORWARD` but the stream, by position; None for what
     the problem does not have. q_start: a tensor, or a number, where -1 is the end.
     """
     name = arch_spec(target).forward.cache_name
@@ -83,5 +83,5 @@ def build_fwd(
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes
-    arguments = fakes(forward_operands(problem), problem, tiles)
+    arguments = fakes(FORWARD, problem, tiles)
     return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)

@@ -44,11 +44,6 @@ class KernelOperand(NamedTuple):
     fake: Fake
 
 
-def forward_operands(problem: AttentionProblem) -> tuple[KernelOperand, ...]:
-    """What a compiled forward takes: the optional tensors only if it reads any of them."""
-    return FORWARD if problem.optional else FORWARD[: -len(OPTIONAL)]
-
-
 def fakes(table: tuple[KernelOperand, ...], problem: AttentionProblem, tiles: Any) -> list[Any]:
     """Stand-ins for the arguments of a kernel object's `__call__`."""
     return [row.fake(problem, tiles) for row in table]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, OptionalTensors, Tensors
+from flash_mask_cute.call.arguments import NO_OPTIONAL, Masks, OptionalTensors, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.combine import CombinedForward
@@ -126,7 +126,7 @@ class KernelForward:
                 aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
                 query_chunk, lse_low, max_scores,
                 q_starts if self._reads_q_starts else self._q_start, partials,
-                *(() if self._optional_of is None else self._optional_of(optional)),
+                *(NO_OPTIONAL if self._optional_of is None else self._optional_of(optional)),
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
