@@ -82,6 +82,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "is_causal": True,
         "deterministic": True,
     },
+    **{
+        f"common-keys{name}": {"varlen_q": True, "common_kv": True, "q_start": "each"} | fields
+        for name, fields in {
+            "-causal": {"is_causal": True},
+            "-window-in-order": {"has_window_left": True, "deterministic": True},
+            "-columns-2": {"intervals": (2, False)},
+            "-mods": {"score_mod": "alibi", "mask_mod": "documents", "aux": (("int32", 2),)},
+            "-d256-causal": {"head_dim": 256, "head_dim_v": 256, "is_causal": True},
+        }.items()
+    },
 }
 # Keys of a sequence, for which sums of dQ are cleared; 8192 for the others.
 SEQLENS_K = {"causal-32k": 32768, "full-4k": 4096, "d80-4k": 4096}
