@@ -171,8 +171,6 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
         "window_size",
         "block_sparse_tensors",
         "num_splits",
-        # beside it there are several passes
-        "seqlen_k_per_split",
         "page_table",
         "return_lse",
         "return_max_logit",
