@@ -62,10 +62,12 @@ def products(order: str, cycles: dict[str, int]) -> tuple[Product, ...]:
 @dataclass(frozen=True)
 class Backward:
     """exponentials: cycles of a block at their rate. over: the product in whose columns dQ lies,
-    and which waits until dQ has left: dP, S (of which dQ then waits until it has been read), or
-    none. part_bytes: of the parts of dQ, for one staging place. held: the last so many parts leave
-    tensor memory together, into registers, before they are staged. claims: see `Rates`. stages_do:
-    dO in flight."""
+    and which waits until dQ has left: dP, S (of which dQ then waits until it has been read), S'
+    (where all products of a block are issued together), or none. part_bytes: of the parts of dQ,
+    for one staging place. held: the last so many parts leave tensor memory together, into
+    registers, before they are staged. claims: see `Rates`. stages_do: dO in flight; stages_q: 1 if
+    Q of the next block is loaded when this one's products have read theirs. ds_phase: of a
+    block."""
 
     order: tuple[Product, ...]
     exponentials: int
@@ -74,6 +76,8 @@ class Backward:
     held: int
     claims: bool
     stages_do: int = 2
+    stages_q: int = 2
+    ds_phase: int = DS_PHASE
 
     def period(self, rates: Rates) -> float:
         """Cycles of a block in the steady state."""
@@ -99,6 +103,11 @@ class Backward:
                     waits.append(ready_p[i])
                 if name == "dP" and self.over == "dP":
                     waits.append(taken.get(i - 1, 0.0))
+                if name == "S" and self.over == "S'":
+                    waits.append(taken.get(i - 1, 0.0))
+                if name == "S" and self.stages_q == 1 and i:
+                    read = ends.get(("dQ", i - 1), ends["S", i - 1])
+                    waits.append(read + rates.product_signal + LOAD)
                 if name == "S" and self.over == "S":
                     waits.append(taken.get(i - 2, 0.0))
                 if name in ("dK", "dQ"):
@@ -114,7 +123,7 @@ class Backward:
                     exp_end = max(told, ds_end) + self.exponentials + EXP_LATENCY
                     ready_p[i] = exp_end + THREAD_SIGNAL
                 elif name == "dP":
-                    ds_end = max(told, exp_end) + DS_PHASE
+                    ds_end = max(told, exp_end) + self.ds_phase
                     ready_ds[i] = ds_end + THREAD_SIGNAL
                 elif name == "dQ":
                     taken[i] = self._drain(state, told, rates) + THREAD_SIGNAL

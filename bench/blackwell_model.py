@@ -24,13 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import ROOT, Json, blackwell_peer, commit_here
-from bench.blackwell_events import RATES, Backward, Forward, Rates, products
+from bench.blackwell_events import DS_PHASE, RATES, Backward, Forward, Rates, products
 from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
 from bench.rows import row_line
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import select_bwd_config
+from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.target import Target
 
 KEPT = ROOT / "bench" / "results" / "blackwell_model.jsonl"
 NAMES = tuple(f"sm100-bwd-d{d}-{mask}" for d in (64, 96, 128) for mask in ("full", "causal"))
@@ -279,6 +283,78 @@ def forward_row_of(name: str) -> Json:
     return {"name": name, **kept, "dims": dims, "plan": plan, "roles": count_softmax(text)}
 
 
+# -- wide heads, by arithmetic alone --------------------------------------------------------------
+
+# blocks of 64 queries; a launch for dV of its own above 448 columns
+WIDE = ((192, 128), (192, 192), (256, 256))
+
+
+class Launch(NamedTuple):
+    """shared: bytes that a block of 64 queries moves."""
+
+    model: Backward
+    shared: int
+
+
+def wide_launches(d: int, d_v: int) -> list[Launch]:
+    """What a block costs in each launch, from the plan of the kernel.
+
+    Products with 64 rows, those of dQ, run at half of the rate, and read dS once for each half of
+    the columns.
+    """
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
+
+    kernel = arch_spec(Target.named("sm_100a")).backward
+    tiles = select_bwd_config(d, d_v, TuningClass.FULL, kernel=kernel).tiles
+    stages = tiles.stages_q, tiles.stages_do
+    return [_launch(x) for x in BwdTraits(BFloat16, d, d_v, tiles.tile_m, *stages).launches()]
+
+
+def _launch(x: Any) -> Launch:
+    d, d_v, of_dv, of_dk = x.tile_d, x.tile_dv, x.makes_dv, x.makes_dk
+    order = "S dK' dQ' dV dP"
+    if x.is_serial:
+        order = " ".join(["S", *["dP"] * of_dk, *["dV"] * of_dv, *["dK", "dQ"] * of_dk])
+    column = 2 * x.tile_m * BLOCK // TENSOR
+    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": 2 * d}
+    # operands: K, V, and K of dQ; Q, dO, and both of the sums
+    keys = 2 * BLOCK * (d + of_dk * (d_v + d))
+    queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v)
+    grads = of_dk * 2 * x.tile_m * BLOCK * (1 + len(x.widths_dq))
+    sums = of_dk * 2 * x.size_dq(d) * 4
+    loads, statistics = x.bytes_q + x.bytes_do, 2 * BLOCK * x.tile_m
+    over = "dP" if x.dq_shares and of_dk else "S'" if x.dq_over_scores else ""
+    model = Backward(
+        products(order, {name: column * width for name, width in taken.items()}),
+        x.tile_m * BLOCK // EXPONENTIALS, over,
+        tuple(x.size_dq(width) * 4 for width in x.parts_dq), x.held_parts, False, x.stages_do,
+        x.stages_q, DS_PHASE * x.tile_m // BLOCK,
+    )  # fmt: skip
+    return Launch(model, keys + queries + grads + sums + loads + statistics)
+
+
+def wide_line(d: int, d_v: int) -> tuple[str, str, str, str]:
+    """A line of the table of predictions: the share of the time that five products would take at
+    the full rate."""
+    launches, needed = wide_launches(d, d_v), 2 * (3 * d + 2 * d_v)
+    least = [
+        max(x.shared // SHARED, sum(product.cycles for product in x.model.order)) for x in launches
+    ]
+
+    def taken(rates: Rates) -> float:
+        each = zip(least, launches, strict=True)
+        return sum(max(at_least, x.model.period(rates)) for at_least, x in each)
+
+    shares = " / ".join(f"{100 * needed / taken(rates):.0f}" for rates in RATES)
+    # of 128 queries, as in the other lines
+    adds = 4 * BLOCK * d * 1000 // L2_ADDS
+    name = f"d{d}" if d == d_v else f"d{d}/{d_v}"
+    name += ", two launches" * (len(launches) > 1)
+    return name, f"{needed / sum(least):.0%}", shares, str(adds)
+
+
 # -- predictions ----------------------------------------------------------------------------------
 
 
@@ -317,6 +393,7 @@ def predictions(rows: Sequence[Json], forward_rows: Sequence[Json]) -> str:
         shares = _shares(tensor, least, backward_model(row), RATES)
         adds = sum(row["plan"]["part_bytes"]) * 1000 // L2_ADDS
         lines.append((_label(row["name"]), f"{tensor / least:.0%}", shares, str(adds)))
+    lines += [wide_line(*dims) for dims in WIDE]
     for peer in blackwell_peer.BACKWARD:
         (d, d_v), least = peer.dims, peer.shared_cycles
         tensor = 4 * (3 * d + 2 * d_v)

@@ -153,7 +153,13 @@ def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (72, 80):
         yield f"d{d}-full", _variant(d)
         yield f"d{d}-causal", _variant(d, is_causal=True)
-    for name, dims in (("d96", (96, 96)), ("d192", (192, 192)), ("d192v128", (192, 128))):
+    for name, dims in (
+        ("d96", (96, 96)),
+        ("d136", (136, 136)),
+        ("d160", (160, 160)),
+        ("d192", (192, 192)),
+        ("d192v128", (192, 128)),
+    ):
         d, dim_v = dims
         yield f"{name}-full", _variant(d, dim_v=dim_v)
         yield f"{name}-causal", _variant(d, dim_v=dim_v, is_causal=True)
@@ -218,6 +224,7 @@ BLACKWELL_BACKWARDS = (
     *(f"bwd-d{d}-{mask}" for d in (64, 96, 128) for mask in ("full", "causal")),
     *(f"bwd-d128-{mask}" for mask in ("window", "varlen", "columns2", "mask_mod", "score_mod")),
     *(f"bwd-d128-{x}" for x in ("softcap", "deterministic", "list_bits", "learned_bias")),
+    *(f"bwd-d{d}-{mask}" for d in ("192v128", 256) for mask in ("full", "causal")),
 )
 
 
@@ -265,6 +272,7 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     }
     after = rows | {
         "lanes": plain._replace(tile_m=128, order="lanes"),
+        "d160-pair": plain._replace(dim=160, tile_d=160, clears_dq=True, num_ctas=2),
         "d192-pair": plain._replace(dim=192, tile_d=192, clears_dq=True, num_ctas=2),
     }
     before = rows | {

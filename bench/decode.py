@@ -38,7 +38,14 @@ FOOTPRINT = 1e9
 TOLERANCE = 0.03
 BURST_US = 15e3
 STREAM_BYTES = 2**31
-PEERS = ("ours", "fa4", "sdpa", "flex", "fa3")
+PEERS = ("ours", "fp8", "fa4", "sdpa", "flex", "fa3")
+# by which numbers of keys and values in fp8 are multiplied
+DESCALE = 0.5
+# by case, the keys at which sums are cut (`seqlen_k_per_split`), one row of ours each
+CUT_AT: dict[str, tuple[int, ...]] = {
+    "b1x131072": (2048, 4096), "b64x4096": (4096,), "b128ragged": (4096,), "b1x16384": (2048,),
+    "d64-sink-b64x4096": (4096,),
+}  # fmt: skip
 # the parents of draft tokens: two alternatives, and one that follows the first
 TREE = (-1, 0, 0, 1)
 Call = Callable[[Tensor, Tensor], Tensor]
@@ -101,6 +108,11 @@ CASES = (
     DecodeCase("b1x16384", 1, 16384, pages=(0, 16)),
     DecodeCase("b8x4096", 8, 4096, pages=(0, 16)),
     DecodeCase("mha-b16x4096", 16, 4096, (32, 32), pages=(0, 1, 8, 16, 64)),
+    DecodeCase("d64-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 1, 16)),
+    DecodeCase("d64-b8x32768", 8, 32768, (64, 8), 64),
+    DecodeCase("d64-b1x131072", 1, 131072, (64, 8), 64, pages=(0, 16)),
+    DecodeCase("d256-b64x4096", 64, 4096, (24, 2), 256),
+    DecodeCase("d256-b1x131072", 1, 131072, (24, 2), 256),
     DecodeCase("d64-sink-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink"),
     DecodeCase("d64-window-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink_window"),
     DecodeCase("q4-b1x131072", 1, 131072, queries=4),
@@ -276,9 +288,10 @@ class Problem:
         """The queries, or outputs, of the last sequence."""
         return x[-1] if self.cu_seqlens_q is None else x[-self.case.queries :]
 
-    def error(self, out: Tensor, page: int) -> float:
-        """Of the last sequence and KV head 0, relative to the largest element."""
-        k, v = self.copies[0]
+    def error(self, out: Tensor, page: int, numbers: tuple[Tensor, Tensor]) -> float:
+        """Of the last sequence and KV head 0, relative to the largest element. numbers: keys and
+        values."""
+        k, v = numbers
         last, length = self.case.batch - 1, self.lengths[-1]
         if page:
             at = self.table(page)[last].long()
@@ -296,25 +309,36 @@ class Problem:
         return ((got - want).abs().max() / want.abs().max()).item()
 
 
-def measure(run: Run, problem: Problem, peer: str, call: Call, page: int = 0) -> None:
-    """A row of one peer: the call, compared and timed."""
-    case = problem.case
+def measure(
+    run: Run,
+    problem: Problem,
+    peer: str,
+    call: Call,
+    page: int = 0,
+    codes: list[tuple[Tensor, Tensor]] | None = None,
+) -> None:
+    """A row of one peer: the call, compared and timed. codes: keys and values in fp8 instead of
+    those of the problem."""
+    case, given = problem.case, codes or problem.copies
+    numbers = given[0]
+    if codes is not None:
+        numbers = tuple((x.float() * DESCALE).bfloat16() for x in numbers)  # type: ignore[assignment]
     row: Json = {"kind": "decode", "case": case.name, "peer": peer, "page": page}
     if run.left() < 3:
         return
     try:
-        copies = problem.copies
+        copies = given
         if page:
             copies = [tuple(problem.pool(x, page) for x in pair) for pair in copies]  # type: ignore[misc]
         begin = time.time()
-        error = problem.error(call(*copies[0]), page)
+        error = problem.error(call(*copies[0]), page, numbers)
         first_s = time.time() - begin
         us = timed_us([functools.partial(call, *pair) for pair in copies], run.device)
     except Exception as refused:
         text = f"{type(refused).__name__}: {str(refused)[:300]}".replace("\n", " ")
         run.log(**row | {"kind": "refused", "why": text})
         return
-    size = case.bytes_read()
+    size = case.bytes_read() // (2 if codes else 1)
     share = {"percent": 100 * size / us / run.ceiling["read"]} if run.ceiling else {}
     run.log(
         **row, us=us, tbs=size / us / 1e6, **share, error=error, ok=error < TOLERANCE,
@@ -334,23 +358,27 @@ def _hides_fourth_block(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return (k // scalar_to_ssa(128, Int32)) % scalar_to_ssa(4, Int32) != scalar_to_ssa(3, Int32)
 
 
-def _by_page(run: Run, p: Problem, peer: str, call: Call, **more: Any) -> None:
-    """A row for each page size of the case."""
+def _by_page(
+    run: Run,
+    p: Problem,
+    peer: str,
+    call: Call,
+    codes: list[tuple[Tensor, Tensor]] | None = None,
+    **more: Any,
+) -> None:
+    """A row for each page size of the case. codes: as in `measure`."""
     for page in p.case.pages:
-        where: Json = {"seqused_k": p.used}
+        # a cache in fp8 has lengths
+        where: Json = {"seqused_k": p.used if codes is None else p.full}
         if page:
             where = {"page_table": p.table(page), "seqused_k": p.full}
-        measure(run, p, peer, functools.partial(call, **where, **more), page)
+        measure(run, p, peer, functools.partial(call, **where, **more), page, codes)
 
 
 def ours(run: Run, p: Problem) -> None:
     from flash_mask_cute.interface import _flash_attn_fwd
 
-    case = p.case
-    keywords: Json = {"causal": case.mask != "full", "return_lse": False}
-    keywords["learnable_sink"] = p.sink
-    if case.mask == "sink_window":
-        keywords["window_size_left"] = 127
+    case, keywords = p.case, _keywords(p)
     if case.mask in ("blocks", "mod"):
         keywords |= {"mask_mod": _hides_fourth_block, "causal": False}
     if case.mask == "blocks":
@@ -360,8 +388,6 @@ def ours(run: Run, p: Problem) -> None:
             128, 128, case.batch, 1, case.queries, case.most_keys, _hides_fourth_block, None,
             p.device,
         )  # fmt: skip
-    if p.cu_seqlens_q is not None:
-        keywords |= {"cu_seqlens_q": p.cu_seqlens_q, "max_seqlen_q": case.queries}
     if case.appends or case.mask == "tree":
         measure(run, p, "ours", appending(p) if case.appends else verifying(p))
         return
@@ -376,19 +402,73 @@ def ours(run: Run, p: Problem) -> None:
     for name, splits in one_pass.items():
         split = functools.partial(call, num_splits=splits, seqused_k=p.used)
         measure(run, p, f"ours:{name}", split)
+    for keys in CUT_AT.get(case.name, ()):
+        cut = functools.partial(call, seqlen_k_per_split=keys, seqused_k=p.used)
+        measure(run, p, f"ours:same_bits{keys}", cut)
 
 
-def appending(p: Problem) -> Call:
-    """The call that writes the last key of each sequence, which is there already, once more."""
+def _keywords(p: Problem) -> Json:
+    """Of our call, without those of blocks and mods."""
+    case = p.case
+    keywords: Json = {"causal": case.mask != "full", "return_lse": False}
+    keywords["learnable_sink"] = p.sink
+    if case.mask == "sink_window":
+        keywords["window_size_left"] = 127
+    if p.cu_seqlens_q is not None:
+        keywords |= {"cu_seqlens_q": p.cu_seqlens_q, "max_seqlen_q": case.queries}
+    return keywords
+
+
+def fp8(run: Run, p: Problem) -> None:
+    """Ours over keys and values in fp8, with scales of heads and of tokens."""
+    from flash_mask_cute.interface import _flash_attn_fwd
+
+    case, keywords = p.case, _keywords(p)
+    if case.mask in ("blocks", "mod", "tree"):
+        return
+    kind = torch.float8_e4m3fn
+    codes = [(k.to(kind), v.to(kind)) for k, v in p.copies]
+    by_head = torch.full((case.batch, p.heads_kv), DESCALE, device=p.device)
+    by_token = torch.full(codes[0][0].shape[:3], DESCALE, device=p.device)
+    if case.appends:
+        measure(run, p, "fp8:head", appending(p, codes, by_head), codes=codes)
+        measure(run, p, "fp8:token", appending(p, codes, by_token), codes=codes)
+        return
+
+    def call(k: Tensor, v: Tensor, scales: Tensor, **more: Any) -> Tensor:
+        if scales.dim() == 3:
+            scales = scales.view(k.shape[:3])
+        of_cache: Json = {"k_descale": scales, "v_descale": scales}
+        return _flash_attn_fwd(p.q, k, v, **keywords, **of_cache, **more)[0]
+
+    for name, scales in (("head", by_head), ("token", by_token)):
+        _by_page(run, p, f"fp8:{name}", functools.partial(call, scales=scales), codes)
+
+
+def appending(
+    p: Problem,
+    codes: list[tuple[Tensor, Tensor]] | None = None,
+    scales: Tensor | None = None,
+) -> Call:
+    """The call that writes the last key of each sequence, which is there already, once more. codes,
+    scales: of a cache in fp8."""
     from flash_mask_cute import flash_attn_with_kvcache
 
     before = p.full - 1
     new = {k.data_ptr(): (k[:, -1:].clone(), v[:, -1:].clone()) for k, v in p.copies}
+    if codes is not None:
+        wide = [
+            ((k[:, -1:].float() * DESCALE).bfloat16(), (v[:, -1:].float() * DESCALE).bfloat16())
+            for k, v in codes
+        ]
+        new = {k.data_ptr(): pair for (k, _), pair in zip(codes, wide, strict=True)}
+    of_rows = scales if scales is None or scales.dim() == 2 else scales.clone()
 
     def call(k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_with_kvcache(
-            p.q, k, v, *new[k.data_ptr()], cache_seqlens=before, causal=True
-        )
+            p.q, k, v, *new[k.data_ptr()], cache_seqlens=before, causal=True, k_descale=scales,
+            v_descale=of_rows,
+        )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
 
@@ -509,7 +589,7 @@ def flex(run: Run, p: Problem) -> None:
 
 
 _CALLED: dict[str, Callable[[Run, Problem], None]] = {
-    "ours": ours, "fa4": fa4, "fa3": fa3, "sdpa": sdpa, "flex": flex,
+    "ours": ours, "fp8": fp8, "fa4": fa4, "fa3": fa3, "sdpa": sdpa, "flex": flex,
 }  # fmt: skip
 
 
@@ -536,7 +616,7 @@ def measure_case(run: Run, case: DecodeCase, peers: Sequence[str], absent: set[s
         if peer in absent:
             continue
         is_written = not case.appends and (peer == "fa4" or not case.decoding)
-        if peer != "ours" and not is_written:
+        if peer not in ("ours", "fp8") and not is_written:
             run.log(kind="refused", case=case.name, peer=peer, why="not written for this peer")
             continue
         try:
@@ -573,7 +653,7 @@ def main() -> int:
             DecodeCase("tree4", 2, 512, (8, 2), 64, len(TREE), mask="tree"),
             DecodeCase("sink", 2, 512, (8, 2), 64, 3, pages=(0, 16), mask="sink"),
         )
-        peers = ["ours", "sdpa"]
+        peers = ["ours", "fp8", "sdpa"]
     else:
         measure_ceiling(run)
     wanted = tuple(filter(None, given.cases.split(",")))

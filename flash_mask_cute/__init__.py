@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flash_mask_cute.interface import explain
     from flash_mask_cute.masks import builders
     from flash_mask_cute.masks.column_mask import ColumnMask
+    from flash_mask_cute.masks.selected_blocks import SelectedBlocks
     from flash_mask_cute.plotting import plot
     from flash_mask_cute.serving import flash_attn_combine, flash_attn_with_kvcache
 
@@ -42,6 +43,7 @@ __all__ = [
     "BwdConfig",
     "ColumnMask",
     "FwdConfig",
+    "SelectedBlocks",
     "__version__",
     "builders",
     "compile_count",
@@ -69,6 +71,7 @@ _HOME = {
     "BwdConfig": "flash_mask_cute.call.settings",
     "ColumnMask": "flash_mask_cute.masks.column_mask",
     "FwdConfig": "flash_mask_cute.call.settings",
+    "SelectedBlocks": "flash_mask_cute.masks.selected_blocks",
     "create_block_mask": "flash_mask_cute.compute_block_sparsity",
     "explain": "flash_mask_cute.interface",
     "flash_attn_combine": "flash_mask_cute.serving",

@@ -193,8 +193,8 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
     except AttributeError:
         raise TypeError(
             "block_sparse_tensors or block_sparse_tensors_torch must be a BlockSparseTensorsTorch, "
-            "the pair that compute_block_sparsity returned, or a torch BlockMask, got "
-            f"{_kind(lists)}"
+            "the pair that compute_block_sparsity returned, a torch BlockMask or a SelectedBlocks, "
+            f"got {_kind(lists)}"
         ) from None
 
 

@@ -19,10 +19,12 @@ from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.block_sparsity import lists_of_kept
 from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
+    NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
     Lengths,
+    OptionalTensors,
     Options,
     Tensors,
     configs_of,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
         learnable_sink: Tensor | None
         softcap: float
         num_splits: int
+        seqlen_k_per_split: int | None
         pack_gqa: bool | None
         deterministic: bool
         mask_mod: Mod | None
@@ -75,6 +78,8 @@ if TYPE_CHECKING:
         seqused_q: Tensor | None
         seqused_k: Tensor | None
         page_table: Tensor | None
+        k_descale: Tensor | None
+        v_descale: Tensor | None
 
     class _FlashmaskOptions(TypedDict, total=False):
         """The same of `flashmask_attention`."""
@@ -156,6 +161,7 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None,
+    seqlen_k_per_split: int | None = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
@@ -180,10 +186,13 @@ def flash_attn_func(
     of the score that score_mod returns, and returns the gradient of the score that score_mod gets.
     Without it score_mod is differentiated from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
-    returned, or a torch `BlockMask`, whose own mask_mod is used if mask_mod is None.
+    returned, a torch `BlockMask`, whose own mask_mod is used if mask_mod is None, or a
+    `SelectedBlocks`, the key blocks that each query chose.
     num_splits: 0 takes 1 where the grid fills the GPU or a gradient is recorded. Otherwise few
     queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
     on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
+    seqlen_k_per_split: keys, 512 or more, at whose multiples sums are cut. A row then has the same
+    bits in any batch and chunk, decoded or trained (docs/serving.md#one-row-one-set-of-bits).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. With its warn_only, calls with aux tensors that require grad, and whose
     gradients have no fixed order (docs/mods.md#classes-of-reads), only warn.
@@ -229,12 +238,13 @@ def flash_attn_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), None, out,
+            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), NO_OPTIONAL, out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, q_start=start, num_splits=num_splits,
-            pack_gqa=pack_gqa, return_lse=return_lse, config=config_fwd,
+            seqlen_k_per_split=seqlen_k_per_split, pack_gqa=pack_gqa, return_lse=return_lse,
+            config=config_fwd,
         ),
         BackwardOptions(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip
@@ -302,29 +312,38 @@ def flash_attn_varlen_func(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = None,
+    seqlen_k_per_split: int | None = None,
     return_lse: bool = False,
     config: Any = None,
     return_max_logit: bool = False,
     out: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for sequences of different lengths.
 
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim). With
     cu_seqlens_k k and v are packed. A side without cu_seqlens is dense. seqused_* (int32, batch)
-    count the used rows of each batch entry. With page_table (int32, (batch, max_pages)) k and v are
-    pools of pages (pages, page_size, heads_kv, d): the seqused_k keys of sequence b lie in pages
-    page_table[b, 0], page_table[b, 1] and so on. For packed queries lse is (heads_q, total_q).
-    max_logit is always (heads_q,). Gradients of unused rows are 0.
+    count the used rows of each batch entry. Beside cu_seqlens_q, k and v of one batch entry, (1,
+    seqlen_k, heads_kv, d), are those of all sequences, and so are their gradients, which are sums;
+    the b of masks and mods is the sequence of the query (docs/masks.md). With page_table (int32,
+    (batch, max_pages)) k and v are pools of pages (pages, page_size, heads_kv, d): the seqused_k
+    keys of sequence b lie in pages page_table[b, 0], page_table[b, 1] and so on. For packed queries
+    lse is (heads_q, total_q). max_logit is always (heads_q,). Gradients of unused rows are 0.
 
     causal: a bool, or int32 (batch,): the sequences where it is not 0 are causal, and others see
     all keys that the window leaves. Its contents may change between calls. Column intervals given
     as a tensor then have the form without causal. Such a call has no gradients, and is not
     supported on Blackwell.
 
+    Over seqused_k or pages, k and v may be in float8_e4m3fn beside q in 16 bits, with k_descale and
+    v_descale as in `flash_attn_with_kvcache`. Such a call has no gradients.
+
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, and those
-            with causal as a tensor, have no gradients.
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, those with
+            causal as a tensor, and those with seqused_k beside k and v of one batch entry for
+            several sequences have no gradients.
 
     Example:
         >>> import torch
@@ -347,13 +366,16 @@ def flash_attn_varlen_func(
         Tensors(
             q, k, v, learnable_sink,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
-            causals,
+            NO_OPTIONAL
+            if causals is k_descale is v_descale is None
+            else OptionalTensors(None, None, causals, k_descale, v_descale),
             out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, left, right, softcap, max_seqlen_q, max_seqlen_k, start,
-            num_splits=num_splits, pack_gqa=pack_gqa, return_lse=return_lse, config=config_fwd,
+            num_splits=num_splits, seqlen_k_per_split=seqlen_k_per_split, pack_gqa=pack_gqa,
+            return_lse=return_lse, config=config_fwd,
         ),
         BackwardOptions(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip

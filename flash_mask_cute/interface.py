@@ -15,12 +15,14 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
+    NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
     Direction,
     Gradients,
     Masks,
+    OptionalTensors,
     Options,
     PreparedBwd,
     PreparedFwd,
@@ -32,6 +34,7 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
+from flash_mask_cute.call.check.validate import check_segment_keys
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
@@ -69,26 +72,29 @@ _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _we
 @public_call
 def _flash_attn_fwd(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
-    causal: CausalArgument = False,
-    window_size_left: int | None = None, window_size_right: int | None = None, softcap: float = 0.0,
+    causal: CausalArgument = False, window_size_left: int | None = None,
+    window_size_right: int | None = None, softcap: float = 0.0,
     learnable_sink: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, page_table: Tensor | None = None,
     kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
     aux_tensors: Any = None, block_sparse_tensors_torch: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None, q_start: QStartArgument = None,
-    num_splits: int = 0, pack_gqa: bool | None = None, out: Tensor | None = None,
-    lse: Tensor | None = None, lse_low: Tensor | None = None, max_scores: Tensor | None = None,
-    return_lse: bool = True, config: FwdConfig | Mapping[str, Any] | None = None,
+    num_splits: int = 0, seqlen_k_per_split: int | None = None, pack_gqa: bool | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None, lse_low: Tensor | None = None,
+    max_scores: Tensor | None = None, return_lse: bool = True,
+    config: FwdConfig | Mapping[str, Any] | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
     q is (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v like k
     with head_dim_v. With cu_seqlens_q (int32, batch + 1, starting at 0) q is (total_q, heads_q,
-    head_dim); with cu_seqlens_k k and v are (total_k, ...). seqused_* (int32, batch) count the used
+    head_dim); with cu_seqlens_k k and v are (total_k, ...), and beside cu_seqlens_q alone they may
+    be (1, seqlen_k, ...) for all sequences (docs/masks.md). seqused_* (int32, batch) count the used
     rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
@@ -96,8 +102,7 @@ def _flash_attn_fwd(
     sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
     A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
     tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
-    one more logit per head, without a value. softmax_scale: any number or 0-dim CPU tensor, by
-    default head_dim ** -0.5.
+    one more logit per head. softmax_scale: a number or 0-dim CPU tensor, by default head_dim**-0.5.
 
     q, k and v may have any strides and alignment. On a GPU each call copies what kernels cannot
     read by TMA, and copies q if softmax_scale is not positive; `explain` lists the copies.
@@ -113,40 +118,39 @@ def _flash_attn_fwd(
     `cute.TensorSSA`. They are compiled into the kernel (docs/mods.md). They get positions inside
     the sequence and query heads. aux_tensors: tensors that both may index, of 1 to 4 dimensions and
     any strides, bool, uint8, uint32, int8, int16, int32, int64, float32, bfloat16 or float16.
-    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
-    returned, or a torch `BlockMask` together with its mask as mask_mod. A block in no list is
-    hidden. A full block is visible, and mask_mod is not called. In a partial block mask_mod
-    decides; without a mask_mod everything there is visible. Blocks count from the start of a
-    sequence. With varying lengths the lists cover max_seqlen_q and max_seqlen_k.
+    block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair of `compute_block_sparsity`,
+    or a torch `BlockMask` together with its mask as mask_mod. A block in no list is hidden. A full
+    block is visible, and mask_mod is not called. In a partial block mask_mod decides; without one
+    all there is visible. Blocks count from the start of a sequence. With varying lengths lists
+    cover max_seqlen_q and max_seqlen_k. Or a `SelectedBlocks`: the blocks that each query chose.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
     which puts the last query at the last key. A negative position is before the first key. It
     applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With
     None, causal and window behave as with "end", and rows and mods count from 0; a mask without a
     row for each query is then refused (docs/masks.md).
 
-    out is like q with head_dim_v; an out of the caller may be fp32 for q in 16 bits, as parts that
-    are merged later should be. lse, natural log, is fp32 (batch, heads_q, seqlen_q) or (heads_q,
-    total_q). It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
-    out 0 and lse -inf (with a sink, lse is the sink). No autograd graph is recorded. A score_mod
-    may return any finite number, such as the -1e30 of an additive mask. lse_low is shaped like lse,
-    needs a score_mod, and receives the rounding error of lse for the backward. max_scores, shaped
-    like lse, receives the largest visible score of each row, -inf if there is none. out, lse,
-    lse_low and max_scores must not share memory with inputs or each other. On a GPU rows of out
-    start at multiples of 16 bytes.
+    out is like q with head_dim_v; that of the caller may be fp32 for q in 16 bits. lse, natural
+    log, is fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q). It is None unless return_lse, lse
+    or lse_low asks for it. A row that sees nothing has out 0 and lse -inf (with a sink, lse is the
+    sink). No autograd graph is recorded. A score_mod may return any finite number, such as the
+    -1e30 of an additive mask. lse_low is shaped like lse, needs a score_mod, and receives the
+    rounding error of lse for the backward. max_scores, shaped like lse, receives the largest
+    visible score of each row, -inf if there is none. out, lse, lse_low and max_scores share no
+    memory with inputs or each other. On a GPU rows of out start at multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
     page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen. With
     kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
     leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
-    num_splits: 0 lets the library choose: a call with few queries and many keys is computed in
-    parts, shares of all key blocks, and these are combined. Equal calls give equal bits, but these
-    may depend on the batch. 1 computes each output in one pass. N computes the keys of each work
-    tile in N parts and combines them (docs/serving.md).
-
-    pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Block lists or
-    column intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its
-    fields.
+    k_descale, v_descale: of k and v in fp8, as of caches of `flash_attn_with_kvcache`.
+    num_splits: 0 lets the library choose: few queries and many keys are computed in parts, shares
+    of all key blocks. Equal calls give equal bits, but these may depend on the batch. 1 computes
+    each output in one pass, N the keys of each work tile in N parts (docs/serving.md).
+    seqlen_k_per_split: S >= 512 cuts sums at keys S, 2 S, ...; a row has the same bits in any
+    batch, chunk or pages (docs/serving.md#one-row-one-set-of-bits). num_splits: 0, or so many.
+    pack_gqa: query heads of a KV head share tiles; None packs if queries are few. Lists or
+    intervals that differ by query head rule it out. config: a `FwdConfig`, or some of its fields.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; names argument and value.
@@ -163,17 +167,16 @@ def _flash_attn_fwd(
         softmax_scale = number_of("softmax_scale", softmax_scale)
     q_starts, start = split_q_start(q_start)
     causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
+    optional = NO_OPTIONAL
     # by position, in the order of the fields, as names take 0.7 us more; a test holds the places
-    lengths = lengths_of(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-        leftpad_k,
-    )  # fmt: skip
-    tensors = Tensors(q, k, v, learnable_sink, lengths, causals, out, lse, lse_low, max_scores)
+    lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts)
+    if not (kv_batch_idx is leftpad_k is causals is k_descale is v_descale is None):
+        optional = OptionalTensors(kv_batch_idx, leftpad_k, causals, k_descale, v_descale)
+    tensors = Tensors(q, k, v, learnable_sink, lengths, optional, out, lse, lse_low, max_scores)
     options = Options(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
-        max_seqlen_k, start, num_splits, pack_gqa, return_lse,
-        None if config is None else FwdConfig.from_value(config),
-    )  # fmt: skip
+        max_seqlen_k, start, num_splits, seqlen_k_per_split, pack_gqa, return_lse,
+        None if config is None else FwdConfig.from_value(config))  # fmt: skip
     lists, columns = block_sparse_tensors_torch, startend_row_indices
     masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)
     return forward(AttentionCall(tensors, masks, options))
@@ -185,6 +188,9 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
     if prepared is None:
         prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared, call)
+    elif call.options.seqlen_k_per_split is not None:
+        # 4096.0 finds the prepared call of 4096
+        check_segment_keys(call.options.seqlen_k_per_split)
     return prepared(call.tensors, call.masks)
 
 
@@ -258,11 +264,13 @@ def _flash_attn_bwd(
     dq, dk, dv are new contiguous tensors, or the caller's: shaped like q, k and v, in memory of
     their own. They are 0 in rows that see nothing, for keys that no query sees, and in rows past
     seqused_*. Packed rows that belong to no sequence are 0 in new tensors; in the caller's tensors
-    a GPU leaves them unchanged. dsink (heads_q,), in learnable_sink's dtype, receives the gradient
-    of the sink, which is computed only on request. daux has an entry for each aux tensor: None, or
-    a floating-point tensor of the same shape and dtype. It receives the gradient through score_mod,
-    0 where score_mod does not read; reads by mask_mod have no gradient. daux is not supported with
-    a score_mod_bwd, and with deterministic=True only of tensors read by head or by key
+    a GPU leaves them unchanged. If k and v are one batch entry for several sequences, dk and dv are
+    sums over all of them; seqused_k is then not supported, nor is daux with deterministic=True.
+    dsink (heads_q,), in learnable_sink's dtype, receives the gradient of the sink, which is
+    computed only on request. daux has an entry for each aux tensor: None, or a floating-point
+    tensor of the same shape and dtype. It receives the gradient through score_mod, 0 where
+    score_mod does not read; reads by mask_mod have no gradient. daux is not supported with a
+    score_mod_bwd, and with deterministic=True only of tensors read by head or by key
     (docs/mods.md#classes-of-reads), not on Blackwell.
 
     config: a `BwdConfig`, or a mapping of some of its fields, which override the table.
@@ -287,7 +295,7 @@ def _flash_attn_bwd(
     tensors = Tensors(
         q, k, v, learnable_sink,
         lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts),
-        None, out, lse, lse_low=lse_low,
+        NO_OPTIONAL, out, lse, lse_low=lse_low,
         gradients=Gradients(dout, dlse, dq, dk, dv, dsink, daux),
     )  # fmt: skip
     options = Options(
@@ -323,7 +331,8 @@ def explain(
     and what its backward would run (`.backward`), which is planned and not compiled.
 
     For a mask that may hold documents, report the packed sequences that are made of them. No
-    attention is launched. Where autograd records a graph, num_splits=0 means 1: pass that.
+    attention is launched. If q, k, v or the sink require grad, it is the forward that autograd
+    records.
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
     mods may be written in torch, as there.
@@ -351,6 +360,10 @@ def explain(
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     check_bool("deterministic", deterministic)
     call = replaced(call, backward=BackwardOptions(deterministic=deterministic))
+    if torch.is_grad_enabled() and any(
+        getattr(x, "requires_grad", False) for x in (q, k, v, call.tensors.learnable_sink)
+    ):
+        call = replaced(call, options=call.options.recorded())
     is_torch = mods.mask_mod is not masks.mask_mod
     formed = with_form_of_mod(call, masks) if is_torch else call
     if formed is not call:
@@ -394,7 +407,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.lengths.q_starts is not None
-        or x.causals is not None
+        or x.optional.causals is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):

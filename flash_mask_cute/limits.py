@@ -9,10 +9,14 @@ ADDRESS_MASK = 15
 OPEN_WINDOW = 1 << 30
 # of kernels; the CPU path has none
 MAX_HEAD_DIM = 256
+# the largest number of float8_e4m3fn
+LARGEST_CODE = 448.0
 # keys of a page
 MAX_PAGE_SIZE = 256
 # parts that a caller may ask for, whose results are then combined
 MOST_SPLITS = 256
+# keys of a segment at least (`core/segments.py`): a few key tiles
+LEAST_SEGMENT = 512
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8
@@ -29,3 +33,5 @@ MAX_PACKED_SEQLEN = 1 << 26
 SINK_RTOL = 2.0**-16
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
+# of the bits of a choice of blocks, so that 32 bits number their words
+MOST_BIT_BYTES = 1 << 31

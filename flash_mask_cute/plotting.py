@@ -28,6 +28,7 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.call.choose.tile_classes import classes_of_columns
 from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, is_chosen
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.mods.signature import check_mod
@@ -101,6 +102,7 @@ def plot(
             a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity` returned, or a torch
             `BlockMask`. Only the lists are drawn: they do not contain what a `mask_mod` hides
             inside a partial block, and a tile that touches such a block is partial;
+            a `SelectedBlocks` with seqlen_k, of which the choice alone is drawn;
             a `mask_mod`, which is compiled for the CPU and evaluated for every pair.
             If a mask differs between batch entries or heads, batch entry 0 and head 0 are drawn.
         seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q; seqlen_k
@@ -226,6 +228,8 @@ def _scores_of(
         )
     if is_lists:
         return _of_lists(mask, seqlen_q, seqlen_k)
+    if isinstance(mask, SelectedBlocks):
+        return _of_choice(mask, seqlen_q, seqlen_k)
     columns = None
     if isinstance(mask, ColumnMask):
         indices = mask.startend_row_indices[:1, :1].cpu()
@@ -286,6 +290,18 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     return _Scores(states != EMPTY, states == FULL, lists.block_size)
 
 
+def _of_choice(mask: SelectedBlocks, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
+    check_form(mask, mask.indices.device)
+    if seqlen_k is None:
+        raise ValueError("seqlen_k=None of a SelectedBlocks, which does not tell how many keys")
+    rows = mask.by_entry[0, 0].cpu()
+    if seqlen_q not in (None, len(rows)) or not len(rows):
+        raise ValueError(f"seqlen_q={seqlen_q} of a SelectedBlocks with {len(rows)} queries")
+    keys = torch.arange(seqlen_k, device="cpu") // mask.block_size
+    visible = is_chosen(rows, 0, mask.num_blocks(seqlen_k)).index_select(1, keys)
+    return _Scores(visible, visible, (DEFAULT_TILE, mask.block_size))
+
+
 def _evaluate(
     mask_mod: Callable[..., Any],
     seqlen_q: int | None,
@@ -328,8 +344,8 @@ def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"mask is a {type(mask).__name__}, not a ColumnMask, a bool tensor, a "
-            "BlockSparseTensorsTorch, the pair of compute_block_sparsity, a torch BlockMask or a "
-            "mask_mod"
+            "BlockSparseTensorsTorch, the pair of compute_block_sparsity, a torch BlockMask, a "
+            "SelectedBlocks or a mask_mod"
         )
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(

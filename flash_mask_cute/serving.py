@@ -27,10 +27,12 @@ from flash_mask_cute.autograd.passes import refuse_dual_level
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
+    NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
     CausalArgument,
     Lengths,
+    OptionalTensors,
     Options,
     Tensors,
     configs_of,
@@ -131,6 +133,7 @@ def flash_attn_with_kvcache(
     block_sparse_tensors: Any = None,
     startend_row_indices: Tensor | ColumnMask | None = None,
     q_start: QStartArgument = END,
+    seqlen_k_per_split: int | None = None,
     return_lse: bool = False,
     config: Any = None,
     out: Tensor | None = None,
@@ -150,15 +153,15 @@ def flash_attn_with_kvcache(
     (ignored without k). They are written behind the rows in use, and attended to. No row may be
     written twice, and no elements of caches may share memory. rotary_cos, rotary_sin: (rows of a
     sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
-    cache_seqlens + i before it is written. Row i of q is rotated by the same position under causal
-    masking (of any sequence) or a window, otherwise by position cache_seqlens. rotary_seqlens
-    (int32, batch; ignored without tables) replaces cache_seqlens here, and needs tables of its
-    positions only. rotary_interleaved: pairs are neighbours; otherwise they span the halves.
+    cache_seqlens + i before it is written, row i of q by the same under causal masking (of any
+    sequence) or a window, else by cache_seqlens. rotary_seqlens (int32, batch; ignored without
+    tables) replaces cache_seqlens here. rotary_interleaved: pairs are neighbours, not halves.
 
-    q_start: the position of the first query, for all masks and mods; "end": the last query is at
-    the last key, new keys included. Others are as in `flash_attn_varlen_func`. Masks and mods see
-    positions in the sequence; padding does not count. return_lse and return_softmax_lse mean the
-    same. qv, *_descale, attention_chunk, scheduler_metadata and sm_margin keep places.
+    q_start: the position of the first query, for all masks and mods, which do not count padding;
+    "end": the last query is at the last key, new keys included. Others: `flash_attn_varlen_func`.
+    qv, q_descale, attention_chunk, scheduler_metadata and sm_margin keep places. Caches in
+    float8_e4m3fn: k_descale, v_descale are None (1), fp32 (batch, heads_kv), or fp32 of the cache's
+    shape without head_dim, of which new rows get theirs (docs/serving.md). q has 16 bits then.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
@@ -180,23 +183,22 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         refuse_keywords("flash_attn_with_kvcache", unknown)
-    refuse_given((None,), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse_given((None,), qv=qv, scheduler_metadata=scheduler_metadata)
-    refuse_given((0, None), attention_chunk=attention_chunk)
-    refuse_given((0,), sm_margin=sm_margin)
-    batch = batch_of(q, cu_seqlens_q)
-    cache = Cache(k_cache, v_cache, None, cache_leftpad, cache_batch_idx, page_table, batch)
+    refuse_given((None,), q_descale=q_descale, qv=qv, scheduler_metadata=scheduler_metadata)
+    refuse_given((0, None), attention_chunk=attention_chunk, sm_margin=sm_margin)
+    where = None, cache_leftpad, cache_batch_idx, page_table
+    cache = Cache(k_cache, v_cache, *where, batch_of(q, cu_seqlens_q), k_descale, v_descale)
     q_starts, start = split_q_start(q_start)
     causals, causal = split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k_cache, v_cache, learnable_sink,
-            Lengths(cu_seqlens_q, q_starts=q_starts), causals, out=out),
+            q, k_cache, v_cache, learnable_sink, Lengths(cu_seqlens_q, q_starts=q_starts),
+            NO_OPTIONAL if causals is None else OptionalTensors(causals=causals), out=out),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
-            q_start=start, num_splits=num_splits, pack_gqa=pack_gqa, config=config_fwd),
+            q_start=start, num_splits=num_splits, seqlen_k_per_split=seqlen_k_per_split,
+            pack_gqa=pack_gqa, config=config_fwd),
         BackwardOptions(config=config_bwd),
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
@@ -269,7 +271,8 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
         cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.lengths.cu_seqlens_q,
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
-        advances=bool(options.causal) or has_window or x.causals is not None,
+        advances=bool(options.causal) or has_window or x.optional.causals is not None,
+        k_descale=cache.k_descale, v_descale=cache.v_descale,
     )  # fmt: skip
 
 

@@ -29,11 +29,13 @@ from flash_mask_cute.runtime.plain_tensors import own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
 # cu_seqlens_q and page_table are those of the call. With out_given, which receives it, the result
-# out has no elements: operators return nothing that they were given.
+# out has no elements: operators return nothing that they were given. k_scales and v_scales are
+# k_descale and v_descale of the rows of a cache in fp8, which are written; others are of the call.
 _library.define(
     "append_and_attend(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? leftpad, Tensor? batch_idx, Tensor? cu_seqlens_k_new, "
     "Tensor? cos, Tensor? sin, Tensor? rotary_seqlens, bool interleaved, bool advances, "
+    "Tensor(d!)? k_scales, Tensor(e!)? v_scales, "
     f"Tensor? learnable_sink, Tensor(c!)? out_given, {CALL_SCHEMA}) -> (Tensor out, Tensor lse)"
 )
 _OF_APPEND = (
@@ -50,10 +52,19 @@ def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
         cu_seqlens_k=view.cu_seqlens_k,
         seqused_k=view.seqused_k,
         page_table=view.page_table,
-        kv_batch_idx=view.kv_batch_idx,
-        leftpad_k=view.leftpad_k,
     )
     tensors = replaced(call.tensors, k=view.k, v=view.v, lengths=lengths)
+    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    in_pages = view.kv_batch_idx is not None or view.leftpad_k is not None
+    if in_pages or view.k_descale is not None or view.v_descale is not None:
+        optional = replaced(
+            tensors.optional,
+            kv_batch_idx=view.kv_batch_idx,
+            leftpad_k=view.leftpad_k,
+            k_descale=view.k_descale,
+            v_descale=view.v_descale,
+        )
+        tensors = replaced(tensors, optional=optional)
     options = replaced(call.options, max_seqlen_k=view.max_seqlen_k)
     return replaced(call, tensors=tensors, options=options)
 
@@ -103,12 +114,20 @@ def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
         name: own_memory(x) if isinstance(x, Tensor) else x
         for name, x in zip(_OF_APPEND, arguments[:number], strict=True)
     }
-    operands = fields["q"], fields["k_cache"], fields["v_cache"], arguments[number]
-    given: Tensor | None = arguments[number + 1]
-    given = None if given is None else own_memory(given)
-    call = with_out(call_of_operator(*operands, arguments[number + 2 :]), given)
-    x, of = call.tensors, call.tensors.lengths
-    write = Append(**fields, cu_seqlens_q=of.cu_seqlens_q, page_table=of.page_table)
+    k_scales, v_scales, given = (
+        None if x is None else own_memory(x)
+        for x in (*arguments[number : number + 2], arguments[number + 3])
+    )
+    operands = fields["q"], fields["k_cache"], fields["v_cache"], arguments[number + 2]
+    call = with_out(call_of_operator(*operands, arguments[number + 4 :]), given)
+    x, of, optional = call.tensors, call.tensors.lengths, call.tensors.optional
+    write = Append(
+        **fields,
+        cu_seqlens_q=of.cu_seqlens_q,
+        page_table=of.page_table,
+        k_descale=optional.k_descale if k_scales is None else k_scales,
+        v_descale=optional.v_descale if v_scales is None else v_scales,
+    )
     # of a compiled graph they run here alone
     cache = write.cache(batch_of(x.q, of.cu_seqlens_q))
     check_cache(cache, (call.masks or NO_MASKS).startend_row_indices)
@@ -124,7 +143,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     fields = dict(zip(_OF_APPEND, arguments[: len(_OF_APPEND)], strict=True))
     q, v_cache = fields["q"], fields["v_cache"]
     *rows, heads_q, _ = q.shape
-    shape = (*rows, heads_q, v_cache.shape[-1]) if arguments[len(_OF_APPEND) + 1] is None else (0,)
+    shape = (*rows, heads_q, v_cache.shape[-1]) if arguments[len(_OF_APPEND) + 3] is None else (0,)
     out = q.new_empty(shape)
     return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
 
@@ -136,11 +155,17 @@ IMPLEMENTATIONS = frozenset((_append_and_attend.__code__,))
 def append_and_attend_by_operator(write: Append, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse) of `append_and_attend`, as an operator that declares what it changes."""
     operands = [getattr(write, name) for name in _OF_APPEND]
+    scales = write.written_scales
     lengths = replaced(call.tensors.lengths, page_table=write.page_table)
-    tensors = replaced(call.tensors, lengths=lengths)
+    optional = replaced(
+        call.tensors.optional,
+        k_descale=None if scales[0] is not None else write.k_descale,
+        v_descale=None if scales[1] is not None else write.v_descale,
+    )
+    tensors = replaced(call.tensors, lengths=lengths, optional=optional)
     arguments = to_operator(replaced(call, tensors=tensors))
     x = call.tensors
     out, lse = torch.ops.flash_mask_cute.append_and_attend(
-        *operands, x.learnable_sink, x.out, *arguments
+        *operands, *scales, x.learnable_sink, x.out, *arguments
     )
     return out if x.out is None else x.out, lse

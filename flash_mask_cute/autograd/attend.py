@@ -23,8 +23,10 @@ from flash_mask_cute.call.arguments import (
     Masks,
     Tensors,
 )
+from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.check.validate import (
     CAUSALS_HAVE_NO_GRADIENTS,
+    NO_GRADIENTS_BY_COMMON_KEYS,
     check_differentiable_by_aux,
     check_gradient_settings,
     refuse_transforms,
@@ -38,6 +40,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
+from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
@@ -157,7 +160,7 @@ def _as_autocast_casts(tensors: Tensors) -> Tensors:
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (
         x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, FP8)
         else x
         for x in (q, tensors.k, tensors.v)
     )
@@ -188,6 +191,8 @@ def _needs_graph(tensors: Tensors) -> bool:
             or x.v.requires_grad
             or (sink is not None and sink.requires_grad)
             or (x.out is not None and x.out.requires_grad)
+            or (x.optional.k_descale is not None and x.optional.k_descale.requires_grad)
+            or (x.optional.v_descale is not None and x.optional.v_descale.requires_grad)
         )
     except AttributeError:
         return False  # what is no tensor is refused by the host path, by name
@@ -196,13 +201,22 @@ def _needs_graph(tensors: Tensors) -> bool:
 def _refuse_without_gradients(call: AttentionCall) -> None:
     """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
-    if call.tensors.causals is not None:
+    if call.tensors.optional.causals is not None:
         raise NotImplementedError(
             f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
+        )
+    if getattr(call.tensors.k, "dtype", None) == FP8:
+        raise NotImplementedError(
+            f"{NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
         )
     if isinstance(call.tensors.out, Tensor):
         raise ValueError(
             "out must be None where gradients are recorded, for which the result is new memory: "
+            "use torch.no_grad(), or detach what requires grad"
+        )
+    if isinstance(call.tensors.lengths.seqused_k, Tensor) and call.tensors.have_common_keys:
+        raise NotImplementedError(
+            f"{NO_GRADIENTS_BY_COMMON_KEYS}: give k[:, :n] and a q_start of each sequence instead, "
             "use torch.no_grad(), or detach what requires grad"
         )
     if isinstance(call.tensors.lengths.page_table, Tensor):
@@ -210,6 +224,12 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
             "use torch.no_grad(), or detach what requires grad"
         )
+    for name, x in call.tensors.optional._asdict().items():
+        if x is not None:
+            raise NotImplementedError(
+                f"there are no gradients beside {name}: use torch.no_grad(), or detach what "
+                "requires grad"
+            )
 
 
 # -- eager ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     masks_of,
 )
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.named_tuples import replaced
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
@@ -124,8 +125,9 @@ def _mask_tensors(masks: Masks) -> list[Tensor]:
     if masks.startend_row_indices is not None:
         mask: Any = masks.startend_row_indices
         tensors.append(mask.startend_row_indices)
-    if masks.block_sparse_tensors_torch is not None:
-        lists = from_block_mask(masks.block_sparse_tensors_torch)
+    lists = masks.block_sparse_tensors_torch
+    if lists is not None:
+        lists = lists if isinstance(lists, SelectedBlocks) else from_block_mask(lists)
         tensors += [x for x in lists if isinstance(x, Tensor)]
     # inference tensors cannot be saved, and nothing tells when they change
     return [x for x in tensors if x is not None and not x.is_inference()]

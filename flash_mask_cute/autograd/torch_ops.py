@@ -32,6 +32,7 @@ from flash_mask_cute.call.arguments import (
     Options,
     Tensors,
     masks_of,
+    optional_of,
 )
 from flash_mask_cute.call.check.mask_extents import JOIN_MASKS, belongs_to_one
 from flash_mask_cute.call.operands import OF_OPERATORS, of_bundle, plain_arguments
@@ -40,6 +41,7 @@ from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.masks.q_start import QStart
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
@@ -199,6 +201,9 @@ def _operator_scale(scale: Any) -> dict[str, Any]:
 def _operator_lists(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
+    if isinstance(given, SelectedBlocks):
+        # lists have counts
+        return {"mask_block_idx": given.indices, "block_k": given.block_size}
     lists = from_block_mask(given)
     block_q, block_k = (None, None) if lists.block_size is None else lists.block_size
     return {
@@ -256,7 +261,10 @@ def _from_operator(
 ) -> AttentionCall:
     """The call of which an operator got these arguments."""
     x = dict(zip(_ARGUMENTS, arguments, strict=True))
-    lists = mask = documents = None
+    lists: Any = None
+    mask = documents = None
+    if x["mask_block_cnt"] is None and x["mask_block_idx"] is not None:
+        lists = SelectedBlocks(x["mask_block_idx"], x["block_k"])
     if x["mask_block_cnt"] is not None and x["mask_block_idx"] is not None:
         block_size = None
         if x["block_q"] is not None and x["block_k"] is not None:
@@ -282,7 +290,14 @@ def _from_operator(
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
     return AttentionCall(
-        Tensors(q, k, v, sink, Lengths(**of_bundle("lengths", x)), **of_bundle("tensors", x)),
+        Tensors(
+            q,
+            k,
+            v,
+            sink,
+            Lengths(**of_bundle("lengths", x)),
+            optional_of(of_bundle("optional", x).values()),
+        ),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
         Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(

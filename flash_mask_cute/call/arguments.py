@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -26,8 +26,7 @@ class Direction(Enum):
 class Lengths(NamedTuple):
     """Where the sequences of a call lie, and what they have in use; None: not there.
 
-    q_starts: the argument q_start, if that is a tensor (`QStart`). kv_batch_idx, leftpad_k: beside
-    page_table, the row of it that a sequence has, and the rows before its first key.
+    q_starts: the argument q_start, if that is a tensor (`QStart`).
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -36,8 +35,6 @@ class Lengths(NamedTuple):
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
     q_starts: Tensor | None = None
-    kv_batch_idx: Tensor | None = None
-    leftpad_k: Tensor | None = None
 
     def of_sequences(self) -> tuple[Tensor | None, ...]:
         """Those by which sequences have other lengths than q, k and v, or may."""
@@ -46,6 +43,26 @@ class Lengths(NamedTuple):
 
 # those are the first ones
 _NUM_OF_SEQUENCES = Lengths._fields.index("q_starts")
+
+
+class OptionalTensors(NamedTuple):
+    """Tensors of a forward that few calls have; None: not there.
+
+    A field here is all that carries such a tensor from a public function to the kernels, the CPU
+    path and torch's operators: keys, problems, launches and the names of the kernels' parameters
+    (`parameter_of`) are made of these fields. Such a call has no gradients.
+
+    kv_batch_idx, leftpad_k: beside page_table, the row of it that a sequence has, and the rows
+    before its first key. causals: the argument causal, if that is a tensor; `Options.causal` is
+    then False. k_descale, v_descale: of keys and values in fp8, what their numbers are multiplied
+    by.
+    """
+
+    kv_batch_idx: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    causals: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -64,32 +81,33 @@ class Gradients(NamedTuple):
 
 
 # of which the key of a call needs no look at the fields
-NO_LENGTHS, NO_GRADIENTS = Lengths(), Gradients()
+NO_LENGTHS, NO_OPTIONAL, NO_GRADIENTS = Lengths(), OptionalTensors(), Gradients()
 
 
 def lengths_of(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
-    kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
 ) -> Lengths:  # fmt: skip
     """The lengths of a call, which are always the same object if there are none."""
     if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is None
-        and q_starts is kv_batch_idx is leftpad_k is None
+        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is q_starts is None
     ):
-        return Lengths(
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts, kv_batch_idx,
-            leftpad_k,
-        )  # fmt: skip
+        return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts)
     return NO_LENGTHS
+
+
+def optional_of(given: Iterable[Tensor | None]) -> OptionalTensors:
+    """The optional tensors of a call, in the order of the fields, which are always the same object
+    if there are none."""
+    found = OptionalTensors._make(given)
+    return NO_OPTIONAL if all(x is None for x in found) else found
 
 
 class Tensors(NamedTuple):
     """The tensors of a call of either direction, without those of its masks; None: not there.
 
     out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
-    max_scores: an output of a forward, written only if given. causals: the argument causal, if that
-    is a tensor; `Options.causal` is then False.
+    max_scores: an output of a forward, written only if given.
     """
 
     q: Tensor
@@ -97,40 +115,61 @@ class Tensors(NamedTuple):
     v: Tensor
     learnable_sink: Tensor | None = None
     lengths: Lengths = NO_LENGTHS
-    causals: Tensor | None = None
+    optional: OptionalTensors = NO_OPTIONAL
     out: Tensor | None = None
     lse: Tensor | None = None
     lse_low: Tensor | None = None
     max_scores: Tensor | None = None
     gradients: Gradients = NO_GRADIENTS
 
+    @property
+    def have_common_keys(self) -> bool:
+        """Whether k and v are one batch entry for several sequences of packed queries, if they are
+        valid."""
+        x, of = self, self.lengths
+        if of.cu_seqlens_q is None or of.cu_seqlens_k is not None or of.page_table is not None:
+            return False
+        return x.k.dim() == 4 and x.k.shape[0] == 1 and of.cu_seqlens_q.shape[0] != 2
+
     @staticmethod
     def from_names(given: Mapping[str, Any]) -> Tensors:
         """Made from those among the arguments of a host call, and q_starts."""
-        own, lengths, gradients = (
+        own, lengths, optional, gradients = (
             {name: given[name] for name in kind._fields if name in given}
-            for kind in (Tensors, Lengths, Gradients)
+            for kind in (Tensors, Lengths, OptionalTensors, Gradients)
         )
-        return Tensors(**own, lengths=Lengths(**lengths), gradients=Gradients(**gradients))
+        return Tensors(
+            **own,
+            lengths=Lengths(**lengths),
+            optional=OptionalTensors(**optional),
+            gradients=Gradients(**gradients),
+        )
 
     def by_name(self) -> dict[str, Any]:
         """All tensors, as arguments of the host calls are named."""
-        found = self._asdict() | self.lengths._asdict() | self.gradients._asdict()
-        return {name: found[name] for name in found if name not in ("lengths", "gradients")}
+        found = self._asdict()
+        for name in _BUNDLES:
+            found |= found.pop(name)._asdict()
+        return found
 
     def flat(self) -> tuple[Any, ...]:
         """All tensors in a row, as autograd sees them."""
-        q, k, v, sink, lengths, *others, gradients = self
-        return q, k, v, sink, *lengths, *others, *gradients
+        q, k, v, sink, lengths, optional, *others, gradients = self
+        return q, k, v, sink, *lengths, *optional, *others, *gradients
 
     @staticmethod
     def from_flat(tensors: Iterator[Any]) -> Tensors:
         """Made from the first elements of a row that begins with `flat`."""
         inputs = tuple(islice(tensors, 4))
         lengths = lengths_of(*islice(tensors, len(Lengths._fields)))
-        others = tuple(islice(tensors, 5))
+        optional = optional_of(islice(tensors, len(OptionalTensors._fields)))
+        results = tuple(islice(tensors, 4))
         gradients = Gradients._make(islice(tensors, len(Gradients._fields)))
-        return Tensors._make((*inputs, lengths, *others, gradients))
+        return Tensors._make((*inputs, lengths, optional, *results, gradients))
+
+
+# the fields of `Tensors` that hold several
+_BUNDLES = "lengths", "optional", "gradients"
 
 
 class Masks(NamedTuple):
@@ -174,8 +213,8 @@ def masks_of(
 class Options(NamedTuple):
     """Arguments of a call that are neither tensors nor masks.
 
-    num_splits, pack_gqa, return_lse and config are of the forward. config: a `FwdConfig`, what
-    `FwdConfig.from_value` takes, or None.
+    num_splits and what follows are of the forward. config: a `FwdConfig`, what
+    `FwdConfig.from_value` takes, or None. is_recorded: autograd records the call (`recorded`).
     """
 
     softmax_scale: float | None = None
@@ -187,14 +226,19 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     q_start: QStart = NO_START
     num_splits: int = 0
+    seqlen_k_per_split: int | None = None
     pack_gqa: bool | None = None
     return_lse: bool = True
     config: Any = None
+    is_recorded: bool = False
 
     def recorded(self) -> Options:
         """As autograd records them, with LSE. If the library chooses the number of splits, it is
-        one pass, of whose bits the backward is the derivative."""
-        own = self.num_splits or 1, self.pack_gqa, True, self.config
+        one pass, of whose bits the backward is the derivative; sums cut at keys are cut at the same
+        keys."""
+        keys = self.seqlen_k_per_split
+        number = self.num_splits or (1 if keys is None else 0)
+        own = number, keys, self.pack_gqa, True, self.config, True
         return Options._make(self[:_SHARED] + own)
 
     def of_backward(self) -> Options:
@@ -218,13 +262,13 @@ class BackwardOptions(NamedTuple):
 NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 
 # what only one direction has
-_OF_FORWARD = {"max_scores", "page_table", "kv_batch_idx", "leftpad_k", *Options._fields[_SHARED:]}
+_OF_FORWARD = {"max_scores", "page_table", *OptionalTensors._fields, *Options._fields[_SHARED:]}
 _OF_BACKWARD = {*Gradients._fields, *BackwardOptions._fields}
 _NAMES = tuple(
     name
-    for kind in (Tensors, Lengths, Gradients, Masks, Options, BackwardOptions)
+    for kind in (Tensors, Lengths, OptionalTensors, Gradients, Masks, Options, BackwardOptions)
     for name in kind._fields
-    if name not in ("lengths", "gradients", "q_starts", "causals", "config")
+    if name not in (*_BUNDLES, "q_starts", "causals", "config", "is_recorded")
 )
 
 
@@ -291,8 +335,9 @@ class AttentionCall(NamedTuple):
         given = self.tensors.by_name() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
         given["q_start"] = self.options.q_start.argument(q_starts)
-        if self.tensors.causals is not None:
-            given["causal"] = self.tensors.causals
+        causals = self.tensors.optional.causals
+        if causals is not None:
+            given["causal"] = causals
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property
@@ -327,7 +372,7 @@ CausalArgument: TypeAlias = bool | Tensor
 
 
 def split_causal(causal: CausalArgument) -> tuple[Tensor | None, bool]:
-    """The argument causal as `Tensors.causals` and `Options.causal`."""
+    """The argument causal as `OptionalTensors.causals` and `Options.causal`."""
     return (causal, False) if isinstance(causal, Tensor) else (None, causal)
 
 

@@ -17,6 +17,7 @@ from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.choose.packed import call_by_documents
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan, target_of
 from flash_mask_cute.call.choose.tile_classes import (
+    ChoiceVerdicts,
     ColumnVerdicts,
     ListVerdicts,
     PlacedLists,
@@ -24,6 +25,7 @@ from flash_mask_cute.call.choose.tile_classes import (
     judge_row,
 )
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
+from flash_mask_cute.call.explain_choice import explain_choice
 from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
@@ -48,8 +50,9 @@ class Explanation:
     thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
     empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
-    empty if there are none; the CPU path puts them side by side first. backward: None if such a
-    call has none.
+    empty if there are none; the CPU path puts them side by side first. choice: what is made of the
+    blocks that each query chose, empty if there is no choice. backward: None if such a call has
+    none.
     """
 
     where: str
@@ -71,6 +74,7 @@ class Explanation:
     copies: str = ""
     splits: str = ""
     pages: str = ""
+    choice: str = ""
     backward: BackwardExplanation | None = None
 
     def __str__(self) -> str:
@@ -100,6 +104,8 @@ class Explanation:
         }
         if self.pages:
             lines["pages"] = self.pages
+        if self.choice:
+            lines["choice"] = self.choice
         if self.backward is not None:
             lines |= self.backward.lines()
         if self.note:
@@ -164,10 +170,17 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
-        splits="" if run.splits is None else run.splits.describe(),
+        splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
+        choice=explain_choice(run, counted.tensors.lengths.cu_seqlens_q),
         backward=backward,
     )
+
+
+def _describe_splits(run: ExecutionPlan) -> str:
+    if run.segments is not None:
+        return run.segments.describe()
+    return "" if run.splits is None else run.splits.describe()
 
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
@@ -195,11 +208,12 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
-    lengths = *of.of_sequences()[:4], of.q_starts, x.causals
+    lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causals
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
-        lists is not None and lists.mask_block_cnt.is_cuda
+        (lists is not None and lists.mask_block_cnt.is_cuda)
+        or (masks.selected is not None and masks.selected.indices.is_cuda)
     ):
         return "masks are on the device"
     return None
@@ -267,12 +281,14 @@ def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, i
         elif masks.block_size is not None:
             states = dense_states(masks.block_lists)
             verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
+    if masks.selected is not None:
+        verdicts.append(ChoiceVerdicts(masks.selected, block_info))
     needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
     heads = shapes.heads_q // problem.packed_heads
     of = tensors.lengths
     cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
     seqused = _values(of.seqused_q), _values(of.seqused_k)
-    causals = _values(tensors.causals) if problem.causal_each else None
+    causals = _values(tensors.optional.causals) if problem.causal_each else None
     work_tiles = full = partial = total = 0
     for batch_idx in range(shapes.batch):
         slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)

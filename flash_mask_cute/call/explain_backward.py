@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
 from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
+from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
@@ -68,6 +69,8 @@ def explain_backward(
     call: AttentionCall, run: ExecutionPlan
 ) -> tuple[BackwardExplanation | None, str]:
     """Explain the backward of a forward whose plan is `run`; or None, and why there is none."""
+    if run.problem.in_fp8:
+        return None, NO_GRADIENTS
     if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
+    NO_OPTIONAL,
     AttentionCall,
     Masks,
 )
@@ -18,6 +19,7 @@ from flash_mask_cute.call.check.inputs import tensors_of_masks
 from flash_mask_cute.call.choose.copies import misplaced
 from flash_mask_cute.limits import ADDRESS_MASK
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.plain_tensors import are_plain
 
@@ -35,9 +37,12 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
     if lists is not None:
-        *tensors, block_size, seqlens, _ = from_block_mask(lists)
-        tensors_key = (None if x is None else _meta(x) for x in tensors)
-        lists_key = type(lists), block_size, seqlens, *tensors_key
+        if isinstance(lists, SelectedBlocks):
+            lists_key = SelectedBlocks, lists.block_size, *_meta(lists.indices)
+        else:
+            *tensors, block_size, seqlens, _ = from_block_mask(lists)
+            tensors_key = (None if x is None else _meta(x) for x in tensors)
+            lists_key = type(lists), block_size, seqlens, *tensors_key
     if columns is not None:
         columns_key = (
             (
@@ -115,7 +120,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
 
     key_of_masks: `mask_key(call.masks)`, if it is known.
     """
-    q, k, v, sink, lengths, causals, out, lse, lse_low, max_scores, _ = call.tensors
+    q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = call.tensors
     masks = call.masks
     # the first question is the cheaper one
     if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
@@ -129,7 +134,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         if start & ADDRESS_MASK:
             # to be refused, however a call with the same metadata went
             return _NO_KEY
-        others: Any = lse, lse_low, max_scores, sink, causals, *lengths
+        others: Any = lse, lse_low, max_scores, sink, *optional, *lengths
         starts = starts, start, *[x if x is None else x.data_ptr() for x in others]
         if masks is not None:
             starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
@@ -140,7 +145,7 @@ def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]
         v.shape, v.stride(), v.dtype, v.get_device(),
         sink if sink is None else metadata(sink),
         None if lengths is NO_LENGTHS else metadata_of(lengths),
-        causals if causals is None else metadata(causals),
+        None if optional is NO_OPTIONAL else metadata_of(optional),
         out if out is None else metadata(out),
         lse if lse is None else metadata(lse),
         lse_low if lse_low is None else metadata(lse_low),

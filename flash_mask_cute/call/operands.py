@@ -1,21 +1,21 @@
 """The arguments of a call that torch operators take as they are.
 
-A new optional tensor of a call is a field of `Tensors` or `Lengths`, a row here, and a row of the
-operands of the kernels that read it (`call/build/kernel_operands.py`).
+The tensors of `Lengths` and `OptionalTensors` are among them by being fields there. A number or a
+flag has a row here.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.arguments import AttentionCall, Lengths, OptionalTensors
 
 
 class OperatorArgument(NamedTuple):
     """An argument of a call that an operator takes as it is, by the same name.
 
-    schema: its type in the operator. bundle: what of the call holds it, `lengths` being those of
-    its tensors.
+    schema: its type in the operator. bundle: what of the call holds it, `lengths` and `optional`
+    being those of its tensors.
     """
 
     name: str
@@ -26,15 +26,8 @@ class OperatorArgument(NamedTuple):
 # In the order of the operators. What is not here they take in another form, or by position
 # (`autograd/torch_ops.py`).
 OF_OPERATORS = (
-    OperatorArgument("cu_seqlens_q", "Tensor?", "lengths"),
-    OperatorArgument("cu_seqlens_k", "Tensor?", "lengths"),
-    OperatorArgument("seqused_q", "Tensor?", "lengths"),
-    OperatorArgument("seqused_k", "Tensor?", "lengths"),
-    OperatorArgument("page_table", "Tensor?", "lengths"),
-    OperatorArgument("q_starts", "Tensor?", "lengths"),
-    OperatorArgument("kv_batch_idx", "Tensor?", "lengths"),
-    OperatorArgument("leftpad_k", "Tensor?", "lengths"),
-    OperatorArgument("causals", "Tensor?", "tensors"),
+    *(OperatorArgument(name, "Tensor?", "lengths") for name in Lengths._fields),
+    *(OperatorArgument(name, "Tensor?", "optional") for name in OptionalTensors._fields),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),
     OperatorArgument("softmax_scale", "float?", "options"),
@@ -43,7 +36,9 @@ OF_OPERATORS = (
     OperatorArgument("window_size_right", "SymInt?", "options"),
     OperatorArgument("softcap", "float", "options"),
     OperatorArgument("num_splits", "int", "options"),
+    OperatorArgument("seqlen_k_per_split", "int?", "options"),
     OperatorArgument("pack_gqa", "bool?", "options"),
+    OperatorArgument("is_recorded", "bool", "options"),
     OperatorArgument("deterministic", "bool", "backward"),
 )
 
@@ -51,8 +46,8 @@ OF_OPERATORS = (
 def plain_arguments(call: AttentionCall) -> dict[str, Any]:
     """By name, what operators take of a call as it is."""
     bundles: dict[str, Any] = {
-        "tensors": call.tensors,
         "lengths": call.tensors.lengths,
+        "optional": call.tensors.optional,
         "options": call.options,
         "backward": call.backward,
     }

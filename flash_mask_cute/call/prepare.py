@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
 from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd
@@ -15,6 +16,7 @@ from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, Kernel
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
+from flash_mask_cute.call.run.segments import segments_of
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -40,7 +42,11 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyForward(plan)
-    combine = None if plan.splits is None else CombinedForward(plan)
+    combine: Any = None
+    if plan.segments is not None:
+        combine = segments_of(plan)
+    elif plan.splits is not None:
+        combine = CombinedForward(plan)
     prepared = KernelForward(plan, compiled_fwd(plan).function, _mask_bits_maker(plan), combine)
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedForward(prepared, plan.problem.needs_lse, mask_causal=None)

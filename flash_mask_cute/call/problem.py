@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.limits import OPEN_WINDOW
 
 
@@ -49,6 +50,14 @@ class Mods(NamedTuple):
     score_mod_bwd: Callable[..., Any] | None = None
 
 
+class GivenTensor(NamedTuple):
+    """An optional tensor that a call has. dtype: the name of a torch dtype."""
+
+    name: str
+    dtype: str
+    rank: int
+
+
 class TuningClass(str, Enum):
     """What masks or modifies the scores, as far as tiles depend on it.
 
@@ -85,10 +94,12 @@ class AttentionProblem:
     deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in splits (`splits.py`), None: it does not. page_box:
+    split: how a forward computes work tiles in splits (`splits.py`), or its segments
+    (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
-    has_kv_batch_idx, has_leftpad_k: where a sequence begins in pages is given. causal_each: beside
-    a right side of the window, which sequences are causal is given.
+    optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
+    choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
+    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -128,9 +139,25 @@ class AttentionProblem:
     q_start: str | None = None
     split: str | None = None
     page_box: int | None = None
-    has_kv_batch_idx: bool = False
-    has_leftpad_k: bool = False
-    causal_each: bool = False
+    optional: tuple[GivenTensor, ...] = ()
+    has_selected: bool = False
+    common_kv: bool = False
+    in_fp8: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a forward reads this one of `OptionalTensors`."""
+        return any(x.name == name for x in self.optional)
+
+    @property
+    def causal_each(self) -> bool:
+        """Whether a forward reads, beside a right side of the window, which sequences are
+        causal."""
+        return self.has("causals")
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the sums of a forward have an order, which fixes the bits of a row."""
+        return self.split in ORDERED
 
     @property
     def is_local(self) -> bool:
@@ -153,13 +180,11 @@ class AttentionProblem:
             return TuningClass.MASK_MOD
         if self.score_mod is not None:
             return TuningClass.SCORE_MOD
-        lists = self.has_lists or self.has_bits or self.reads_mask_bits
+        lists = self.has_lists or self.has_bits or self.reads_mask_bits or self.has_selected
         if self.intervals is not None and (self.intervals[0] > 1 or lists):
             return TuningClass.EDGES
-        masks = (
-            self.is_local or self.has_lists or self.reads_mask_bits or self.intervals is not None
-        )
-        if masks or any(varying):
+        masks = self.is_local or self.has_lists or self.reads_mask_bits or self.has_selected
+        if masks or self.intervals is not None or any(varying):
             return TuningClass.OTHER
         return TuningClass.CAUSAL if self.is_causal else TuningClass.FULL
 
@@ -183,7 +208,10 @@ def may_empty_rows(
     seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
     """
     may_hide_all = (problem.mask_mod, problem.score_mod, problem.intervals)
-    lists = (problem.has_lists, problem.has_bits, problem.reads_mask_bits)
+    lists = (
+        *(problem.has_lists, problem.has_bits, problem.reads_mask_bits),
+        problem.has_selected,
+    )
     if any(x is not None for x in may_hide_all) or any(lists):
         return True
     if any(side is not None and side < 0 for side in window):

@@ -118,14 +118,16 @@ class Channel:
             self.wait(number)
 
     @cute.jit
-    def release(self, number: Int32) -> None:
+    def release(self, number: Int32, orders_memory: cutlass.Constexpr[bool] = False) -> None:
         """Signal that all lanes of this warp have read fill `number` for the last time.
 
-        Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`.
+        Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`, but
+        with orders_memory also what the warp has written.
         """
+        relaxed = self._crosses and not orders_memory
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(
-                self.vacancy(number), self.home, relaxed=self._crosses, scope=self._scope
+                self.vacancy(number), self.home, relaxed=relaxed, scope=self._scope
             )
 
     def wait_until_released(self, number: Int32) -> None:

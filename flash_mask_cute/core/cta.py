@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.ring import Ring
-from flash_mask_cute.core.walk_ring import WalkRing
+from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import WORK_FIELDS, WorkRing
 
 SMEM_CAPACITY = 232448
@@ -54,12 +54,14 @@ def scheduler_rings(
     uncut_first: bool,
     predecessors: cute.Tensor | None = None,
     fields: tuple[str, ...] = WORK_FIELDS,
+    chunk_fields: tuple[str, ...] = CHUNK_FIELDS,
 ) -> tuple[WorkRing, WalkRing]:
     """The rings that the scheduler warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that read walks; num_others: warps that read only work tiles
-    :param ascending, uncut_first, predecessors: see `WalkRing`; fields: see `WorkRing`
+    :param ascending, uncut_first, predecessors: see `WalkRing`; fields: see `WorkRing`, and of
+        `WalkRing` chunk_fields
     """
     work = Ring.create(
         storage.ring.data_ptr(),
@@ -70,4 +72,5 @@ def scheduler_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    return WorkRing(work, fields), WalkRing(walk, ascending, uncut_first, predecessors)
+    chunks = WalkRing(walk, ascending, uncut_first, predecessors, chunk_fields)
+    return WorkRing(work, fields), chunks

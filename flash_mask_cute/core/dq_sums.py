@@ -55,8 +55,9 @@ class DqSums:
 
     staged: shared memory of a part; fills of `channel` are numbered over all parts of all blocks.
     part_sizes: values of each part of a block; the parts follow each other in scratch memory.
-    first: gives their start in a row block, if it is not the row block's. deterministic: a fixed
-    order. clears_dq: the scratch memory starts as zeros, so no CTA has to be first.
+    share: gives the start of the only part in a row block, and its size, if they depend on the CTA.
+    deterministic: a fixed order. clears_dq: the scratch memory starts as zeros, so no CTA has to be
+    first.
     """
 
     part_sizes: cutlass.Constexpr[tuple[int, ...]]
@@ -66,7 +67,7 @@ class DqSums:
     channel: Channel
     scratch: Scratch
     lengths: Lengths
-    first: cutlass.Constexpr[Callable[[], Int32] | None] = None
+    share: cutlass.Constexpr[Callable[[], tuple[Int32, Int32 | int]] | None] = None
 
     @cute.jit
     def with_predecessor(self, summed: Summed) -> Summed:
@@ -104,8 +105,9 @@ class DqSums:
                     semaphore.wait(self._semaphore_of(summed), summed.predecessor)
             staged = self.staged
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
-            if const_expr(self.first is not None):
-                target += self.first()
+            if const_expr(self.share is not None):
+                first, size = self.share()
+                target, sizes = target + first, (size,)
             for i in cutlass.range_constexpr(len(sizes)):
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

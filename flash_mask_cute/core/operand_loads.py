@@ -33,8 +33,7 @@ class LoadShape(Protocol):
     position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
     a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
     this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
-    fill. stages_kv: key blocks, and value blocks, that have room. overlaps_tiles: the next tile's
-    query may be loaded before this tile's last values.
+    fill. overlaps_tiles: the next tile's query may be loaded before this tile's last values.
     """
 
     tile_m: int
@@ -51,7 +50,6 @@ class LoadShape(Protocol):
     bytes_q: int
     bytes_k: int
     bytes_v: int
-    stages_kv: int
     overlaps_tiles: bool
     page_box: int | None
 
@@ -126,7 +124,10 @@ class OperandLoads:
             work = ring.read(tile)
             self._load_query(tile, work)
             place = Place(
-                work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
+                work.head_idx // self.heads_per_kv,
+                self.lengths.kv_entry(work.batch_idx),
+                work.offset_k,
+                work.seqlen_k,
             )
             load = self._load_block if const_expr(self.pages is None) else self._load_paged_block
             chunk, state = walk.visit(chunk, state, partial(load, place))
@@ -208,7 +209,8 @@ class OperandLoads:
             next_pages=self._settled(next_pages),
         )
         if const_expr(self._by_rows):
-            in_flight = min(STEPS_IN_FLIGHT, self.shape.stages_kv - 1)
+            stages = min(self.k.channel.stages, self.v.channel.stages)
+            in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
         return state
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from flash_mask_cute.core.segments import BY_SEGMENTS
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.core.work_ring import Work
 
@@ -67,7 +68,8 @@ class Partials(NamedTuple):
     for packed queries, and the number of splits of each work tile. By slots: o (slots, rows, d),
     lse (slots, rows), pending (CTAs, PENDING_WORDS) int32; rows: those of a work tile that may
     exist. low: like lse, its rounding error; of scores of any size, lse alone is too coarse for
-    the weights of splits.
+    the weights of splits. segment_blocks: where splits are segments of the keys
+    (`core/segments.py`), which lie by rows, the key blocks of one.
     """
 
     o: cute.Tensor
@@ -75,6 +77,7 @@ class Partials(NamedTuple):
     low: cute.Tensor | None
     pending: cute.Tensor | None
     num_splits: Int32 | None
+    segment_blocks: Int32 | None = None
 
     @staticmethod
     def create(given: tuple | None, split: str | None, has_low: bool) -> "Partials | None":
@@ -92,6 +95,8 @@ class Partials(NamedTuple):
         is_of_rows = partials.pending is None and partials.num_splits is not None
         if not (is_of_slots if split == BY_SLOTS else is_of_rows):
             raise ValueError(f"mPartials must be for split={split!r}")
+        if (partials.segment_blocks is not None) != (split == BY_SEGMENTS):
+            raise ValueError(f"mPartials must have segment_blocks only for segments, not {split!r}")
         if (partials.low is not None) != has_low:
             raise ValueError("mPartials must have low with a score_mod, and only then")
         return partials

@@ -18,7 +18,8 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 
-# words that go with a query block: its flags, number, head and row block
+# words that go with a query block: its flags, number, head, and row block or, if a walk visits
+# several, sequence
 QUERY_WORDS = 4
 
 
@@ -99,7 +100,10 @@ class QueryChannels(Protocol):
 
 
 class Visited(NamedTuple):
-    """A query block of a work tile: its number, whether it is the first one, and its row block."""
+    """A query block of a work tile: its number, whether it is the first one, and its row block.
+
+    work: with the lengths of the block's sequence (`Lengths.of_block`).
+    """
 
     work: Work
     block: Block
@@ -125,7 +129,8 @@ class QueryLoads:
         traits, operands, tiles, channel = self.traits, self.operands, self.tiles, self.channels.q
         block = at.block
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
-        words = (flags, block.index, block.head_idx, at.row_block)
+        last = at.row_block if const_expr(block.sequence is None) else block.sequence
+        words = (flags, block.index, block.head_idx, last)
         tile = ((1, traits.tile_m), traits.tile_d)
         gmem, row = self._query_rows(operands.q, at)
         src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)

@@ -77,22 +77,63 @@ def column_parts(cols: int) -> tuple[int, ...]:
 
 
 class ColumnPart(NamedTuple):
-    """Columns that two warpgroups share: `width` for each; the first one's start at `first`."""
+    """Columns of products: from `first` on, `width` for each of `sharers` warpgroups."""
 
     first: int
     width: int
+    sharers: int = 2
+
+    @property
+    def num_cols(self) -> int:
+        return self.width * self.sharers
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_cols
+
+
+def shared_parts(cols: int) -> tuple[ColumnPart, ...]:
+    """The parts of `column_parts`, from the first column on."""
+    parts, first = [], 0
+    for width in column_parts(cols):
+        parts.append(ColumnPart(first, width))
+        first += 2 * width
+    return tuple(parts)
+
+
+def uneven_parts(cols: int) -> tuple[ColumnPart, ColumnPart]:
+    """A wider and a narrower part of a tile's columns, of one warpgroup each.
+
+    They are as nearly equal as blocks of swizzled memory permit (`column_parts`).
+
+    :param cols: a multiple of 32
+    """
+    block = next(block for block in (64, 32, 16) if cols % block == 0 and cols > block)
+    wider = -(-cols // (2 * block)) * block
+    return ColumnPart(0, wider, 1), ColumnPart(wider, cols - wider, 1)
+
+
+def dq_columns(cols: int, num_ctas: int) -> int:
+    """The columns of dQ that each of `num_ctas` CTAs sums: for two, half, in multiples of 32."""
+    return cols if num_ctas == 1 else -(-cols // 64) * 32
+
+
+def are_uneven(cols: int, num_ctas: int) -> bool:
+    """Whether the warpgroups of a CTA have `uneven_parts` of the columns, not `shared_parts`: in
+    two CTAs, if a warpgroup would have several shared parts of dQ."""
+    return num_ctas > 1 and len(column_parts(dq_columns(cols, num_ctas))) > 1
 
 
 def dq_parts(cols: int, num_ctas: int) -> tuple[ColumnPart, ...]:
     """The split of dQ's columns if a block has 64 rows, in the order of the sums in scratch memory.
 
-    :param cols: a multiple of 32, for two CTAs 192 or 256
-    :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's.
+    :param cols: a multiple of 32, for two CTAs 160, 192 or 256
+    :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's,
+        without those that the first one has, too.
     """
-    parts, first = [], 0
-    for width in column_parts(cols // num_ctas):
-        parts.append(ColumnPart(first, width))
-        first += 2 * width
-    if num_ctas > 1:
-        parts += [ColumnPart(cols - part.first - 2 * part.width, part.width) for part in parts]
-    return tuple(parts)
+    own = dq_columns(cols, num_ctas)
+    parts = uneven_parts(own) if are_uneven(cols, num_ctas) else shared_parts(own)
+    if num_ctas == 1:
+        return parts
+    mirrored = (part._replace(first=cols - part.end) for part in parts)
+    return (*parts, *(part for part in mirrored if part.first >= own))

@@ -20,8 +20,8 @@ from cutlass.cute.nvgpu import cpasync
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.warp_scan import WARP
 
-# elements of 16 bits of a copy
-VECTOR, VECTOR_BYTES = 8, 16
+# of a copy
+VECTOR_BYTES = 16
 # Lanes that copy a row, at most: 128 bytes side by side. With fewer lanes a copy of the warp takes
 # parts of more cache lines, and with more it takes more addresses.
 LANES_OF_ROW = 8
@@ -74,15 +74,16 @@ class RowCopies:
     def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
         """Start copying the rows of a block into smem (rows, columns), and zeros into its columns
         behind those of the pool."""
-        per_row = cute.size(smem, mode=[1]) // VECTOR
-        in_pool = pool.shape[3] // VECTOR
+        elements = VECTOR_BYTES * 8 // pool.element_type.width
+        per_row = cute.size(smem, mode=[1]) // elements
+        in_pool = pool.shape[3] // elements
         lanes = math.gcd(per_row, LANES_OF_ROW)
         rows_at_once = WARP // lanes
         unroll = UNROLL_OF_DECODING if self.is_decoding else UNROLL
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),
             pool.element_type,
-            num_bits_per_copy=VECTOR * pool.element_type.width,
+            num_bits_per_copy=VECTOR_BYTES * 8,
         )
         row_of_lane, vector_of_lane = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
         for group in cutlass.range_constexpr(self.num_groups):
@@ -96,12 +97,14 @@ class RowCopies:
                 source = _tensor_at(begin, pool, cute.size(smem, mode=[1]))
                 target = smem[group * WARP + row, None]
                 for vector in cutlass.range_constexpr(0, per_row, lanes):
-                    to_vector = _vector(target, vector + vector_of_lane)
+                    to_vector = _vector(target, vector + vector_of_lane, elements)
                     is_there = None
                     if cutlass.const_expr(vector + lanes > in_pool):
                         is_there = cute.make_rmem_tensor((1,), Boolean)
                         is_there[0] = vector + vector_of_lane < in_pool
-                    cute.copy_atom_call(atom, _vector(source, vector), to_vector, pred=is_there)
+                    cute.copy_atom_call(
+                        atom, _vector(source, vector, elements), to_vector, pred=is_there
+                    )
 
 
 def _of_lane(word: Int64, lane: Int32) -> Int64:
@@ -118,5 +121,5 @@ def _tensor_at(address: Int64, pool: cute.Tensor, size: int) -> cute.Tensor:
     return cute.make_tensor(begin, cute.make_layout(size))
 
 
-def _vector(row: cute.Tensor, number: Int32) -> cute.Tensor:
-    return cute.local_tile(row, (VECTOR,), (number,))
+def _vector(row: cute.Tensor, number: Int32, elements: int) -> cute.Tensor:
+    return cute.local_tile(row, (elements,), (number,))

@@ -212,6 +212,7 @@ class OnlineSoftmax:
     this thread's share of the sum. factor: turns the numbers that the softmax gets into scores in
     natural units, if these may have any magnitude; None: the numbers are scaled products.
     row_largest: this thread's largest score, which may exceed `row_max`; None: not wanted.
+    rows_alone: the bits of a row do not depend on the other rows of its warp.
     """
 
     scale_log2: Float32
@@ -223,6 +224,7 @@ class OnlineSoftmax:
     arithmetic: cutlass.Constexpr[RowArithmetic]
     sum_limit: cutlass.Constexpr[float]
     factor: cutlass.Constexpr[float | None]
+    rows_alone: cutlass.Constexpr[bool] = False
 
     @staticmethod
     def create(
@@ -232,11 +234,14 @@ class OnlineSoftmax:
         arithmetic: RowArithmetic = QUAD_ROWS,
         factor: float | None = None,
         keeps_largest: bool = False,
+        rows_alone: bool = False,
     ) -> "OnlineSoftmax":
         """Uninitialised state; dtype is what probabilities are rounded to."""
         state = (cute.make_rmem_tensor((num_rows,), Float32) for _ in range(4))
         largest = cute.make_rmem_tensor((num_rows,), Float32) if keeps_largest else None
-        return OnlineSoftmax(scale_log2, *state, largest, arithmetic, SUM_LIMITS[dtype], factor)
+        return OnlineSoftmax(
+            scale_log2, *state, largest, arithmetic, SUM_LIMITS[dtype], factor, rows_alone
+        )
 
     @property
     def takes_any_size(self) -> bool:
@@ -389,8 +394,16 @@ class OnlineSoftmax:
             largest = self._score(self.row_max[r])
             # where all scores are hidden so far, any number will do
             largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-            row = [rounded_difference(self._score(x), largest) for x in row]
-            scale_log2, bias = Float32(LOG2_E), self._residue(self.row_max[r])
+            differences = [rounded_difference(self._score(x), largest) for x in row]
+            exact = Float32(LOG2_E), self._residue(self.row_max[r])
+            if self.rows_alone:
+                # a row that is near is not computed in another way because its neighbour is far
+                is_far = self._is_far(self.row_max[r])
+                row = [cutlass.select_(is_far, *x) for x in zip(differences, row, strict=True)]
+                scale_log2 = cutlass.select_(is_far, exact[0], scale_log2)
+                bias = cutlass.select_(is_far, exact[1], bias)
+            else:
+                row, (scale_log2, bias) = differences, exact
         return self.arithmetic.exponentials(row, scale_log2, bias)
 
     def _adopt(self, r: int, row_max: Float32) -> None:

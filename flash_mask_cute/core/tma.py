@@ -54,10 +54,8 @@ class Operands(NamedTuple):
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
         store = cpasync.CopyBulkTensorTileS2GOp()
         operands: list = []
-        layout_k, layout_v = (
-            one_stage(traits.layout_k()),
-            cute.select(traits.layout_v(), mode=[1, 0]),
-        )
+        layout_k, layout_v = traits.layouts_loaded()
+        layout_k, layout_v = one_stage(layout_k), cute.select(layout_v, mode=[1, 0])
         by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         if traits.page_box is not None and not by_rows:
             layout_k, layout_v = (rows_of_stage(x, traits.page_box) for x in (layout_k, layout_v))

@@ -35,7 +35,8 @@ class Block(NamedTuple):
     """A visited block: number, query head, the causes that make it partial, its kind and the next
     one's.
 
-    predecessor: see `WalkRing.predecessors`, 0 where there are none.
+    predecessor: see `WalkRing.predecessors`, 0 where there are none. sequence: that of its queries,
+    if a walk visits several.
     """
 
     index: Int32
@@ -47,6 +48,7 @@ class Block(NamedTuple):
     kind: Int32
     follower: Int32
     predecessor: Int32
+    sequence: Int32 | None = None
 
 
 class Chunk(NamedTuple):
@@ -57,7 +59,7 @@ class Chunk(NamedTuple):
     visible), band (an edge of the band or the end of the keys), columns (an edge of an interval),
     needs_mask_mod (mask_mod decides). uncut: fully visible blocks; it does not depend on
     skip_blocks, because it fixes the visiting order. follower: the `Kind` of the first block of the
-    walk's next chunk.
+    walk's next chunk. sequence: that of the queries, if a walk visits several (`WalkRing.fields`).
     """
 
     base: Int32
@@ -69,6 +71,7 @@ class Chunk(NamedTuple):
     columns: Int32
     needs_mask_mod: Int32
     uncut: Int32
+    sequence: Int32 | None = None
 
     @staticmethod
     def hidden_block(index: Int32, head_idx: Int32) -> "Chunk":
@@ -115,7 +118,12 @@ class Chunk(NamedTuple):
             self.kind_of(bit),
             follower,
             predecessor,
+            self.sequence,
         )
+
+
+# the fields of every launch
+CHUNK_FIELDS = tuple(name for name in Chunk._fields if name not in Chunk._field_defaults)
 
 
 @dataclass(frozen=True)
@@ -125,13 +133,15 @@ class WalkRing:
     ascending: a chunk's blocks are visited from the lowest one up, not from the highest one down.
     uncut_first: full blocks come first. The first product of a walk is issued before its bits are
     known, and would partly be wasted on a partial block.
-    predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk.
+    predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk. fields: the
+    fields that an entry carries.
     """
 
     ring: Ring
     ascending: cutlass.Constexpr[bool]
     uncut_first: cutlass.Constexpr[bool]
     predecessors: cute.Tensor | None = None
+    fields: cutlass.Constexpr[tuple[str, ...]] = CHUNK_FIELDS
 
     @cute.jit
     def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
@@ -142,7 +152,11 @@ class WalkRing:
         if const_expr(self.predecessors is not None):
             self.ring.channel.acquire(number)
             self.predecessors[cute.arch.lane_idx(), self.ring.channel.index(number)] = predecessor
-        self.ring.write(number, chunk)
+        self.ring.write(number, [getattr(chunk, name) for name in self.fields])
+
+    def _read(self, number: Int32) -> Chunk:
+        words = self.ring.read(number, len(self.fields))
+        return Chunk(**dict(zip(self.fields, words, strict=True)))
 
     def wait_until_read(self, number: Int32) -> None:
         """Wait until all chunks before `number` have been read, by the warp that writes them."""
@@ -172,7 +186,7 @@ class WalkRing:
         is_last = Boolean(False)
         while not is_last:
             self.ring.channel.wait(number)
-            chunk = Chunk(*self.ring.read(number, len(Chunk._fields)))
+            chunk = self._read(number)
             remaining = chunk.visible & (chunk.cut if const_expr(only_cut) else Int32(-1))
             while remaining != 0:
                 bit = self.next_bit(chunk, remaining)
@@ -192,7 +206,7 @@ class WalkRing:
                 state = step(state, chunk.block(bit, follower, predecessor))
             if const_expr(only_cut):
                 # read again rather than kept, for want of registers
-                is_last = Chunk(*self.ring.read(number, len(Chunk._fields))).follower == Kind.END
+                is_last = self._read(number).follower == Kind.END
                 self.ring.release(number)
             number += 1
         return number, state

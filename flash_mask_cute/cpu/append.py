@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.limits import LARGEST_CODE
 from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
 
@@ -72,9 +73,43 @@ def slots_of(
 
 
 def append_rows(
-    new: Tensor, cache: Tensor, infos: list[SeqlenInfoQKNewK], slots: list[Slots]
+    new: Tensor,
+    cache: Tensor,
+    infos: list[SeqlenInfoQKNewK],
+    slots: list[Slots],
+    descale: Tensor | None = None,
 ) -> None:
-    """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache."""
+    """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache.
+
+    descale: the scales of a cache in fp8, (batch, heads), or (entries, rows, heads), of which those
+    of the new rows are written; None: 1.
+    """
     for b, (info, slot) in enumerate(zip(infos, slots, strict=True)):
-        rows = slice(info.offset_k_new, info.offset_k_new + info.seqlen_k_new)
-        cache[slot.entries, slot.rows] = new[b] if new.dim() == 4 else new[rows]
+        of_sequence = slice(info.offset_k_new, info.offset_k_new + info.seqlen_k_new)
+        rows = new[b] if new.dim() == 4 else new[of_sequence]
+        if cache.dtype != new.dtype:
+            scales = None if descale is None else descale[b]
+            if descale is not None and descale.dim() == 3:
+                scales = row_scales(rows)
+                descale[slot.entries, slot.rows] = scales
+            rows = quantised(rows, scales)
+        cache[slot.entries, slot.rows] = rows
+
+
+def row_scales(rows: Tensor) -> Tensor:
+    """The scale of each (row, head), with which its largest number has the largest code; 1 for a
+    row of zeros. NaN is passed over."""
+    largest = rows.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
+    scales = largest / LARGEST_CODE
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def quantised(rows: Tensor, scales: Tensor | None) -> Tensor:
+    """Codes of float8_e4m3fn of rows / scales: nearest, ties to even, saturating. NaN stays NaN.
+
+    scales: (heads,) or (rows, heads).
+    """
+    wide = rows.float()
+    if scales is not None:
+        wide = wide / scales[..., None]
+    return wide.clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn)

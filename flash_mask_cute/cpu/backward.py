@@ -63,7 +63,9 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     x, of = call.tensors, call.tensors.gradients
     masks, pack_gqa = call.masks, call.tiles.pack_gqa
     assert x.out is not None and of.dout is not None and x.lse is not None
-    dq, dk, dv = (y.new_zeros(y.shape) for y in (x.q, x.k, x.v))
+    dq = x.q.new_zeros(x.q.shape)
+    # several sequences may add to the same keys
+    dk, dv = (y.new_zeros(y.shape, dtype=torch.float64) for y in (x.k, x.v))
     dsink = x.q.new_zeros(x.q.shape[-2:-1], dtype=torch.float64)
     chain = None
     if masks.score_mod is not None:
@@ -86,10 +88,11 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
             rows, walk.rows_of_k(x.k), walk.rows_of_k(x.v), walk, of_tile
         )
         dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
-        dk[walk.slot_k] = from_rows(dk_rows, 1).to(dk.dtype)
-        dv[walk.slot_k] = from_rows(dv_rows, 1).to(dv.dtype)
+        dk[walk.slot_k] += from_rows(dk_rows, 1)
+        dv[walk.slot_k] += from_rows(dv_rows, 1)
         if sink is not None:
             dsink += from_rows(rows.sink_gradient(sink), pack_gqa).sum(dim=0)
+    dk, dv = dk.to(x.k.dtype), dv.to(x.v.dtype)
     return dq, dk, dv, None if x.learnable_sink is None else dsink.to(x.learnable_sink.dtype)
 
 

@@ -11,6 +11,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import NO_START, QStart
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
 class CpuMasks(Protocol):
@@ -19,8 +20,8 @@ class CpuMasks(Protocol):
     score_mod, mask_mod: CuTe callables. aux_tensors: the tensors that they index
     (`mods/on_cpu.py`). score_mod gets scaled and soft-capped scores. column_mask:
     startend_row_indices (batch | 1, 1 | heads_kv | heads_q, seqlen_k, n), with cu_seqlens_k (1,
-    ..., total_k, n). block_lists: with block_size; blocks count from the start of a sequence. All
-    masks apply together.
+    ..., total_k, n). block_lists: with block_size; blocks count from the start of a sequence.
+    selected: a choice, whose rows are queries of the call. All masks apply together.
     """
 
     @property
@@ -37,6 +38,9 @@ class CpuMasks(Protocol):
 
     @property
     def block_lists(self) -> BlockSparseTensorsTorch | None: ...
+
+    @property
+    def selected(self) -> SelectedBlocks | None: ...
 
 
 class CpuTiles(NamedTuple):
@@ -61,9 +65,10 @@ class CpuCall(NamedTuple):
     """A call of either direction that the caller has validated.
 
     tensors: q, k, v (batch, seqlen, heads, d), or (total, heads, d) with the cu_seqlens of that
-    side; any floating dtype. The others as in a call. window_*: tokens, None for an open side,
-    causal already in window_right (that of column_mask is added by the walk). seqlen_*: the length
-    of a dense side. score_mod_bwd, aux_sums: of a backward (`flash_attn_bwd_cpu`).
+    side; any floating dtype. k and v of one batch entry are those of all sequences. The others as
+    in a call. window_*: tokens, None for an open side, causal already in window_right (that of
+    column_mask is added by the walk). seqlen_*: the length of a dense side. score_mod_bwd,
+    aux_sums: of a backward (`flash_attn_bwd_cpu`).
     """
 
     tensors: Tensors

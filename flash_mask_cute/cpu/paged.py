@@ -1,9 +1,42 @@
-"""Paged keys and values on the CPU: gathered before attention."""
+"""Keys and values of a cache on the CPU: converted from fp8 and gathered before attention."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from flash_mask_cute.call.arguments import Tensors
+
+
+def keys_in_rows(x: Tensors) -> tuple[Tensor, Tensor]:
+    """The keys and the values of a call as its sequences have them, in the dtype of q."""
+    of = x.optional
+    where = x.lengths.page_table, of.kv_batch_idx, of.leftpad_k
+    return _in_rows(x.k, of.k_descale, x.q.dtype, *where), _in_rows(
+        x.v, of.v_descale, x.q.dtype, *where
+    )
+
+
+def _in_rows(
+    cache: Tensor,
+    descale: Tensor | None,
+    dtype: torch.dtype,
+    page_table: Tensor | None,
+    kv_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+) -> Tensor:
+    by_head = descale is not None and descale.dim() == 2
+    if cache.dtype != dtype:
+        # exact, and NaN stays NaN
+        cache = cache.float()
+        if descale is not None and not by_head:
+            cache *= descale[..., None]
+    rows = cache
+    if page_table is not None:
+        rows = gather_pages(cache, page_table, kv_batch_idx, leftpad_k)
+    if descale is not None and by_head:
+        rows = rows * descale[:, None, :, None]
+    return rows.to(dtype)
 
 
 def gather_pages(

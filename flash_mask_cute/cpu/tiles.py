@@ -25,6 +25,7 @@ from flash_mask_cute.block_sparsity import (
 )
 from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.mods.on_cpu import eval_mask_mod
 from flash_mask_cute.rules.band import side_of_sequence
 from flash_mask_cute.rules.block_info import BlockInfo
@@ -197,7 +198,7 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
         None if y is None else y.tolist()
         for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
     ]
-    causals = None if x.causals is None else x.causals.tolist()
+    causals = None if x.optional.causals is None else x.optional.causals.tolist()
     batch = x.q.shape[0] if of.cu_seqlens_q is None else of.cu_seqlens_q.numel() - 1
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
     for batch_idx in range(batch):
@@ -212,6 +213,8 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
                     column_mask, bounds, batch_idx, seqlen_info, tile_n, heads_q
                 )
             )
+        if masks.selected is not None:
+            of_entry.append(_Choice.create(masks.selected, batch_idx, seqlen_info, heads_q))
         if block_lists is not None or mask_mod is not None:
             of_entry.append(
                 _ListsAndMod(
@@ -232,7 +235,12 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
             heads_q=heads_q,
             heads_kv=heads_kv,
             slot_q=_slot(batch_idx, seqlen_info.offset_q, seqlen_info.seqlen_q, of.cu_seqlens_q),
-            slot_k=_slot(batch_idx, seqlen_info.offset_k, seqlen_info.seqlen_k, of.cu_seqlens_k),
+            slot_k=_slot(
+                min(batch_idx, x.k.shape[0] - 1),
+                seqlen_info.offset_k,
+                seqlen_info.seqlen_k,
+                of.cu_seqlens_k,
+            ),
             skip_blocks=tiles.skip_blocks,
         )
 
@@ -372,6 +380,43 @@ class _ListsAndMod:
         """Query blocks of positions; positions behind the lists are in the last block."""
         assert self.states is not None and self.block_size is not None
         return (q_idx // self.block_size[0]).clamp(max=self.states.shape[1] - 1)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The choice of one sequence's queries: indices (heads, queries, k) of blocks of block_size
+    keys, whose heads are shared by heads_per_choice query heads each.
+
+    A tile is visited if one of its queries chose a block of it, and not cut if all of them chose
+    all its blocks, as kernels find by the union of a tile.
+    """
+
+    indices: Tensor
+    block_size: int
+    heads_per_choice: int
+
+    @staticmethod
+    def create(
+        selected: SelectedBlocks, batch_idx: int, seqlen_info: SeqlenInfoQK, heads_q: int
+    ) -> _Choice:
+        indices = _of_batch(selected.by_entry, batch_idx)[:, seqlen_info.offset_q :]
+        return _Choice(indices, selected.block_size, heads_q // selected.heads)
+
+    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        chosen = self._of_heads(self._chosen(tile)).flatten(1)
+        return ~chosen.any(1), ~chosen.all(1)
+
+    def visible(self, tile: Tile, heads: Tensor) -> Tensor:
+        place = _int32(tile.keys) // self.block_size - tile.keys.start // self.block_size
+        return self._of_heads(self._chosen(tile)[..., place])
+
+    def _chosen(self, tile: Tile) -> Tensor:
+        """Bool (heads, queries, blocks that the tile touches)."""
+        blocks = tile.keys.start // self.block_size, ceil_div(tile.keys.stop, self.block_size)
+        return is_chosen(self.indices[:, tile.queries.start : tile.queries.stop], *blocks)
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.heads_per_choice, dim=0)
 
 
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from flash_mask_cute.lowering.lower import LoweredMod, lower_mod
 from flash_mask_cute.lowering.pair import join_mods, memo_entry, named_as_captured
 from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.watch import Memo
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.runtime.checks import number_of
 
@@ -42,48 +43,55 @@ _HINTS = frozenset(
 )
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
+if TYPE_CHECKING:
+    # part of what checkers know of any Python, so nothing has to be installed
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """Arguments of `flex_attention` on which its result's type does not depend."""
+
+        scale: float | None
+        enable_gqa: bool
+        kernel_options: Mapping[str, Any] | None
+
+
+# Declared several times, so that a type checker knows what a call returns: `others` are scale and
+# what follows, by position.
+
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
-    return_aux: None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: Literal[False] = False, return_aux: None = None, **options: Unpack[_Options],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = None,
-    return_aux: None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: Literal[True], return_aux: None = None, **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False, kernel_options: Mapping[str, Any] | None = None, *,
-    return_aux: None = None,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: bool = False, return_aux: None = None, **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: Literal[False] = False, kernel_options: Mapping[str, Any] | None = None, *,
-    return_aux: AuxRequest,
+    block_mask: BlockMask | BlockSparseTensorsTorch | None = None, *others: Any,
+    return_lse: Literal[False] = False, return_aux: AuxRequest, **options: Unpack[_Options],
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
 
-def flex_attention(
+def flex_attention(  # type: ignore[misc]  # because of `others`
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -131,6 +139,11 @@ def flex_attention(
     """
     if isinstance(block_mask, (BlockSparseTensorsTorch, ComputedLists)):
         block_mask = as_block_mask(block_mask)
+    elif isinstance(block_mask, SelectedBlocks):
+        raise TypeError(
+            "block_mask must be a BlockMask, got SelectedBlocks: a choice of each query is the "
+            "block_sparse_tensors of flash_attn_func, which takes torch mods beside it"
+        )
     if torch.compiler.is_compiling():
         _check(query, key, value, block_mask, enable_gqa)
         _check_results(return_lse, return_aux)

@@ -117,12 +117,14 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, laid out as these are."""
     is_packed = cum_seq_q is not None
+    _refuse(dropout_p)
     return _gradients(
-        grad_out, query, key, value, out, logsumexp, dropout_p, scale,
-        _band(is_causal, window_size_left, window_size_right),
-        _lengths(cum_seq_q, cum_seq_k, max_q, max_k),
+        (query, key, value, out, grad_out, logsumexp),
         tuple(_laid_out_as(x, is_packed) for x in (query, key, value)),
-    )  # fmt: skip
+        softmax_scale=scale,
+        **_band(is_causal, window_size_left, window_size_right),
+        **_lengths(cum_seq_q, cum_seq_k, max_q, max_k),
+    )
 
 
 def scaled_dot_product_flash_attention(
@@ -166,10 +168,13 @@ def scaled_dot_product_flash_attention_backward(
     """Gradients of query, key and value, laid out as these are."""
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     given = (query, q), (key, k), (value, v)
+    _refuse(dropout_p)
     dq, dk, dv = _gradients(
-        dout, q, k, v, o, logsumexp, dropout_p, scale, _band(is_causal, None, None), {},
+        (q, k, v, o, dout, logsumexp),
         tuple(_laid_out_as_heads_first(x, as_bshd) for x, as_bshd in given),
-    )  # fmt: skip
+        softmax_scale=scale,
+        **_band(is_causal, None, None),
+    )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -291,25 +296,19 @@ def _attend(
 
 
 def _gradients(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    scale: float | None,
-    band: dict[str, Any],
-    lengths: dict[str, Any],
-    memory: tuple[Tensor | None, ...],
+    results: tuple[Tensor, ...], memory: tuple[Tensor | None, ...], **arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv. memory: where to write them; None: in new tensors."""
-    _refuse(dropout_p)
+    """dq, dk and dv. results: what the host call takes by position. memory: where to write them;
+    None: in new tensors."""
     dq, dk, dv = memory
     return _flash_attn_bwd(
-        query, key, value, out, grad_out, logsumexp, softmax_scale=scale, **band, **lengths,
-        dq=dq, dk=dk, dv=dv, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        *results,
+        **arguments,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _refuse(

@@ -6,6 +6,9 @@ that the host would refuse on a CPU (`call/run/cache_writes.py`) never cause a f
 numbers outside of the cache are ignored, and positions outside of the rotary tables are moved to
 their ends. Of two rows for one place, either may be written.
 
+Into a cache in float8_e4m3fn a warp writes a row of a head: divided by its scale in fp32, which it
+finds and writes if each row has one, and rounded to the nearest code, saturating.
+
 Rotary embedding (RoFormer, Su et al., 2021) rotates the pairs of the first `2 * rotary_pairs`
 elements of a key or query by the angles of its position, in fp32.
 """
@@ -16,11 +19,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
+from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.limits import LARGEST_CODE, MAX_HEAD_DIM
 from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
 NUM_THREADS = 128
 # elements that a thread has read before it writes the first one: attention waits for all this
 AT_ONCE = 8
+# codes of fp8 that a thread writes at once, as a word
+CODES = 4
+# words of a thread for a row of a head, at most
+WORDS = MAX_HEAD_DIM // (CODES * WARP)
 
 
 class NewRows(NamedTuple):
@@ -39,7 +48,8 @@ class Cache(NamedTuple):
     """k and v (entries, rows, heads, d), seqlens (batch,) with the padding, total (batch,) to be
     written. leftpad (batch,): rows before the first key. batch_idx (batch,): the entry of a
     sequence; page_table (batch, max_pages): its entries, which are pages. Both None: entry b. Both
-    given: batch_idx has rows of page_table."""
+    given: batch_idx has rows of page_table. k and v of bytes are codes of fp8, with the scales
+    k_descale and v_descale: (batch, heads), or (entries, rows, heads), which are written, or 1."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -48,6 +58,8 @@ class Cache(NamedTuple):
     leftpad: cute.Tensor | None
     batch_idx: cute.Tensor | None
     page_table: cute.Tensor | None
+    k_descale: cute.Tensor | None = None
+    v_descale: cute.Tensor | None = None
 
 
 class Rotary(NamedTuple):
@@ -133,9 +145,16 @@ class AppendKV:
             if exists:
                 rows, slots = (new.k, cache.k) if const_expr(of_keys) else (new.v, cache.v)
                 source = _row(rows, new.cu_seqlens, place, row)
+                position = Int32(0)
                 if const_expr(of_keys and rotary is not None):
                     first = cache.seqlens if const_expr(rotary.first is None) else rotary.first
                     position = first[place.batch_idx] + place.row
+                if const_expr(slots.element_type.width == 8):
+                    descale = cache.k_descale if const_expr(of_keys) else cache.v_descale
+                    turned = rotary if const_expr(of_keys) else None
+                    at = place.batch_idx, entry, target
+                    self._quantise(turned, position, source, slots, descale, at)
+                elif const_expr(of_keys and rotary is not None):
                     self._rotate(rotary, position, source, slots[entry, target, None, None])
                 else:
                     _copy(source, slots[entry, target, None, None])
@@ -170,13 +189,117 @@ class AppendKV:
                 a, b = 2 * pair, 2 * pair + 1
             cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
             x, y = source[head_idx, a].to(Float32), source[head_idx, b].to(Float32)
-            target[head_idx, a] = (x * cos - y * sin).to(target.element_type)
-            target[head_idx, b] = (x * sin + y * cos).to(target.element_type)
+            x, y = _turned(x, y, cos, sin)
+            target[head_idx, a] = x.to(target.element_type)
+            target[head_idx, b] = y.to(target.element_type)
         rest = dim - 2 * pairs
         for i in range(thread, heads * rest, NUM_THREADS):
             head_idx = i // rest
             at_dim = 2 * pairs + i - head_idx * rest
             target[head_idx, at_dim] = source[head_idx, at_dim]
+
+    @cute.jit
+    def _quantise(
+        self,
+        rotary: Rotary | None,
+        position: Int32,
+        source: cute.Tensor,
+        slots: cute.Tensor,
+        descale: cute.Tensor | None,
+        at: tuple[Int32, Int32, Int32],
+    ):
+        """Write a row (heads, d) as codes, with its first elements rotated if there is rotary.
+
+        at: the sequence, and entry and row of the cache.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        batch_idx, entry, target = at
+        heads, dim = source.shape
+        lane = thread % WARP
+        for head_idx in range(thread // WARP, heads, NUM_THREADS // WARP):
+            numbers = cute.make_rmem_tensor(WORDS * CODES, Float32)
+            largest = Float32(0.0)
+            for i in range_constexpr(WORDS * CODES):
+                element = (i // CODES * WARP + lane) * CODES + i % CODES
+                # lanes behind the end have the last element again
+                element = cutlass.min(element, dim - 1)
+                number = self._element(rotary, position, source, head_idx, element)
+                # what a cache in 16 bits would hold
+                numbers[i] = number.to(source.element_type).to(Float32)
+                largest = cute.arch.fmax(largest, cute.math.absf(numbers[i]))
+            scale = Float32(1.0)
+            if const_expr(descale is not None):
+                if const_expr(cute.rank(descale) == 2):
+                    scale = descale[batch_idx, head_idx]
+                else:
+                    largest = cute.arch.warp_reduction_max(largest)
+                    scale = _divided(largest, Float32(LARGEST_CODE))
+                    if not scale > Float32(0.0):
+                        scale = Float32(1.0)
+                    if lane == 0:
+                        descale[entry, target, head_idx] = scale
+            for i in range_constexpr(WORDS):
+                first = (i * WARP + lane) * CODES
+                of_word = [numbers[i * CODES + j] for j in range(CODES)]
+                if const_expr(descale is not None):
+                    of_word = [_divided(x, scale) for x in of_word]
+                word = _codes(*of_word)
+                if first < dim:
+                    begin = slots.iterator + cute.crd2idx(
+                        (entry, target, head_idx, first), slots.layout
+                    )
+                    space = slots.memspace
+                    place = cute.make_ptr(Int32, begin.toint(), space, assumed_align=CODES)
+                    cute.make_tensor(place, cute.make_layout(1))[0] = word
+
+    @cute.jit
+    def _element(
+        self,
+        rotary: Rotary | None,
+        position: Int32,
+        source: cute.Tensor,
+        head_idx: Int32,
+        element: Int32,
+    ) -> Float32:
+        """An element of a row (heads, d), rotated if it is one of the first ones."""
+        number = source[head_idx, element].to(Float32)
+        if const_expr(rotary is not None):
+            pairs = rotary.cos.shape[1]
+            if element < 2 * pairs:
+                at = cutlass.max(cutlass.min(position, rotary.cos.shape[0] - 1), 0)
+                pair, is_second = element // 2, element % 2
+                a, b = 2 * pair, 2 * pair + 1
+                if const_expr(not self.interleaved):
+                    is_second = element // pairs
+                    pair = element - is_second * pairs
+                    a, b = pair, pair + pairs
+                cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
+                x, y = source[head_idx, a].to(Float32), source[head_idx, b].to(Float32)
+                x, y = _turned(x, y, cos, sin)
+                number = cutlass.select_(is_second == 0, x, y)
+        return number
+
+
+def _turned(x: Float32, y: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
+    """A pair of elements, rotated."""
+    return x * cos - y * sin, x * sin + y * cos
+
+
+def _divided(x: Float32, y: Float32) -> Float32:
+    """x / y, rounded as IEEE 754 says."""
+    return cute.arch.inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
+
+
+def _codes(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
+    """Numbers as codes of e4m3: nearest, ties to even, saturating; NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; mov.b32 {$w0}, {lo, hi}; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b, c, d],
+    )
 
 
 def _num_rows(tensor: cute.Tensor) -> Int32:

@@ -40,17 +40,20 @@ class BwdPostprocess:
     rows of an accumulator with n columns: half of dQ's rows (tile_m 128), or parts of its columns
     in turn (tile_m 64, `dq_parts`). The values of lane l in columns [8 g, 8 g + 8) of a part lie,
     relative to the part's start, at
-    (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4.
+    (((w * 4 + v) * (n / 8) + g) * 32 + l) * 4;
+    w is 0 in a part of one warpgroup.
 
     In lane order, where lanes are rows, column c of row r lies at
     (c / 4 * tile_m + r) * 4 + c % 4.
+    Of a pair of CTAs, each has half of the rows, one after the other, and in these the groups of 4
+    columns are in the order of `_place`.
 
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols
     :param tile_m: query rows of a row block: 64 or 128
     :param accum_cols: columns of a row block's sums: a multiple of 32, or one of 16 where tile_m is
         128
-    :param order: of the sums, "accumulators" or "lanes"; the latter is for tile_m 128
+    :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
     :raises ValueError: a size is none of these
     """
@@ -70,14 +73,17 @@ class BwdPostprocess:
             raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
-        if order not in (BY_ACCUMULATORS, BY_LANES) or (order == BY_LANES and tile_m != 128):
-            raise ValueError(f"order {order!r} of sums does not fit tile_m={tile_m}")
+        if order not in (BY_ACCUMULATORS, BY_LANES):
+            raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
         self.dtype = dtype
         self.order = order
+        self.num_ctas = num_ctas
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
-        self.parts = dq_parts(accum_cols, num_ctas) if tile_m == ROWS_PER_WARPGROUP else None
+        self.parts = None
+        if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
+            self.parts = dq_parts(accum_cols, num_ctas)
 
     @cute.jit
     def __call__(
@@ -167,11 +173,22 @@ class BwdPostprocess:
             loaded = []
             for i in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (i * step + first) * self.tile_m + row
+                source = self._place(i * step + first, row)
                 cute.autovec_copy(vector_of(sums, source, VECTOR_32_BITS), values)
                 loaded.append(values)
             for i, values in zip(batch, loaded, strict=True):
                 self._keep_rounded(values, sdQ, scale, row, (i * step + first) * 2, by_row=False)
+
+    def _place(self, group: Int32, row: Int32) -> Int32:
+        """The number of 4 columns of a row in lane order."""
+        if self.num_ctas == 1:
+            return group * self.tile_m + row
+        # a CTA has half of the rows, and its parts have 32 of each half of the columns
+        rows, parts = self.tile_m // self.num_ctas, self.accum_cols // 64
+        groups = self.accum_cols // VECTOR_32_BITS
+        half, part, in_part = group // (groups // 2), group // 8 % parts, group % 8
+        number = (part * 2 + half) * 8 + in_part
+        return (row // rows * groups + number) * rows + row % rows
 
     def _keep_rounded(self, values, sdQ, scale, row: Int32, pair: Int32, by_row: bool) -> None:
         """Write two pairs of columns: side by side in a row or, by_row, in rows 8 apart."""
@@ -196,15 +213,25 @@ class BwdPostprocess:
         warpgroup_idx = thread // THREADS_PER_WARPGROUP
         if const_expr(self.parts is None):
             first_row = warpgroup_idx * ROWS_PER_WARPGROUP
-            cols = self.accum_cols
-            self._part_to_rows(gdQaccum, sdQ, scale, thread, cols, first_row, Int32(0))
+            groups = self.accum_cols // COLS_PER_GROUP
+            source = thread // WARP * groups
+            self._part_to_rows(gdQaccum, sdQ, scale, thread, source, groups, first_row, Int32(0))
         else:
             first_value = 0
-            for first, width in self.parts:
-                first_col = first + warpgroup_idx * width
-                size = width * ROWS_PER_WARPGROUP * NUM_WARPGROUPS
+            for columns in self.parts:
+                width = columns.width
+                groups = width // COLS_PER_GROUP
+                source = thread // WARP * groups
+                if const_expr(columns.sharers == 1):
+                    # half of the part for each warpgroup of this kernel
+                    source = thread % THREADS_PER_WARPGROUP // WARP * groups
+                    width, groups = width // NUM_WARPGROUPS, groups // NUM_WARPGROUPS
+                    source += warpgroup_idx * groups
+                first_col = columns.first + warpgroup_idx * width
+                size = columns.num_cols * ROWS_PER_WARPGROUP
                 part = cute.make_tensor(gdQaccum.iterator + first_value, cute.make_layout(size))
-                self._part_to_rows(part, sdQ, scale, thread, width, Int32(0), first_col)
+                at = Int32(0), first_col
+                self._part_to_rows(part, sdQ, scale, thread, source, groups, *at)
                 first_value += size
 
     @cute.jit
@@ -214,11 +241,13 @@ class BwdPostprocess:
         sdQ: cute.Tensor,
         scale: Float32,
         thread: Int32,
-        width: cutlass.Constexpr[int],
+        source_group: Int32,
+        groups: cutlass.Constexpr[int],
         first_row: Int32,
         first_col: Int32,
     ):
-        groups = width // COLS_PER_GROUP
+        """Write this warp's `groups` of columns, which begin at `source_group` among those of all
+        warps."""
         warp, lane = thread // WARP, thread % WARP
         first_row += (warp % 4) * 16 + lane // 4
         first_pair = first_col // 2 + lane % 4
@@ -227,7 +256,7 @@ class BwdPostprocess:
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (warp * groups + g) * WARP + lane
+                source = (source_group + g) * WARP + lane
                 cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):

@@ -112,7 +112,7 @@ def _build(
     mask_inputs = (
         fake_tensors.block_bits(problem),
         fake_tensors.aux_tensors(problem),
-        *fake_tensors.window(problem),
+        fake_tensors.window(problem),
     )
     if form == "entries":
         arguments += [*fake_tensors.int32_pair(), *mask_inputs]
@@ -237,7 +237,7 @@ class EntryBitsPlan(_MaskBitsPlan):
         for first in range(0, self.blocks, most):
             query_chunk = first, min(most, self.blocks - first)
             mask_bits = _new_mask_bits(q, (entries, query_chunk[1], *inner))
-            call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
+            call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, self.window
             function(mask_bits, *self.seqlens, *call_args, query_chunk)
             yield MaskBits(mask_bits, query_chunk)
             # so that the next chunk has its memory
@@ -260,7 +260,7 @@ class SequenceBitsPlan(_MaskBitsPlan):
         """See `_MaskBitsPlan.query_chunks`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
         mask_bits, query_chunk = (*_new_mask_bits(q, self.shape), places), (0, self.shape[2])
-        call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
+        call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, self.window
         function(mask_bits, *mask_inputs.cu_seqlens, *call_args, query_chunk)
         yield MaskBits(mask_bits, query_chunk)
 
@@ -300,7 +300,7 @@ class DocumentBitsPlan(_MaskBitsPlan):
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
         begins = q.new_empty((self.entries, slots), dtype=torch.int32)
         mask_bits = (*_new_mask_bits(q, self.shape), places)
-        call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, *self.window
+        call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, self.window
         of_all = cu_seqlens, spans, bounds, begins, *call_args, self.tiles
         for first in range(0, self.entries * self.tiles, self.step):
             query_chunk = first, self.step

@@ -47,15 +47,14 @@ class DocumentMaskBits:
         mBegins: cute.Tensor,
         block_bits,
         aux_tensors,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
+        window: tuple,
         tiles: Int32,
         query_chunk: tuple,
         stream,
     ):
         """Launch on `stream`. Documents are found with the first chunk.
 
-        :param mask_bit_tensors, block_bits, aux_tensors, window_left, window_right: see
+        :param mask_bit_tensors, block_bits, aux_tensors, window: see
             `SequenceMaskBits`
         :param tiles: the most tiles that the documents of an entry may have
         :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of
@@ -64,9 +63,7 @@ class DocumentMaskBits:
         :param mSpans, mSpanBounds, mBegins: scratch, int32 (entries, 1, seqlen, 2), (entries, 1, 4,
             blocks) and (entries, slots). The batch has as many entries, or all are the same one
         """
-        masks = self.sequences.tile_kernel.masks_of(
-            block_bits, aux_tensors, (window_left, window_right)
-        )
+        masks = self.sequences.tile_kernel.masks_of(block_bits, aux_tensors, window)
         mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
         starts, (entries, slots) = (mCuSeqlens, mCuSeqlens), mBegins.shape
         if query_chunk[0] == 0:

@@ -114,8 +114,7 @@ class MaskBitsKernel:
         seqlen_k: Int32,
         block_bits,
         aux_tensors,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
+        window: tuple,
         query_chunk: tuple,
         stream,
     ):
@@ -126,11 +125,11 @@ class MaskBitsKernel:
         :param seqlen_q, seqlen_k: of each sequence
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
-        :param window_left, window_right: of attention
+        :param window: the sides of that of attention, Int32 or None
         :param query_chunk: the query blocks that mask_bit_tensors covers: the first one, and their
             number
         """
-        masks = self.masks_of(block_bits, aux_tensors, (window_left, window_right))
+        masks = self.masks_of(block_bits, aux_tensors, window)
         mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
         first_block, m_blocks = query_chunk
         batch, _, n_blocks, lines, _ = mask_bits.tiles.shape

@@ -39,8 +39,7 @@ class SequenceMaskBits:
         mCuSeqlensK: cute.Tensor,
         block_bits,
         aux_tensors,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
+        window: tuple,
         query_chunk: tuple,
         stream,
     ):
@@ -50,9 +49,9 @@ class SequenceMaskBits:
             with enough tiles for all sequences
         :param query_chunk: all of them
         :param mCuSeqlensQ, mCuSeqlensK: int32 (sequences + 1,)
-        :param block_bits, aux_tensors, window_left, window_right: see `MaskBitsKernel`
+        :param block_bits, aux_tensors, window: see `MaskBitsKernel`
         """
-        masks = self.tile_kernel.masks_of(block_bits, aux_tensors, (window_left, window_right))
+        masks = self.tile_kernel.masks_of(block_bits, aux_tensors, window)
         slots = Int32(mCuSeqlensQ.shape[0] - 1)
         mask_bits = MaskBitsArgs(*mask_bit_tensors).with_query_chunk(*query_chunk)
         starts, tiles = (mCuSeqlensQ, mCuSeqlensK), query_chunk[1]

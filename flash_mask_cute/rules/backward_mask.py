@@ -1,11 +1,12 @@
 """The masks of a launch for blocks of keys: walks over queries, and mask bits.
 
-A work tile belongs to a KV head, and visits the query blocks of each query head of its group. A
-line of a bit tile is a key, so the intervals of a key are ranges of bits directly.
+A work tile belongs to a KV head, and visits the query blocks of each query head of its group; if
+sequences have their keys in common, those of all sequences. A line of a bit tile is a key, so the
+intervals of a key are ranges of bits directly.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +18,7 @@ from flash_mask_cute.core.tile_state import PARTIAL, has_visible
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, Columns, bit_range
+from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD, WORD, Columns, bit_range
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskRules, MaskWarpRows, both
 
 # as in `forward_mask`; what a callable loads for more queries spills in the mask warps
@@ -25,6 +26,16 @@ ROWS_PER_EVAL = 2
 # where tiles are staggered, neighbours begin so many blocks apart: an odd number, so that each of a
 # chunk is the first one of some tile
 STAGGER = 5
+
+
+class PendingWalk(NamedTuple):
+    """A walk so far: the number of the chunk that is sent next, that chunk, the predecessors of its
+    blocks, and whether it has a visible block."""
+
+    number: Int32
+    chunk: Chunk
+    predecessor: Int32
+    found_any: Boolean
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,15 @@ class BackwardMask(MaskRules):
 
     is_part: the tiles are one CTA's part of the tiles that walks were made for. A part may lie
     behind the end of the keys, or be full although the whole tile is partial.
+
+    in_common: lengths of the sequences that have their keys in common, if they have.
     """
 
     group: Int32
     is_ordered: cutlass.Constexpr[bool]
     is_part: cutlass.Constexpr[bool] = False
     staggers: cutlass.Constexpr[bool] = False
+    in_common: Lengths | None = None
 
     # a launch has all blocks
     first_block = None
@@ -80,6 +94,7 @@ class BackwardMask(MaskRules):
             is_ordered=kernel.deterministic,
             is_part=is_part,
             staggers=staggers,
+            in_common=None if lengths.num_sequences is None else lengths,
         )
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
@@ -96,6 +111,32 @@ class BackwardMask(MaskRules):
 
         A walk that sees nothing visits one hidden block, so no role needs a special case.
         """
+        m_blocks = self._m_blocks(work)
+        nothing = Chunk.hidden_block(Int32(0), work.head_idx * self.group)
+        walk = PendingWalk(number, nothing, Int32(NO_PREDECESSOR), Boolean(False))
+        if const_expr(self.in_common is None):
+            walk = self._extend(ring, walk, work, m_blocks)
+        else:
+            walk = self._extend_by_all(ring, walk, work)
+        ring.write(walk.number, walk.chunk, walk.predecessor)
+        return walk.number + 1
+
+    @cute.jit
+    def _extend_by_all(self, ring: WalkRing, walk: PendingWalk, work: Work) -> PendingWalk:
+        """Extend a walk by the queries of all sequences."""
+        # a hidden block is one of real queries: what is behind no row may hold anything
+        walk, with_queries = walk._replace(chunk=walk.chunk._replace(sequence=Int32(0))), Int32(-1)
+        for sequence in cutlass.range(self.in_common.num_sequences, unroll=1):
+            own = self.in_common.of_sequence(work, sequence)
+            if (own.seqlen_q > 0) & (with_queries < 0):
+                with_queries = sequence
+                walk = walk._replace(chunk=walk.chunk._replace(sequence=sequence))
+            walk = self._extend(ring, walk, own, self._m_blocks(own))
+        return walk
+
+    @cute.jit
+    def _m_blocks(self, work: Work) -> tuple[Int32, Int32]:
+        """The query blocks of a head that a walk may visit: the first, and one past the last."""
         m_block_min, m_block_max = self.block_info.get_m_block_min_max(work.seqlen, work.block)
         if const_expr(not self.skip):
             m_block_min = Int32(0)
@@ -103,9 +144,16 @@ class BackwardMask(MaskRules):
             # a tile of unused keys has no place in the order of dQ
             has_keys = work.block * self.block_info.tile_n < work.seqlen_k
             m_block_max = cutlass.select_(has_keys, m_block_max, Int32(0))
+        return m_block_min, m_block_max
+
+    @cute.jit
+    def _extend(
+        self, ring: WalkRing, walk: PendingWalk, work: Work, m_blocks: tuple[Int32, Int32]
+    ) -> PendingWalk:
+        """Extend a walk by the queries of a sequence; its last chunk is not sent yet."""
+        m_block_min, m_block_max = m_blocks
         first_head = work.head_idx * self.group
-        pending, predecessor = Chunk.hidden_block(Int32(0), first_head), Int32(NO_PREDECESSOR)
-        found_any = Boolean(False)
+        number, pending, predecessor, found_any = walk
         for i in cutlass.range(self.group):
             chunk_idx = m_block_min // CHUNK
             while chunk_idx * CHUNK < m_block_max:
@@ -121,8 +169,7 @@ class BackwardMask(MaskRules):
                             predecessor = self._predecessor(work, chunk)
                         found_any = Boolean(True)
                 chunk_idx += 1
-        ring.write(number, pending, predecessor)
-        return number + 1
+        return PendingWalk(number, pending, predecessor, found_any)
 
     def _portions(self, work: Work, visible: Int32) -> tuple[Int32, ...]:
         """The visible blocks of a chunk, in portions to visit in turn."""
@@ -190,6 +237,8 @@ class BackwardMask(MaskRules):
         if const_expr(not self.skip):
             exists = m_block < cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
+        if const_expr(self.in_common is not None):
+            chunk = chunk._replace(sequence=work.batch_idx)
         return chunk
 
     # -- scores ---------------------------------------------------------------------------------
@@ -201,6 +250,8 @@ class BackwardMask(MaskRules):
 
         A lane holds a key of each group of 32.
         """
+        if const_expr(self.in_common is not None):
+            work = self.in_common.of_block(work, block)
         words = warp_rows.fill(ALL)
         if block.is_hidden:
             words = warp_rows.fill(0)
@@ -242,9 +293,39 @@ class BackwardMask(MaskRules):
         words = warp_rows.fill(ALL)
         if self.mask_mod is not None:
             words = self._eval_all(work, block, warp_rows)
-        if self.args.bits is not None:
+        if self.has_choice:
+            words = both(words, self._choice_words(work, block, warp_rows))
+        elif self.args.bits is not None:
             words = self._within_logical_blocks(work, block, warp_rows, words)
         return words
+
+    def _choice_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        """Bits of each key whose block a query chose.
+
+        A lane asks for one query of each word, and votes make the words. 32 keys, the first of them
+        a multiple of 16, lie in two blocks at most.
+        """
+        block_k, lane = self.args.bits.block_k, cute.arch.lane_idx()
+        first_q_idx = block.index * self.block_info.tile_m
+        words = []
+        for group in range(warp_rows.num_groups):
+            k_idx = warp_rows.line(work, group)
+            ends = k_idx - lane, k_idx - lane + WORD - 1
+            blocks = [cutlass.min(end, work.seqlen_k - 1) // block_k for end in ends]
+            is_first = cutlass.min(k_idx, work.seqlen_k - 1) // block_k == blocks[0]
+            for w in range(self.columns.num_words):
+                q_idx = cutlass.min(first_q_idx + self.columns.col_of(w, lane), work.seqlen_q - 1)
+                row = q_idx + work.offset_q
+                votes = [
+                    Int32(
+                        cute.arch.vote_ballot_sync(
+                            self.chosen_bit(work, block.head_idx, row, kb) != 0
+                        )
+                    )
+                    for kb in blocks
+                ]
+                words.append(cutlass.select_(is_first, *votes))
+        return tuple(words)
 
     def _mask_bit_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         n_block = work.block

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
-from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules import bit_tile, choice_walk
 from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.rules.mask_rules import (
     MaskRules,
@@ -95,6 +96,37 @@ class ForwardMask(MaskRules):
             end = cutlass.min(first + of_split, end)
         return work._replace(first_block=first, end_block=end)
 
+    def segment(self, work: Work, num_heads: Int32, segment_blocks: Int32) -> Work:
+        """One segment of a work tile (`core/segments.py`), of segment_blocks key blocks; head_idx
+        counts the heads of all segments."""
+        segment_idx = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - segment_idx * num_heads, place=segment_idx)
+        return self.within_segment(work, segment_idx, segment_blocks)
+
+    def has_blocks(self, work: Work) -> Boolean:
+        """Whether a segment, or another split, of a work tile has key blocks."""
+        assert work.first_block is not None and work.end_block is not None
+        return work.first_block < work.end_block
+
+    @cute.jit
+    def leave_unseen(self, work: Work, partials: Partials, queries_are_packed: cutlass.Constexpr):
+        """Record that the rows of a work tile see nothing of a segment. Run by a whole warp."""
+        info, heads = self.block_info, self.block_info.qhead_per_kvhead_packgqa
+        low = None if partials.low is None else Float32(0.0)
+        for i in cutlass.range_constexpr(info.tile_m // WORD):
+            row = work.block * info.tile_m + i * WORD + cute.arch.lane_idx()
+            if (row // heads < work.slot) & (row % heads < self.group_size):
+                head_idx = head_of_row(work, row, heads, self.group_size)
+                place = partials.row(work, queries_are_packed, head_idx, row // heads, Int32(0))
+                partials.store_lse(place, -Float32.inf, low)
+
+    def within_segment(self, work: Work, segment_idx: Int32, segment_blocks: Int32) -> Work:
+        """A work tile with only those of its key blocks that lie in a segment."""
+        first, end = self.key_blocks(work)
+        begin = segment_idx * segment_blocks
+        first, end = cutlass.max(first, begin), cutlass.min(end, begin + segment_blocks)
+        return work._replace(first_block=first, end_block=end)
+
     @cute.jit
     def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
@@ -120,12 +152,15 @@ class ForwardMask(MaskRules):
                     number += 1
                 pending = chunk
                 found_any = Boolean(True)
-            chunk_idx -= 1
+            if const_expr(self._leaps):
+                chunk_idx = choice_walk.chunk_before(self, position, chunk_idx)
+            else:
+                chunk_idx -= 1
         ring.write(number, pending)
         return number + 1
 
     @cute.jit
-    def _classify(self, work: Work, base: Int32, position: ListPosition) -> tuple:
+    def _classify(self, work: Work, base: Int32, position: Any) -> tuple:
         """The chunk of the 32 blocks from `base` on; each lane judges one."""
         n_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, work.head_idx, work.block, n_block)
@@ -145,6 +180,11 @@ class ForwardMask(MaskRules):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             mask_mod_word = mask_mod_word & (full ^ ALL)
+        elif const_expr(self.has_choice):
+            position = choice_walk.words_for(self, work, base, position)
+            is_listed, needs_mask_mod = choice_walk.judge(self, position, work, n_block)
+            visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
+            mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         elif const_expr(self.args.bits is not None):
             # rows of a tile do not begin where blocks of the lists do
             is_listed, needs_mask_mod = self.judge_listed(work, work.head_idx, work.block, n_block)
@@ -164,7 +204,15 @@ class ForwardMask(MaskRules):
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk, position
 
-    def _list_start(self, work: Work) -> ListPosition:
+    @property
+    def _leaps(self) -> bool:
+        """Whether a walk leaves out chunks without looking at them."""
+        return self.skip and self.has_choice
+
+    def _list_start(self, work: Work) -> ListPosition | choice_walk.ChoiceWords:
+        """What is known of the lists, or of the choice, when a walk begins."""
+        if self.has_choice:
+            return choice_walk.ChoiceWords.none()
         args = self.args.lists
         if args is None:
             return ListPosition(Int32(0), Int32(0))

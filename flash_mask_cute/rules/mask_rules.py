@@ -54,12 +54,26 @@ class ListArgs(NamedTuple):
 
 class BitArgs(NamedTuple):
     """State of logical blocks of any size: bit kb % 32 of word kb // 32 of visible, full (batch |
-    1, heads | 1, num_q_blocks, words). Kernel tiles need not nest in these blocks."""
+    1, heads | 1, num_q_blocks, words). Kernel tiles need not nest in these blocks.
+
+    A choice of each query (`SelectedBlocks`) has blocks of one query and no `full`: of what is
+    chosen the other masks decide. Its rows are those of the call (of all sequences together, if
+    they are packed). of_any, of_every: the bits that any or every query of a tile of the walk has,
+    (batch | 1, heads, tiles, words), as `ChoiceBits` numbers tiles. heads_per_choice: consecutive
+    heads of walks that share a head of the choice.
+    """
 
     visible: cute.Tensor
-    full: cute.Tensor
+    full: cute.Tensor | None
     block_q: Int32
     block_k: Int32
+    of_any: cute.Tensor | None = None
+    of_every: cute.Tensor | None = None
+    heads_per_choice: Int32 | None = None
+
+    @property
+    def is_choice(self) -> bool:
+        return self.full is None
 
 
 class MaskBitsArgs(NamedTuple):
@@ -199,6 +213,8 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*tensors, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
+            if bits.is_choice:
+                bits = bits._replace(heads_per_choice=num_heads // bits.visible.shape[1])
         left, right, causals = window
         return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causals)
 
@@ -223,12 +239,12 @@ class TileVerdict(NamedTuple):
 class MaskRules:
     """The masks of a launch, for one tile shape.
 
-    columns: maps each bit of a bit tile to a column of the tile. keys_are_packed: the keys of all
-    sequences lie in one tensor. skip: empty blocks are skipped and full blocks need no bits;
-    without it every block of a sequence is visited as a partial one, with the same result.
-    counts_offsets: mask_mod and block lists count positions in a batch entry, where the sequence
-    begins at offset_q and offset_k. group_size: number of heads among the packed heads of
-    `block_info`.
+    columns: maps each bit of a bit tile to a column of the tile. queries_are_packed,
+    keys_are_packed: those of all sequences lie in one tensor. skip: empty blocks are skipped and
+    full blocks need no bits; without it every block of a sequence is visited as a partial one, with
+    the same result. counts_offsets: mask_mod and block lists count positions in a batch entry,
+    where the sequence begins at offset_q and offset_k. group_size: number of heads among the packed
+    heads of `block_info`.
     """
 
     args: MaskArgs
@@ -236,6 +252,7 @@ class MaskRules:
     intervals: cutlass.Constexpr[Intervals | None]
     mask_mod: cutlass.Constexpr[Callable[..., Any] | None]
     columns: cutlass.Constexpr[Columns]
+    queries_are_packed: cutlass.Constexpr[bool]
     keys_are_packed: cutlass.Constexpr[bool]
     skip: cutlass.Constexpr[bool]
     counts_offsets: cutlass.Constexpr[bool]
@@ -266,6 +283,7 @@ class MaskRules:
             intervals=kernel.intervals,
             mask_mod=kernel.mask_mod,
             columns=columns,
+            queries_are_packed=lengths.cu_seqlens_q is not None,
             keys_are_packed=lengths.cu_seqlens_k is not None,
             skip=kernel.skip_blocks,
             counts_offsets=False,
@@ -280,6 +298,11 @@ class MaskRules:
     def with_tile_n(self, tile_n: int):
         """The same rules for tiles of tile_n keys."""
         return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether each query chose its key blocks."""
+        return self.args.bits is not None and self.args.bits.is_choice
 
     @property
     def _may_need_mask_mod(self) -> bool:
@@ -317,7 +340,9 @@ class MaskRules:
     ) -> tuple[Boolean, Boolean]:
         """Whether a tile touches a listed logical block, and whether mask_mod decides about it."""
         is_listed, needs_mask_mod = Boolean(True), Boolean(const_expr(self._may_need_mask_mod))
-        if const_expr(self.args.bits is not None):
+        if const_expr(self.has_choice):
+            is_listed, needs_mask_mod = self._judge_choice(work, head_idx, m_block, n_block)
+        elif const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
             offset_q, offset_k = self._listed_offsets(work)
             first_q_idx, first_k_idx = m_block * info.tile_m, n_block * info.tile_n
@@ -432,7 +457,10 @@ class MaskRules:
         )
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
-        """The offsets from positions in a sequence to the positions that block lists count."""
+        """The offsets from positions in a sequence to the positions that block lists count, or from
+        queries to the rows of a choice."""
+        if self.has_choice:
+            return work.offset_q, 0
         if work.q_start is not None:
             return work.q_start, 0
         return (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
@@ -440,6 +468,10 @@ class MaskRules:
     def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
         """Whether a logical block is listed, and whether it is full: 0 or 1 each."""
         args = self.args.bits
+        if args.is_choice:
+            is_chosen = self.chosen_bit(work, head_idx, q_block, k_block)
+            # of what is chosen mask_mod decides
+            return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
         if work.q_start is not None:
             # rows before the mask, or behind it
             last = cute.size(args.visible, mode=[2]) - 1
@@ -447,6 +479,52 @@ class MaskRules:
         place = (*broadcast_place(args.visible, work, head_idx), q_block, k_block // WORD)
         bit = k_block % WORD
         return (args.visible[place] >> bit) & 1, (args.full[place] >> bit) & 1
+
+    def chosen_bit(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> Int32:
+        """1 where a row of a choice has a block, else 0."""
+        rows = self.args.bits.visible
+        word = rows[self.choice_place(rows, work, head_idx, row, k_block)]
+        return (word >> (k_block % WORD)) & 1
+
+    @cute.jit
+    def _judge_choice(
+        self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
+    ) -> tuple[Boolean, Boolean]:
+        """Whether a query of a tile chose a block that the tile touches, and whether the choice of
+        its queries, or mask_mod, decides about the tile's scores."""
+        args, info = self.args.bits, self.block_info
+        tile = self.choice_tile(work, m_block)
+        first_k_idx = n_block * info.tile_n
+        end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
+        of_any, of_every = Int32(0), Int32(1)
+        kb = first_k_idx // args.block_k
+        while kb * args.block_k < end_k_idx:
+            place = self.choice_place(args.of_any, work, head_idx, tile, kb)
+            of_any = of_any | (args.of_any[place] >> (kb % WORD))
+            of_every = of_every & (args.of_every[place] >> (kb % WORD))
+            kb += 1
+        needs_bits = Boolean(True)
+        if const_expr(self.mask_mod is None):
+            needs_bits = (of_every & 1) == 0
+        return (of_any & 1) != 0, needs_bits
+
+    def choice_tile(self, work: Work, m_block: Int32) -> Int32:
+        """The number of a tile of queries in the bits of a choice."""
+        tile, info = m_block, self.block_info
+        if self.queries_are_packed:
+            rows = work.offset_q * info.qhead_per_kvhead_packgqa
+            tile = m_block + rows // info.tile_m + work.batch_idx
+        return cutlass.min(tile, cute.size(self.args.bits.of_any, mode=[2]) - 1)
+
+    def choice_place(
+        self, tensor: cute.Tensor, work: Work, head_idx: Int32, line: Int32, k_block: Int32
+    ) -> tuple:
+        """The place of a block's word in bits (batch | 1, heads, lines, words) of a choice."""
+        batch_idx = cutlass.min(work.batch_idx, cute.size(tensor, mode=[0]) - 1)
+        head_idx = Int32(Uint32(head_idx) // Uint32(self.args.bits.heads_per_choice))
+        # a sequence may be longer than it was said to be
+        word = cutlass.min(k_block // WORD, cute.size(tensor, mode=[3]) - 1)
+        return batch_idx, head_idx, line, word
 
 
 @dataclass(frozen=True)

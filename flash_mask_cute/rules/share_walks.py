@@ -7,6 +7,7 @@ launch is right for all later lengths.
 
 import operator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -14,8 +15,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths, describe
+from flash_mask_cute.core.ordered_sums import RunningSums
 from flash_mask_cute.core.partials import WHOLE, Partials, PendingCombine
 from flash_mask_cute.core.query_schedule import QuerySchedule
+from flash_mask_cute.core.segments import FIRST, IN_TURN, LAST, ONE_SEGMENT
 from flash_mask_cute.core.shares import (
     BY_SLOTS,
     Shares,
@@ -178,6 +181,81 @@ def schedule_shares(
     ring.write(tiles, NO_WORK)
 
 
+@cute.jit
+def send_segments(
+    scheduler: TileScheduler,
+    rules: ForwardMask,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
+    segment_blocks: Int32,
+    claims_late: Boolean | None = None,
+) -> None:
+    """As `send_walks`: choose work tiles, and announce the segments of each, one after the other.
+
+    segment_blocks: key blocks of a segment.
+    """
+    blocks_of = partial(rules.num_blocks, lengths), rules.first_block
+    claims, entries, chunks = Int32(0), Int32(0), Int32(0)
+    tile, search = scheduler.locate(scheduler.start(), *blocks_of)
+    while tile.is_valid:
+        work = describe(tile, lengths, False)
+        first, end = rules.key_blocks(work)
+        lowest = first // segment_blocks
+        segment_idx, last = lowest, (cutlass.max(end, first + 1) - 1) // segment_blocks
+        while segment_idx <= last:
+            place = cutlass.select_(segment_idx == lowest, Int32(FIRST), Int32(0))
+            place = place | cutlass.select_(segment_idx == last, Int32(LAST), Int32(0))
+            part = rules.within_segment(work._replace(place=place), segment_idx, segment_blocks)
+            ring.write(entries, part)
+            chunks = rules.send_walk(walk, chunks, part)
+            entries += 1
+            segment_idx += 1
+        claims += 1
+        # a tile is claimed as late as can be: another CTA may be free for it sooner
+        ring.acquire(entries)
+        if const_expr(claims_late is not None):  # noqa: SIM102 (decided while tracing)
+            if claims_late:
+                walk.wait_until_read(chunks)
+        tile, search = scheduler.locate(scheduler.advance(search, claims - 1), *blocks_of)
+    scheduler.finish()
+    ring.write(entries, NO_WORK)
+
+
+@cute.jit
+def send_any_segments(
+    scheduler: TileScheduler,
+    rules: ForwardMask,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
+    partials: Partials,
+    num_heads: Int32,
+    segment_blocks: Int32,
+) -> None:
+    """As `send_walks`: choose segments of any work tiles, which the scheduler counts as heads,
+    segment by segment. Those that a tile does not see are left out."""
+    blocks_of = partial(rules.num_blocks, lengths), rules.first_block
+    is_packed = const_expr(lengths.cu_seqlens_q is not None)
+    claims, entries, chunks = Int32(0), Int32(0), Int32(0)
+    tile, search = scheduler.locate(scheduler.start(), *blocks_of)
+    while tile.is_valid:
+        work = describe(tile, lengths, False)
+        work = rules.segment(work, num_heads, segment_blocks)
+        if rules.has_blocks(work):
+            ring.write(entries, work)
+            chunks = rules.send_walk(walk, chunks, work)
+            entries += 1
+            # claimed as late as can be: another CTA may be free for it sooner
+            ring.acquire(entries)
+        else:
+            rules.leave_unseen(work, partials, is_packed)
+        tile, search = scheduler.locate(scheduler.advance(search, claims), *blocks_of)
+        claims += 1
+    scheduler.finish()
+    ring.write(entries, NO_WORK)
+
+
 def schedule_forward(
     kernel: Any,
     rules: ForwardMask,
@@ -185,7 +263,7 @@ def schedule_forward(
     lengths: Lengths,
     schedule: QuerySchedule,
     tile_counter: cute.Tensor | None,
-    partials: Partials | None,
+    partials: Partials | RunningSums | None,
     ctas_per_tile: int = 1,
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
@@ -193,25 +271,33 @@ def schedule_forward(
     kernel: says how work tiles are split, and which mask makes their walks unequal.
     """
     params = schedule.params
-    if const_expr(partials is not None):
+    if const_expr(isinstance(partials, Partials)):
         # the combination is launched now, and waits for the results
         cute.arch.griddepcontrol_launch_dependents()
     if const_expr(kernel.split == BY_SLOTS):
-        assert partials is not None
+        assert isinstance(partials, Partials)
         line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
         schedule_shares(line, kernel.traits.tile_m, *rings, partials.pending)
     else:
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
         mirrored = late = None
-        if const_expr(last_first and kernel.split is None and not varlen):
+        is_whole = kernel.split in (None, ONE_SEGMENT, IN_TURN)
+        if const_expr(last_first and is_whole and not varlen):
             mirrored = _has_few_tiles(params)
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         scheduler = TileScheduler(
             params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored
         )
-        num_splits = None if partials is None else partials.num_splits
-        send_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
+        if isinstance(partials, RunningSums):
+            blocks = partials.segment_blocks
+            send_segments(scheduler, rules, lengths, *rings, blocks, claims_late=late)
+        elif partials is not None and partials.segment_blocks is not None:
+            of_segments = schedule.num_heads, partials.segment_blocks
+            send_any_segments(scheduler, rules, lengths, *rings, partials, *of_segments)
+        else:
+            num_splits = None if partials is None else partials.num_splits
+            send_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
 
 
 def _has_few_tiles(params: ScheduleParams) -> Boolean:

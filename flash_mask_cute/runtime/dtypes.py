@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+# keys and values of a cache in 8 bits
+FP8 = torch.float8_e4m3fn
+
 CUTLASS_NAMES = {
     "bool": "Boolean",
     "uint8": "Uint8",

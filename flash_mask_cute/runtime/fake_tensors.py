@@ -58,16 +58,30 @@ def extents(rank: int) -> tuple[Any, ...]:
 
 
 def operand(name: str, rank: int, dim: int) -> Any:
-    """A tensor of 16-bit rows of `dim` elements, with any strides that TMA allows."""
+    """A tensor of rows of `dim` elements, with any strides that TMA allows."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    strides = tuple(cute.sym_int64(divisibility=STRIDE_STEP) for _ in range(rank - 1))
+    dtype = cutlass_dtype(name)
+    step = BASE_ALIGNMENT if dtype.width == 8 else STRIDE_STEP
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(rank - 1))
     return make_fake_tensor(
-        cutlass_dtype(name),
+        dtype,
         (*extents(rank - 1), dim),
         (*strides, 1),
         assumed_align=BASE_ALIGNMENT,
+    )
+
+
+def byte_rows(rank: int) -> Any:
+    """A tensor of rows of bytes that begin at multiples of 16 bytes."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    strides = tuple(cute.sym_int64(divisibility=BASE_ALIGNMENT) for _ in range(rank - 1))
+    return make_fake_tensor(
+        cutlass.Uint8, extents(rank), (*strides, 1), assumed_align=BASE_ALIGNMENT
     )
 
 
@@ -114,6 +128,18 @@ def scratch(*inner: int) -> Any:
     )
 
 
+def vectors_of_threads() -> Any:
+    """A contiguous fp32 tensor (CTAs, vectors, threads, 4)."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    of_cta, of_vector = (cute.sym_int64(divisibility=4) for _ in range(2))
+    return make_fake_tensor(
+        cutlass.Float32, (*extents(3), 4), (of_cta, of_vector, 4, 1), assumed_align=BASE_ALIGNMENT
+    )
+
+
 def window(problem: HasWindow) -> tuple[Any, Any]:
     """window_left and window_right."""
     import cutlass
@@ -138,6 +164,11 @@ def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:
 def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
     """Bits of visible and of full blocks, and the blocks' size."""
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
+
+
+def choice_bits() -> tuple[Any, ...]:
+    """The same of a choice, which has no full blocks, and the bits of tiles of queries."""
+    return (strided(4), None, *int32_pair(), strided(4), strided(4))
 
 
 def counter() -> Any:

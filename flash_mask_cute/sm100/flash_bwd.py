@@ -1,13 +1,14 @@
 """FlashAttention backward for Blackwell: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
 A persistent CTA computes work tiles of 128 keys of a KV head, one after another. For each it walks
-over the queries of the group's heads in blocks of 128. With P = exp(S - LSE) and dP = dO V^T,
+over the queries of the group's heads in blocks of 128, or 64 for wide heads. With P = exp(S - LSE)
+and dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
 | warps                 | role     | work                                                       |
 |-----------------------|----------|------------------------------------------------------------|
-| warpgroups 0, 1       | compute  | 128 keys and 64 queries each: P, dS; dV and dK to memory   |
+| warpgroups 0, 1       | compute  | 128 keys, half of the queries: P, dS; dV and dK to memory  |
 | warpgroup 2           | reduce   | dQ out of TMEM to where it leaves                          |
 | 0 of warpgroup 3      | load     | TMA of K, V, and of Q, dO, LSE and delta                   |
 | 1 of warpgroup 3      | mma      | issue all products                                         |
@@ -34,8 +35,12 @@ S^T and dP^T have keys in lanes, so a compute thread has one key. P^T and dS^T r
 TMEM, where they are operands of dV and dK. dS also goes to shared memory for dQ. Products complete
 in the order of their issue: of block j, S(j) dK(j-1) dQ(j-1) dV(j) dP(j). So when dP(j) is
 complete, dS(j-1) is no longer read in either place. docs/backward_sm100.md gives the reasons.
+
+If dV, dK and dQ do not fit into TMEM together, there are two launches: one makes dV, and has no dP,
+dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`BwdTraits.launches`).
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,6 +59,7 @@ from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import CHUNK, Block
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules.backward_mask import BackwardMask
@@ -63,6 +69,12 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
+from flash_mask_cute.sm100.flash_bwd_pairs import (
+    Arrivals,
+    PairLoads,
+    PairOperands,
+    pair_products,
+)
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_traits import (
@@ -72,13 +84,13 @@ from flash_mask_cute.sm100.flash_bwd_traits import (
     MASK_REGISTERS,
     MORE_FOR_SCORES,
     NUM_MASK_WARPS,
-    QUERIES,
     REGISTERS,
-    STORE_PLACES,
     STORED_COLS,
     STORED_ROWS,
+    WIDE_REGISTERS,
     BwdTraits,
     Channels,
+    Part,
     Registers,
     Role,
     Tiles,
@@ -106,12 +118,14 @@ class FlashAttentionBackwardSm100:
     """Backward kernel for Blackwell, to be passed to `cute.compile`.
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and dO, dK, dV
-    :param head_dim, head_dim_v: multiples of 8 up to 128
+    :param head_dim, head_dim_v: multiples of 8 up to 256
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param tile_m: query rows of a block, 128
+    :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128
     :param stages_q, stages_do: see `BwdTraits`
-    :param stages_kv, value_cols, cta_pair: 1, 0 and False
+    :param stages_kv, value_cols: 1 and 0
+    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128
+        columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)
@@ -124,6 +138,8 @@ class FlashAttentionBackwardSm100:
         first CTA at a row block stores
     :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
         their Q or dO is not finite
+    :param common_kv: all sequences of packed queries have the keys and values of the only batch
+        entry in common, whose gradients are sums over all of them
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     :raises NotImplementedError: for an option that this kernel does not have
@@ -153,6 +169,7 @@ class FlashAttentionBackwardSm100:
         cta_pair: bool = False,
         num_sms: int = 148,
         may_empty_rows: bool = False,
+        common_kv: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -177,6 +194,11 @@ class FlashAttentionBackwardSm100:
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < 2):
+            raise ValueError(
+                "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
+                f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
+            )
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -189,6 +211,19 @@ class FlashAttentionBackwardSm100:
         self.deterministic = deterministic
         self.clears_dq = clears_dq
         self.num_sms = num_sms
+        self.common_kv = common_kv
+
+    def launches(self) -> list["FlashAttentionBackwardSm100"]:
+        """The kernels to launch one after the other: see `BwdTraits.launches`."""
+        kernels = []
+        for traits in self.traits.launches():
+            kernel = copy.copy(self)
+            kernel.traits = traits
+            if not traits.makes_dk:
+                # only dQ has an order, and gradients of aux tensors come with dS
+                kernel.deterministic, kernel.wants_aux = False, ()
+            kernels.append(kernel)
+        return kernels
 
     @cute.jit
     def __call__(
@@ -229,36 +264,44 @@ class FlashAttentionBackwardSm100:
             )
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        traits = self.traits
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
-        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
+        if const_expr(self.traits.cta_pair):
+            check_given("softcap", softcap, False)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         window = WindowArgs(window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
         )
         is_short = self.is_local or masks.may_shorten(self)
-        schedule = KeySchedule.create(
-            lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n), self.num_sms,
-            is_short if self.deterministic else None,
-        )  # fmt: skip
-        self.kernel(
-            operands,
-            self._gradients(mdK, mdV, mCuSeqlensK is not None),
-            Scratch(mStats, mdQaccum, mSemaphores),
-            lengths,
-            softmax_scale,
-            ScoreScales.create(softmax_scale, softcap, self.score_mod is not None),
-            masks,
-            schedule.params,
-            schedule.group,
-            tile_counter,
-            aux_grads,
-        ).launch(
-            grid=(schedule.grid, 1, 1),
-            block=(traits.num_threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        for kernel in self.launches():
+            traits = kernel.traits
+            group = traits.group
+            schedule = KeySchedule.create(
+                lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n),
+                kernel.num_sms // group.size, is_short if kernel.deterministic else None,
+            )  # fmt: skip
+            operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
+            if const_expr(group.is_pair):
+                operands = PairOperands.create(traits, operands, (mQ, mdO, mK, mV), lengths)
+            kernel.kernel(
+                operands,
+                kernel._gradients(mdK, mdV, mCuSeqlensK is not None),
+                Scratch(mStats, mdQaccum, mSemaphores),
+                lengths,
+                softmax_scale,
+                ScoreScales.create(softmax_scale, softcap, kernel.score_mod is not None),
+                masks,
+                schedule.params,
+                schedule.group,
+                None if const_expr(group.is_pair) else tile_counter,
+                aux_grads if kernel.wants_aux else None,
+            ).launch(
+                grid=(schedule.grid * group.size, 1, 1),
+                block=(traits.num_threads, 1, 1),
+                cluster=group.cluster,
+                stream=stream,
+                min_blocks_per_mp=1,
+            )
 
     def _gradients(self, mdK: cute.Tensor, mdV: cute.Tensor, is_packed: bool) -> KeyGradients:
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -273,7 +316,7 @@ class FlashAttentionBackwardSm100:
     @cute.kernel
     def kernel(
         self,
-        operands: BwdOperands,
+        operands: BwdOperands | PairOperands,
         gradients: KeyGradients,
         scratch: Scratch,
         lengths: Lengths,
@@ -289,13 +332,14 @@ class FlashAttentionBackwardSm100:
         # -- shared memory, TMEM and channels
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == Role.LOAD:
-            for atom in (*operands[:8:2], *gradients[::2]):
+            loaded = operands.atoms if const_expr(traits.cta_pair) else operands[:8:2]
+            for atom in (*loaded, *gradients[::2]):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = traits.channels(storage, predecessors, lengths.work_fields)
+        channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
         traits.group.meet()
         if warp_idx == Role.MMA:
@@ -304,11 +348,11 @@ class FlashAttentionBackwardSm100:
         tiles = traits.tiles(storage)
 
         # -- roles
-        registers = REGISTERS
+        registers = WIDE_REGISTERS if traits.is_wide else REGISTERS
         has_lists_and_more = masks.bits is not None and (
             masks.columns is not None or self.deterministic
         )
-        if const_expr(scales.cap is not None or has_lists_and_more):
+        if const_expr(not traits.is_wide and (scales.cap is not None or has_lists_and_more)):
             registers = MORE_FOR_SCORES
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(registers.compute)
@@ -316,15 +360,26 @@ class FlashAttentionBackwardSm100:
             self.compute(gradients, tiles, channels, lengths, softmax_scale, score_args)
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(registers.reduce)
-            self.reduce(tiles, channels, registers)
+            if const_expr(traits.makes_dk):
+                self.reduce(tiles, channels, registers)
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(registers.of_helpers)
             if warp_idx == Role.LOAD:
-                queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
-                KeyLoads(traits, operands, tiles, channels, queries, lengths).run()
+                if const_expr(traits.cta_pair):
+                    PairLoads(traits, operands, tiles, channels, scratch.stats, lengths).run()
+                else:
+                    queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
+                    KeyLoads(traits, operands, tiles, channels, queries, lengths).run()
             elif warp_idx == Role.MMA:
-                products = traits.products(tiles)
-                BlockProducts(traits, bool(self.wants_aux), products, tiles, channels).run()
+                together = bool(self.wants_aux) or traits.is_serial
+                if const_expr(not traits.cta_pair):
+                    products = traits.products(tiles)
+                    BlockProducts(traits, together, products, tiles, channels).run()
+                elif traits.group.is_leader():
+                    products = pair_products(traits, storage)
+                    BlockProducts(traits, together, products, tiles, channels).run()
+                else:
+                    Arrivals(traits, tiles, channels).follow()
             elif warp_idx == Role.SCHEDULE:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
@@ -332,19 +387,27 @@ class FlashAttentionBackwardSm100:
                     tile_counter,
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
+                    traits.group.size,
                 )
-                rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
+                rules = BackwardMask.create(
+                    self, traits.columns, masks, lengths, group, traits.cta_pair
+                ).with_tile_n(traits.cluster_tile_n)
                 send_walks(scheduler, rules, lengths, channels.ring, channels.walk)
-            else:
+            elif const_expr(traits.makes_dk):
                 sizes = tuple(traits.size_dq(width) for width in traits.parts_dq)
                 scheme = self.deterministic, self.clears_dq
                 more = tiles.dq.iterator, channels.out, scratch, lengths
+                if const_expr(traits.cta_pair):
+                    # behind those of the other half of the queries
+                    more = (*more, partial(_first_of_cta, traits))
                 SumsOut(traits, channels, DqSums(sizes, *scheme, *more)).run()
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
-            warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_n, umma.COLUMNS)
-            rules = BackwardMask.create(self, umma.COLUMNS, masks, lengths, group)
+            columns = traits.columns
+            warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_n, columns)
+            is_part = traits.cta_pair
+            rules = BackwardMask.create(self, columns, masks, lengths, group, is_part)
             make_mask_bits(
                 rules, warp_rows, tiles.bits, channels.bits, channels.ring, channels.walk
             )
@@ -378,26 +441,37 @@ class FlashAttentionBackwardSm100:
             (traits.tile_m, traits.tile_n),
             ELEMENTS,
             Int32(0),
-            half * QUERIES,
+            half * traits.queries,
         )
-        scores = BlockScores(traits, tiles, channels, chain, half)
+        scores = BlockScores(traits, tiles, channels, chain, half, lengths)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):
-            # -- query blocks: S^T and dP^T of the half, (128 keys, 64 queries), become P^T and dS^T
+            # -- query blocks: S^T and dP^T of the half, (128 keys, queries), become P^T and dS^T
             if const_expr(traits.holds_keys):
                 self._hold_keys(tiles, channels, tile, state.number, half)
             chunk, state = channels.walk.visit(chunk, state, partial(scores.visit, tile))
-            # -- dV (128 keys, tile_dv) leaves by one warpgroup, dK (128 keys, tile_d) by the other
+            # -- dV (128 keys, tile_dv) leaves by one warpgroup, dK (128 keys, tile_d) by the other;
+            # where there is only one of them, by both
             channels.sums.wait(tile)
             umma.fence_after_wait()
             work = channels.ring.read(tile)
             store = partial(self._store_sums, tiles, lengths, work)
-            if half == 0:
-                store(gradients.dv_atom, gradients.dv, traits.column_dv, traits.tile_dv, None)
+            of_dv = gradients.dv_atom, gradients.dv, traits.column_dv, None
+            of_dk = gradients.dk_atom, gradients.dk, traits.column_dk, softmax_scale
+            if const_expr(traits.part == Part.ALL):
+                if half == 0:
+                    store(*of_dv, range(0, traits.head_dim_v, STORED_COLS))
+                else:
+                    store(*of_dk, range(0, traits.head_dim, STORED_COLS))
             else:
-                more = traits.column_dk, traits.tile_d, softmax_scale
-                store(gradients.dk_atom, gradients.dk, *more)
+                dim = traits.head_dim_v if const_expr(traits.makes_dv) else traits.head_dim
+                columns = range(0, dim, STORED_COLS)
+                middle = (len(columns) + 1) // HALVES
+                if half == 0:
+                    store(*(of_dv if traits.makes_dv else of_dk), columns[:middle])
+                else:
+                    store(*(of_dv if traits.makes_dv else of_dk), columns[middle:])
             # dS of the next work tile goes where they are sent from, behind its first dV
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             umma.fence_before_arrival()
@@ -445,20 +519,22 @@ class FlashAttentionBackwardSm100:
         atom: cute.CopyAtom,
         target: cute.Tensor,
         column: cutlass.Constexpr[int],
-        width: cutlass.Constexpr[int],
         scale: Float32 | None,
+        columns: cutlass.Constexpr[range],
     ):
-        """Store 32 keys of dK or dV from TMEM to memory, through this warp's places."""
+        """Store 32 keys of dK or dV from TMEM to memory, through this warp's places. columns: the
+        first ones of each 32 to store."""
         traits, lane = self.traits, cute.arch.lane_idx()
+        places = traits.store_places
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_packed = lengths.cu_seqlens_k is not None
         gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
         first_key = work.block * traits.tile_n + warp % (COMPUTE_WARPS // HALVES) * STORED_ROWS
-        for i in cutlass.range_constexpr(width // STORED_COLS):
-            first = i * STORED_COLS
-            place = warp * STORE_PLACES + i % STORE_PLACES
+        for i in cutlass.range_constexpr(len(columns)):
+            first = columns[i]
+            place = warp * places + i % places
             # what was sent from this place before has left
-            cute.arch.cp_async_bulk_wait_group(STORE_PLACES - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(places - 1, read=True)
             cute.arch.sync_warp()
             values = umma.load_columns(column + first, STORED_COLS, thread_in_warpgroup())
             umma.wait_loads()
@@ -485,7 +561,8 @@ class FlashAttentionBackwardSm100:
 
     @cute.jit
     def reduce(self, tiles: Tiles, channels: Channels, registers: cutlass.Constexpr[Registers]):
-        """Reduce warp: 32 queries of every block, one query for each thread."""
+        """Reduce warp: 32 queries of every block, one query for each thread; 16 of 64 queries, and
+        for each query two threads with columns of their own."""
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         held = self.traits.held_parts if registers.holds_dq else 0
         while channels.ring.wait(tile):
@@ -506,57 +583,81 @@ class FlashAttentionBackwardSm100:
         """Move dQ of a block out of TMEM, and part by part to the memory from which the send warp
         adds it. held: the last so many parts leave TMEM together, before they are staged.
         """
-        traits, row = self.traits, thread_in_warpgroup()
-        parts = traits.parts_dq
+        parts = self.traits.parts_dq
         in_turn = len(parts) - held
-        # -- dQ of the block is complete: (128 queries, tile_d)
+        # -- dQ of the block is complete: (tile_m queries, tile_d)
         channels.dq.wait(number)
         umma.fence_after_wait()
-        first = 0
         for i in cutlass.range_constexpr(in_turn):
             channels.out.acquire(number * len(parts) + i)
             umma.fence_after_wait()
             staged = self._staged(tiles, i)
             # not unrolled, since ptxas would fetch all at once
-            for c in cutlass.range(parts[i] // umma.CHUNK, unroll=1):
-                at = traits.column_dq + first + c * umma.CHUNK
-                values = umma.load_columns(at, umma.CHUNK, row)
+            for c in cutlass.range(self._loads_of(i), unroll=1):
+                values = self._load_dq(i, c)
                 umma.wait_loads()
                 self._stage_chunk(values, staged, c)
             umma.fence_before_arrival()
             if const_expr(i + 1 == len(parts)):
                 self._release_dq(channels, number)
             self._publish_part(channels, number * len(parts) + i)
-            first += parts[i]
         if const_expr(held):
             # -- the rest into registers; dQ of the next block may replace it in TMEM
-            columns = range(first, traits.tile_d, umma.CHUNK)
             umma.fence_after_wait()
-            chunks = [umma.load_columns(traits.column_dq + at, umma.CHUNK, row) for at in columns]
+            chunks = [
+                [self._load_dq(i, c) for c in range(self._loads_of(i))]
+                for i in range(in_turn, len(parts))
+            ]
             umma.wait_loads()
             umma.fence_before_arrival()
             self._release_dq(channels, number)
             for i in cutlass.range_constexpr(in_turn, len(parts)):
                 channels.out.acquire(number * len(parts) + i)
                 staged = self._staged(tiles, i)
-                for c in cutlass.range_constexpr(parts[i] // umma.CHUNK):
-                    self._stage_chunk(chunks[(i - in_turn) * parts[i] // umma.CHUNK + c], staged, c)
+                for c in cutlass.range_constexpr(self._loads_of(i)):
+                    self._stage_chunk(chunks[i - in_turn][c], staged, c)
                 self._publish_part(channels, number * len(parts) + i)
         return number + 1
 
+    def _loads_of(self, part: int) -> int:
+        """How many times a thread loads of a part."""
+        width = self.traits.parts_dq[part]
+        return width // umma.CHUNK if self.traits.rows_of_cta == umma.ROWS else 1
+
+    def _load_dq(self, part: int, load: int | Int32) -> cute.Tensor:
+        """This thread's values of a part: 32 columns of a query, or of 64 queries one half of the
+        part's columns."""
+        traits, first = self.traits, sum(self.traits.parts_dq[:part])
+        if traits.cta_pair:
+            at = traits.column_dq + first // 2
+            return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())
+        if traits.tile_m == umma.ROWS:
+            at = traits.column_dq + first + load * umma.CHUNK
+            return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())
+        product, column = first // traits.widths_dq[0], first % traits.widths_dq[0]
+        at = traits.column_dq + column + product * umma.HALF_LANES
+        return umma.load_half_lanes(at, traits.parts_dq[part], thread_in_warpgroup())
+
     def _staged(self, tiles: Tiles, part: int) -> cute.Tensor:
         """(4, rows, pieces): a thread's row of a part lies in pieces of 4 columns, tile_m rows
-        apart. So a warp writes 512 bytes at a time."""
-        shape = 4, self.traits.tile_m, self.traits.parts_dq[part] // 4
+        apart. So a warp writes 512 bytes at a time, or 256 twice."""
+        shape = 4, self.traits.rows_of_cta, self.traits.parts_dq[part] // 4
         return cute.make_tensor(tiles.dq.iterator, cute.make_layout(shape))
 
-    def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, chunk: int | Int32) -> None:
-        """Write 32 columns of this thread's row of a part."""
-        num_quads = umma.CHUNK // 4
+    def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, load: int | Int32) -> None:
+        """Write what this thread has loaded of a part."""
+        row, num_quads = thread_in_warpgroup(), cute.size(values) // 4
+        first = load * num_quads
+        if self.traits.cta_pair:
+            # the second half of the columns is in lanes 64 to 127
+            rows = self.traits.rows_of_cta
+            row, first = row % rows, row // rows * num_quads
+        elif self.traits.tile_m != umma.ROWS:
+            lane, lanes = row % WARP, WARP // 2
+            row, first = row // WARP * lanes + lane % lanes, lane // lanes * num_quads
         quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
         for g in range(num_quads):
-            place = staged[None, thread_in_warpgroup(), chunk * num_quads + g]
-            cute.autovec_copy(quads[None, g], place)
+            cute.autovec_copy(quads[None, g], staged[None, row, first + g])
 
     def _release_dq(self, channels: Channels, number: Int32) -> None:
         """Signal that this warp has its rows of dQ out of TMEM, behind a fence."""
@@ -567,3 +668,8 @@ class FlashAttentionBackwardSm100:
         """Signal that this warp has staged its rows of a part: the send warp may add it."""
         cute.arch.fence_proxy("async.shared", space="cta")
         channels.out.publish(fill)
+
+
+def _first_of_cta(traits: BwdTraits) -> Int32:
+    """Where the sums of a CTA of a pair begin in those of a row block."""
+    return traits.group.rank() * traits.rows_of_cta * traits.tile_d

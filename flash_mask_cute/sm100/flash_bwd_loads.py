@@ -44,8 +44,9 @@ class KeyLoads:
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
         """first: the number of the work tile's first block, which its keys and values come with."""
         row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
-        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
-        at = Visited(work, block, number, number == first, row_block)
+        of_block = self.lengths.of_block(work, block)
+        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        at = Visited(of_block, block, number, number == first, row_block)
         self.queries.load_query(at)
         self.queries.load_do(at)
         if at.is_first:
@@ -57,10 +58,10 @@ class KeyLoads:
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * traits.tile_n
-        for atom, source, smem, d, channel in (
-            (operands.k_atom, operands.k, tiles.k, traits.tile_d, channels.q),
-            (operands.v_atom, operands.v, tiles.v, traits.tile_dv, channels.do),
-        ):
+        wanted = [(operands.k_atom, operands.k, tiles.k, traits.tile_d, channels.q)]
+        if traits.makes_dk:
+            wanted += [(operands.v_atom, operands.v, tiles.v, traits.tile_dv, channels.do)]
+        for atom, source, smem, d, channel in wanted:
             gmem, row = tma.readable_rows(source, side, *place)
             box = ((1, traits.tile_n), d)
             src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
@@ -111,7 +112,8 @@ class SumsOut:
     def _send_block(self, work: Work, state: Sent, block: Block):
         sums, number = self.sums, state.number
         row_blocks = RowBlocks(sums.lengths, self.traits.tile_m)
-        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+        of_block = sums.lengths.of_block(work, block)
+        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
         if const_expr(sums.lengths.seqused_k is not None):
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))

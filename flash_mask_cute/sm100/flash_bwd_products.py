@@ -15,6 +15,7 @@ from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Products, Tiles
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
@@ -24,13 +25,19 @@ MOST_STEPS = 4
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """State of the mma warp. wants_both: S and dP of a block are needed together."""
+    """State of the mma warp. together: the products of a block are issued together, since S and dP
+    are needed together, or dQ lies over S (`BwdTraits.is_serial`)."""
 
     traits: cutlass.Constexpr[BwdTraits]
-    wants_both: cutlass.Constexpr[bool]
+    together: cutlass.Constexpr[bool]
     products: Products
     tiles: Tiles
     channels: Channels
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Of a pair."""
+        return Arrivals(self.traits, self.tiles, self.channels)
 
     @cute.jit
     def run(self):
@@ -45,7 +52,7 @@ class BlockProducts:
             step = self._step(tile, first)
             chunk, number = self.channels.walk.visit(chunk, number, step)
             # -- what lags of the last block; then dV and dK of the tile are complete
-            if const_expr(not self.wants_both):
+            if const_expr(not self.together):
                 if const_expr(self.traits.values_lag):
                     self._issue_late_values(number - 1, first)
                 self._issue_gradients(number - 1, first)
@@ -55,7 +62,7 @@ class BlockProducts:
 
     def _step(self, tile: Int32, first: Int32) -> partial:
         issue = self._issue_block
-        if self.wants_both:
+        if self.together:
             issue = self._issue_block_together
         elif self.traits.values_lag:
             issue = self._issue_block_ahead
@@ -68,15 +75,23 @@ class BlockProducts:
         dQ of the previous block leaves dP's columns while dV runs.
         """
         traits = self.traits
-        self.channels.q.wait(number)
-        if const_expr(traits.has_marks):
-            self._clear_marked_rows(number)
+        if const_expr(traits.cta_pair):
+            self.arrivals.q(number)
+        else:
+            self.channels.q.wait(number)
+            if const_expr(traits.has_marks):
+                self._clear_marked_rows(number)
         # -- S, then dK and dQ of the previous block, while the compute warps make P
         self._issue_scores(number)
+        if const_expr(traits.cta_pair):
+            traits.group.commit(self.channels.q.vacancy(number))
         if number > first:
             self._issue_gradients(number - 1, first)
         # -- dV and dP, which both read dO
-        self.channels.do.wait(number)
+        if const_expr(traits.cta_pair):
+            self.arrivals.do(number)
+        else:
+            self.channels.do.wait(number)
         self._issue_values(tile, number, first)
         self._issue_dp(number)
         self.traits.group.commit(self.channels.do.vacancy(number))
@@ -110,24 +125,34 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block_together(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """Issue all products of a block: S and dP, which are needed together, then those that use
-        their results."""
-        traits = self.traits
+        """Issue all products of a block: S and dP, then those that use their results."""
+        traits, group = self.traits, self.traits.group
         self.channels.q.wait(number)
         if const_expr(traits.has_marks):
             self._clear_marked_rows(number)
         # -- S and dP
         self._issue_scores(number)
+        if const_expr(not traits.makes_dk):
+            group.commit(self.channels.q.vacancy(number))
         self.channels.do.wait(number)
-        self._issue_dp(number)
+        if number == first:
+            # the sums of the work tile before have been taken; then dS may be written, too
+            self.channels.sums.acquire(tile)
+        if const_expr(traits.makes_dk):
+            self._issue_dp(number)
         # -- dV when P is there, dK and dQ when dS is
-        self._issue_values(tile, number, first)
-        self.traits.group.commit(self.channels.do.vacancy(number))
-        self._issue_gradients(number, first)
+        if const_expr(traits.makes_dv):
+            self._issue_dv(number, first)
+        group.commit(self.channels.do.vacancy(number))
+        if const_expr(traits.makes_dk):
+            self._issue_gradients(number, first)
         return number + 1
 
     @cute.jit
     def _issue_scores(self, number: Int32):
+        if const_expr(self.traits.dq_over_scores):
+            # dQ of the block before has been taken from there
+            self.channels.dq.acquire(number)
         umma.fence_after_wait()
         q_tile = self.products.s_q[None, None, None, self.channels.q.index(number)]
         s_k = self.products.s_k
@@ -182,17 +207,23 @@ class BlockProducts:
         """Issue dK and dQ of a block. This releases its Q, which also shows that keys have been
         read."""
         traits, group = self.traits, self.traits.group
+        q = self.channels.q
+        if const_expr(traits.cta_pair):
+            q = self.channels.q_columns
+            self.arrivals.q_columns(number)
         # -- dK += dS^T Q: (128 keys, tile_d)
         # dS is there
         self.channels.dp.wait_until_released(number)
         umma.fence_after_wait()
-        dk_q = self.products.dk_q[None, None, None, self.channels.q.index(number)]
+        dk_q = self.products.dk_q[None, None, None, q.index(number)]
         mma = traits.mma_sums(traits.tile_d)
         umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
-        # -- dQ = dS K, (128 queries, tile_d), in the place of the previous block's
+        # -- dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
-        dq_ds, dq_k = (x[None, None, None, 0] for x in (self.products.dq_ds, self.products.dq_k))
-        umma.issue(traits.mma_dq(), self.products.dq, dq_ds, dq_k, False, MOST_STEPS)
+        dq_ds = self.products.dq_ds[None, None, None, 0]
+        for width, part in zip(traits.widths_dq, self.products.dq, strict=True):
+            dq_k = part.k[None, None, None, 0]
+            umma.issue(traits.mma_dq(width), part.acc, dq_ds, dq_k, False, MOST_STEPS)
         group.commit(self.channels.dq.barrier(number))
-        group.commit(self.channels.q.vacancy(number))
+        group.commit(q.vacancy(number))

@@ -15,13 +15,15 @@ from cutlass import Float32, Int32
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.score_gradients import Statistics, has_reference
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
-from flash_mask_cute.sm100.flash_bwd_traits import HALVES, QUERIES, BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_pairs import store_grads
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 # 16-bit values that a thread writes at once
 VECTOR_16_BITS = 8
@@ -47,17 +49,18 @@ class BlockScores:
     channels: Channels
     chain: ScoreChain
     half: Int32
+    lengths: Lengths
 
     @cute.jit
     def visit(self, tile: Int32, state: Blocks, block: Block):
         """Compute P and dS of a query block, masked if it is cut."""
         cuts = state.cuts
         compute = partial(self._compute, tile, state.number, block)
-        self.channels.q.wait(state.number)
+        self.channels.stats.wait(state.number)
         if block.kind == Kind.PARTIAL:
             self.channels.bits.wait(cuts)
-            key = thread_in_warpgroup()
-            words = tuple(self.tiles.bits[self.half * HALVES + w, key] for w in range(HALVES))
+            key, count = thread_in_warpgroup(), self.traits.queries // bit_tile.WORD
+            words = tuple(self.tiles.bits[self.half * count + w, key] for w in range(count))
             cute.arch.sync_warp()
             self.channels.bits.release(cuts)
             compute(words)
@@ -68,9 +71,12 @@ class BlockScores:
 
     def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
         traits, thread = self.traits, thread_in_warpgroup()
-        statistics = self._statistics(self.channels.q.index(number))
-        first_s, first_dp = (x + self.half * QUERIES for x in (traits.column_s, traits.column_dp))
-        place = self.channels.ring.read(tile), block.head_idx, block.index
+        statistics = self._statistics(self.channels.stats.index(number))
+        first_s, first_dp = (
+            x + self.half * traits.queries for x in (traits.column_s, traits.column_dp)
+        )
+        work = self.lengths.of_block(self.channels.ring.read(tile), block)
+        place = work, block.head_idx, block.index
         keep_grads = partial(self._keep_grads, first_dp, thread)
         self.channels.s.wait(number)
         umma.fence_after_wait()
@@ -85,29 +91,37 @@ class BlockScores:
             else:
                 factors = self._replace_modified(place, first_s, statistics, bits, thread)
             self._complete(self.channels.s, number)
-            self.channels.dp.wait(number)
-            umma.fence_after_wait()
-            for chunk, grads in self._chunks(first_dp, thread):
-                score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
-                keep_grads(chunk, keep_rounded(grads, traits.dtype))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self._complete(self.channels.dp, number)
-        self.channels.q.release(number)
+            if traits.makes_dk:
+                self.channels.dp.wait(number)
+                umma.fence_after_wait()
+                for chunk, grads in self._chunks(first_dp, thread):
+                    score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
+                    keep_grads(chunk, keep_rounded(grads, traits.dtype))
+        if traits.makes_dk:
+            space = "cluster" if traits.cta_pair else "cta"
+            cute.arch.fence_proxy("async.shared", space=space)
+            self._complete(self.channels.dp, number, orders_memory=True)
+        self.channels.stats.release(number)
 
-    def _complete(self, channel: Channel, number) -> None:
-        """Release the values that this warp has replaced in TMEM."""
+    def _complete(self, channel: Channel, number, orders_memory: bool = False) -> None:
+        """Release the values that this warp has replaced in TMEM, and written to shared memory."""
         umma.wait_stores()
         umma.fence_before_arrival()
         cute.arch.sync_warp()
-        channel.release(number)
+        channel.release(number, orders_memory)
 
     def _keep_grads(self, first, thread, chunk: int, words) -> None:
         """Write the words of dS of a chunk to TMEM, and to shared memory."""
         umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+        if self.traits.cta_pair:
+            # the CTA with the number of a half sums dQ of that half of the queries
+            key = self.traits.group.rank() * self.traits.tile_n + thread
+            store_grads(self.tiles.ds.iterator, self.half, key, words, chunk * umma.CHUNK)
+            return
         values = cute.flat_divide(cute.recast_tensor(words, self.traits.dtype), (VECTOR_16_BITS,))
         target = cute.flat_divide(self.tiles.ds[None, thread, 0], (VECTOR_16_BITS,))
         for i in range(umma.CHUNK // VECTOR_16_BITS):
-            at = (self.half * QUERIES + chunk * umma.CHUNK) // VECTOR_16_BITS + i
+            at = (self.half * self.traits.queries + chunk * umma.CHUNK) // VECTOR_16_BITS + i
             cute.autovec_copy(values[None, i], target[None, at])
 
     def _replace_scores(self, first, statistics, bits, thread) -> list:
@@ -117,15 +131,16 @@ class BlockScores:
             if bits is not None:
                 bit_tile.hide_unset(scores, (bits[chunk],))
             probabilities(scores, _part(statistics.lse, chunk), self.chain.scales.scale_log2)
-            words = keep_rounded(scores, self.traits.dtype)
-            umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+            if self.traits.makes_dv:
+                words = keep_rounded(scores, self.traits.dtype)
+                umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
             factors.append(scores)
         return factors
 
     def _replace_modified(self, place, first, statistics, bits, thread) -> list:
         """The same for modified scores."""
         factors = []
-        for chunk in range(QUERIES // umma.CHUNK):
+        for chunk in range(self.traits.queries // umma.CHUNK):
             kept = cute.make_rmem_tensor((1, umma.CHUNK), Float32)
             for part in range(0, umma.CHUNK, MODIFIED_COLS):
                 first_col = chunk * umma.CHUNK + part
@@ -135,7 +150,8 @@ class BlockScores:
                 umma.wait_loads()
                 words = cute.make_rmem_tensor(MODIFIED_COLS // 2, Int32)
                 self.chain.apply(*place, scores, bits, statistics, words, first_col)
-                umma.store_columns(words, first + first_col // 2, thread)
+                if self.traits.makes_dv:
+                    umma.store_columns(words, first + first_col // 2, thread)
                 for i in range(MODIFIED_COLS):
                     kept[0, part + i] = scores[0, i]
             factors.append(kept)
@@ -145,8 +161,9 @@ class BlockScores:
         self, place, first_s, first_dp, bits, statistics, thread, keep_grads
     ) -> None:
         """Replace S by P and dP by dS, and add to gradients of aux tensors."""
-        words = tuple(cute.make_rmem_tensor(QUERIES // 2, Int32) for _ in range(2))
-        for chunk in range(QUERIES // umma.CHUNK):
+        queries = self.traits.queries
+        words = tuple(cute.make_rmem_tensor(queries // 2, Int32) for _ in range(2))
+        for chunk in range(queries // umma.CHUNK):
             scores, grads = (
                 umma.load_columns(first + chunk * umma.CHUNK, umma.CHUNK, thread)
                 for first in (first_s, first_dp)
@@ -154,7 +171,8 @@ class BlockScores:
             umma.wait_loads()
             _apply_to_both(self.chain, place, scores, grads, chunk, bits, statistics, words)
             probs, dscores = (_words_of(x, chunk) for x in words)
-            umma.store_columns(probs, first_s + chunk * CHUNK_WORDS, thread)
+            if self.traits.makes_dv:
+                umma.store_columns(probs, first_s + chunk * CHUNK_WORDS, thread)
             keep_grads(chunk, dscores)
 
     def _chunks(self, first, thread) -> Iterator:
@@ -163,11 +181,12 @@ class BlockScores:
         Each chunk is loaded while the previous one is processed.
         """
         following = umma.load_columns(first, umma.CHUNK, thread)
-        for chunk in range(QUERIES // umma.CHUNK):
+        num_chunks = self.traits.queries // umma.CHUNK
+        for chunk in range(num_chunks):
             umma.wait_loads()
             values = following
             umma.fence_after_wait()
-            if chunk + 1 < QUERIES // umma.CHUNK:
+            if chunk + 1 < num_chunks:
                 at = first + (chunk + 1) * umma.CHUNK
                 following = umma.load_columns(at, umma.CHUNK, thread)
             yield chunk, values
@@ -175,8 +194,8 @@ class BlockScores:
     def _statistics(self, stage: Int32) -> Statistics:
         """Statistics of the queries of a half, in shared memory."""
         tile_m = self.traits.tile_m
-        row = self.tiles.stats[None, stage].iterator + self.half * QUERIES
-        layout = cute.make_layout(QUERIES)
+        row = self.tiles.stats[None, stage].iterator + self.half * self.traits.queries
+        layout = cute.make_layout(self.traits.queries)
         numbers = [
             cute.make_tensor((row + i * tile_m).align(16), layout)
             for i in range(self.traits.num_stats)

@@ -3,8 +3,8 @@
 Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
     scheduler_rings,
     swizzled,
 )
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words
 from flash_mask_cute.core.softmax import round_pair
@@ -33,21 +34,24 @@ from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
+from flash_mask_cute.sm100.umma import NUM_COLUMNS, ROWS
 
-TILE_M = TILE_N = ROWS
+TILE_N = ROWS
+# queries of a block, up to MAX_DIM columns and above
+TILE_M, WIDE_TILE_M = ROWS, ROWS // 2
+MAX_DIM = 128
 # columns of tiles: heads of other dimensions are rounded up
-TILE_DIMS = (64, 96, 128)
+TILE_DIMS = (64, 96, 128, 192, 256)
 NUM_WARPGROUPS = 5
 MASK_REGISTERS = 48
 # columns of dQ that a reduce thread holds, at most
 MOST_HELD = 64
+# columns that leave in one part at most: of blocks of 64 queries, and where memory is short
+MOST_OF_PART, LEAST_OF_PART = 64, 32
 # warpgroups that share the queries of a block
 HALVES = 2
-QUERIES = TILE_M // HALVES
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
 STORED_ROWS, STORED_COLS = 32, 32
-STORE_PLACES = 2
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
 
@@ -70,10 +74,20 @@ class Registers(NamedTuple):
         return registers_left(NUM_WARPGROUPS, taken)
 
 
+class Part(Enum):
+    """The gradients that a launch computes: all, or those of the values, or of queries and keys."""
+
+    ALL = "all"
+    VALUES = "values"
+    KEYS = "keys"
+
+
 REGISTERS = Registers(152, 96)
 # for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
 # fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
+# for half as many queries of a block
+WIDE_REGISTERS = Registers(128, 112)
 
 
 class Role(IntEnum):
@@ -94,76 +108,93 @@ NUM_MASK_WARPS = 4
 
 
 class Channels(NamedTuple):
-    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`."""
+    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
+    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. The last ones are those of a pair:
+    half of the columns of Q, and what is there in the CTA that does not issue products."""
 
     q: Channel
+    stats: Channel
     do: Channel
     kv: Channel | None
     s: Channel
-    dp: Channel
-    dq: Channel
+    dp: Channel | None
+    dq: Channel | None
     sums: Channel
-    out: Channel
+    out: Channel | None
     bits: Channel
     ring: WorkRing
     walk: WalkRing
+    q_columns: Channel | None = None
+    q_there: Channel | None = None
+    do_there: Channel | None = None
+    q_columns_there: Channel | None = None
 
 
 class Tiles(NamedTuple):
     """The contents of shared memory: see `BwdTraits` for the layouts.
 
     ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
-    a
-    part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
+    a part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
     """
 
-    q: cute.Tensor  # (128, tile_d, stages_q)
-    do: cute.Tensor  # (128, tile_dv, stages_do)
+    q: cute.Tensor  # (tile_m, tile_d, stages_q)
+    do: cute.Tensor  # (tile_m, tile_dv, stages_do)
     k: cute.Tensor  # (128, tile_d, 1)
-    v: cute.Tensor  # (128, tile_dv, 1)
-    ds: cute.Tensor  # (128 queries, 128 keys, 1)
+    v: cute.Tensor | None  # (128, tile_dv, 1)
+    ds: cute.Tensor  # (tile_m queries, 128 keys, 1)
     stored: cute.Tensor  # (32 keys, 32 columns, places of warps)
-    dq: cute.Tensor  # (values of a part,)
+    dq: cute.Tensor | None  # (values of a part,)
     stats: cute.Tensor  # (stats_words, stages_q)
     bits: cute.Tensor  # (words, tile_n)
     words: None = None
+    # of a pair: half of the columns of all queries of a block, and of the keys of both CTAs
+    q_columns: cute.Tensor | None = None  # (128, 64, 1)
+    do_columns: cute.Tensor | None = None  # (128, 64, 1)
+    k_columns: cute.Tensor | None = None  # (128, 64, CTAs)
+
+
+class PartOfDq(NamedTuple):
+    """A product of dQ: result, and keys as operand B."""
+
+    acc: cute.Tensor  # (tile_m queries, columns)
+    k: cute.Tensor
 
 
 class Products(NamedTuple):
-    """Fragments of the five products; names are result, then operand.
+    """Fragments of the products that a launch computes; names are result, then operand.
 
     p, ds: in TMEM, one for each half of the queries. s_k, dp_v: with one stage, in TMEM if
-    `BwdTraits.holds_keys`.
+    `BwdTraits.holds_keys`. dq: by `BwdTraits.widths_dq`.
     """
 
-    s: cute.Tensor  # (128 keys, 128 queries)
+    s: cute.Tensor  # (128 keys, tile_m queries)
     s_k: cute.Tensor
     s_q: cute.Tensor
-    dp: cute.Tensor  # (128 keys, 128 queries)
-    dp_v: cute.Tensor
-    dp_do: cute.Tensor
-    dv: cute.Tensor  # (128 keys, tile_dv)
-    p: tuple[cute.Tensor, ...]  # (128 keys, 64 queries) each
-    dv_do: cute.Tensor
-    dk: cute.Tensor  # (128 keys, tile_d)
-    ds: tuple[cute.Tensor, ...]  # (128 keys, 64 queries) each
-    dk_q: cute.Tensor
-    dq: cute.Tensor  # (128 queries, tile_d)
-    dq_ds: cute.Tensor
-    dq_k: cute.Tensor
+    dp: cute.Tensor | None  # (128 keys, tile_m queries)
+    dp_v: cute.Tensor | None
+    dp_do: cute.Tensor | None
+    dv: cute.Tensor | None  # (128 keys, tile_dv)
+    p: tuple[cute.Tensor, ...] | None  # (128 keys, tile_m / 2 queries) each
+    dv_do: cute.Tensor | None
+    dk: cute.Tensor | None  # (128 keys, tile_d)
+    ds: tuple[cute.Tensor, ...] | None  # (128 keys, tile_m / 2 queries) each
+    dk_q: cute.Tensor | None
+    dq: tuple[PartOfDq, ...] | None
+    dq_ds: cute.Tensor | None
 
 
 @dataclass(frozen=True)
 class BwdTraits:
-    """Shape of one CTA's work: 128 keys, and a walk over blocks of 128 queries.
+    """Shape of one CTA's work: 128 keys, and a walk over blocks of tile_m queries.
 
     S^T and dP^T have keys in lanes, so P^T and dS^T overwrite them in TMEM and are operands of dV
     and dK. dS also goes to shared memory, for dQ.
 
     stages_q, stages_do: blocks of queries and of their output gradients in flight. has_marks: rows
     of queries that see nothing may be marked to be cleared. has_reference: the statistics of a
-    query have a third number, for scores of any magnitude. stages_kv, value_cols, cta_pair: options
-    of Hopper, not supported here.
+    query have a third number, for scores of any magnitude. part: the gradients that a launch
+    computes (`launches`). cta_pair: two CTAs compute products together (`flash_bwd_pairs`).
+    stages_kv, value_cols: options of Hopper, not supported here.
     """
 
     dtype: type[cutlass.Numeric]
@@ -177,10 +208,11 @@ class BwdTraits:
     cta_pair: bool = False
     has_marks: bool = False
     has_reference: bool = False
+    part: Part = Part.ALL
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
-    tile_n = cluster_tile_n = TILE_N
+    tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property
@@ -192,42 +224,123 @@ class BwdTraits:
         return _rounded(self.head_dim_v)
 
     @property
+    def is_wide(self) -> bool:
+        return max(self.head_dim, self.head_dim_v) > MAX_DIM
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block that a compute thread has."""
+        return self.tile_m // HALVES
+
+    @property
+    def columns(self) -> umma.RowColumns:
+        """Of a row of the bit tile: the queries of a block."""
+        return umma.RowColumns(self.tile_m // bit_tile.WORD)
+
+    @property
     def group(self) -> umma.Group:
-        return umma.Group(1)
+        return umma.Group(2 if self.cta_pair else 1)
+
+    @property
+    def cluster_tile_n(self) -> int:
+        """Keys that walk over the queries together."""
+        return self.tile_n * self.group.size
+
+    @property
+    def rows_of_cta(self) -> int:
+        """Queries of a block that a CTA loads for S and dP, and whose dQ it sums."""
+        return self.tile_m // self.group.size
+
+    @property
+    def columns_of_cta(self) -> int:
+        """Columns of a block, and of the keys, that a CTA of a pair loads for dK, dV and dQ."""
+        return self.tile_d // self.group.size
+
+    # -- launches -------------------------------------------------------------------------------
+
+    def launches(self) -> tuple["BwdTraits", ...]:
+        """The traits of each launch. If dV, dK and dQ do not fit into TMEM together, one launch
+        computes dV, and another one dK and dQ, each from S of its own."""
+        if self.part != Part.ALL or self.column_dq is not None:
+            return (self,)
+        values = replace(self, part=Part.VALUES, stages_q=2, stages_do=2)
+        return values, replace(self, part=Part.KEYS)
+
+    @property
+    def makes_dv(self) -> bool:
+        return self.part != Part.KEYS
+
+    @property
+    def makes_dk(self) -> bool:
+        """Whether dK and dQ are computed."""
+        return self.part != Part.VALUES
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
     # those of dP: a warp writes only where it has read itself.
 
-    column_s = 0
-    column_dp = TILE_M
-    column_dv = 2 * TILE_M
+    @property
+    def column_s(self) -> int:
+        """In blocks of 64 queries S and dP lie behind the sums, so that dQ may begin in their place
+        and be wider."""
+        return self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d if self.is_wide else 0
+
+    @property
+    def column_dp(self) -> int:
+        return self.column_s + self.tile_m
+
+    @property
+    def column_dv(self) -> int:
+        return 0 if self.is_wide else 2 * self.tile_m
 
     @property
     def column_dk(self) -> int:
-        return self.column_dv + self.tile_dv
+        return self.column_dv + self.makes_dv * self.tile_dv
 
     @property
-    def column_dq(self) -> int:
+    def widths_dq(self) -> tuple[int, ...]:
+        """Columns of each product of dQ. An accumulator of 64 rows has 16 of 32 lanes. So of 64
+        queries, there are two in the same columns of TMEM, which share the columns of dQ."""
+        if not self.is_wide or self.tile_d <= ROWS // 2:
+            return (self.tile_d,)
+        first = ROWS if self.tile_d > ROWS else ROWS // 2
+        return first, self.tile_d - first
+
+    @property
+    def column_dq(self) -> int | None:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
-        then."""
-        return self.column_dp if self.dq_shares else self.column_dk + self.tile_d
+        then, or that of S; None if it does not fit with dV and dK."""
+        behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
+        places = behind, self.column_dp, self.column_s
+        return next((x for x in places if x + self.widths_dq[0] <= NUM_COLUMNS), None)
 
     @property
     def dq_shares(self) -> bool:
-        return self.column_dk + 2 * self.tile_d > NUM_COLUMNS
+        """Whether dQ lies over dP."""
+        return self.column_dq == self.column_dp
+
+    @property
+    def dq_over_scores(self) -> bool:
+        return self.makes_dk and self.column_dq == self.column_s
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether the products of a block are issued together: S of the next block would overwrite
+        dQ of this one, or has no second place for its queries."""
+        return self.part != Part.ALL or self.dq_over_scores
 
     @property
     def values_lag(self) -> bool:
         """Whether dV of a block is issued behind dP of the block. That needs room for dQ beside dP:
         dP then waits for nothing but its operands."""
-        return not self.dq_shares
+        return not (self.dq_shares or self.is_serial)
 
     @property
     def holds_keys(self) -> bool:
         """Whether TMEM has columns left for K and V, two values per column. S and dP then read half
         as much shared memory."""
-        return not self.dq_shares and self.column_v + self.tile_dv // 2 <= NUM_COLUMNS
+        has_room = self.values_lag and not self.is_wide
+        return has_room and self.column_v + self.tile_dv // 2 <= NUM_COLUMNS
 
     @property
     def column_k(self) -> int:
@@ -242,25 +355,40 @@ class BwdTraits:
     @property
     def parts_dq(self) -> tuple[int, ...]:
         """Widths of the parts of dQ, which leave in turn."""
-        return (64,) if self.tile_d == 64 else (32,) * (self.tile_d // 32)
+        width = LEAST_OF_PART
+        if self.cta_pair:
+            # 32 of each half of the columns, which are in lanes 0 to 63 and 64 to 127
+            return (2 * width,) * (self.tile_d // (2 * width))
+        if self.tile_d == MOST_OF_PART or (self.is_wide and self.part == Part.ALL):
+            width = MOST_OF_PART if self.tile_d % MOST_OF_PART == 0 else LEAST_OF_PART
+        return (width,) * (self.tile_d // width)
 
     @property
     def held_parts(self) -> int:
         """The last so many parts of dQ that a thread holds in registers together, so that TMEM is
         free before any of them is staged."""
-        return min(len(self.parts_dq), MOST_HELD // max(self.parts_dq))
+        # of many small parts, more would spill
+        most = MOST_HELD // 2 if self.part == Part.KEYS else MOST_HELD
+        held_by_thread = max(self.parts_dq) // (ROWS // self.rows_of_cta)
+        return min(len(self.parts_dq), most // held_by_thread)
 
     def size_dq(self, width: int) -> int:
         """Values of a part of dQ."""
-        return self.tile_m * width
+        return self.rows_of_cta * width
+
+    @property
+    def store_places(self) -> int:
+        """Places of a warp from which dK and dV are stored: as many as the memory of dS has."""
+        size = STORED_ROWS * STORED_COLS * COMPUTE_WARPS
+        return min(2, self.tile_m * self.tile_n // size)
 
     @property
     def bytes_q(self) -> int:
-        return self.tile_m * self.tile_d * 2
+        return self.rows_of_cta * self.tile_d * 2
 
     @property
     def bytes_do(self) -> int:
-        return self.tile_m * self.tile_dv * 2
+        return self.rows_of_cta * self.tile_dv * 2
 
     @property
     def bytes_with_q(self) -> int:
@@ -270,7 +398,7 @@ class BwdTraits:
 
     @property
     def bytes_with_do(self) -> int:
-        return self.tile_n * self.tile_dv * 2
+        return self.makes_dk * self.tile_n * self.tile_dv * 2
 
     @property
     def bytes_ds(self) -> int:
@@ -278,7 +406,7 @@ class BwdTraits:
 
     @property
     def bytes_dq(self) -> int:
-        return self.size_dq(max(self.parts_dq)) * 4
+        return self.makes_dk * self.size_dq(max(self.parts_dq)) * 4
 
     @property
     def num_stats(self) -> int:
@@ -296,11 +424,18 @@ class BwdTraits:
 
     @property
     def smem_bytes(self) -> int:
+        """Of the launch that needs the most."""
+        return max(x._smem_bytes for x in self.launches())
+
+    @property
+    def _smem_bytes(self) -> int:
+        # a pair has Q, dO and K twice, by rows and by columns
+        ways = self.group.size
         return (
-            self.bytes_with_q
+            self.bytes_with_q * ways
             + self.bytes_with_do
             + self.stages_q * (self.bytes_q + self.num_stats * self.tile_m * 4)
-            + self.stages_do * self.bytes_do
+            + self.stages_do * self.bytes_do * ways
             + self.bytes_ds
             + self.bytes_dq
             + SMEM_BOOKKEEPING
@@ -308,17 +443,23 @@ class BwdTraits:
 
     def infeasible(self) -> str | None:
         """The reason why a kernel with these traits cannot run, or None."""
+        dims = f"{self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
-            dims = f"{self.head_dim}, {self.head_dim_v}"
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
-        if self.tile_m != TILE_M:
-            return f"tile_m must be {TILE_M} on Blackwell, got {self.tile_m}"
-        if self.stages_q != 2:
+        tile_m = WIDE_TILE_M if self.is_wide else TILE_M
+        if self.tile_m != tile_m:
+            return f"tile_m must be {tile_m} on Blackwell for {dims}, got {self.tile_m}"
+        if self.stages_q != 2 and not self.launches()[-1].is_serial:
             # Q of a block is multiplied once more when S of the next one has been
-            return f"stages_q must be 2 on Blackwell, got {self.stages_q}"
-        if self.stages_do not in (1, 2):
-            return f"stages_do must be 1 or 2, got {self.stages_do}"
-        for name, value in (("stages_kv", 1), ("value_cols", 0), ("cta_pair", False)):
+            return f"stages_q must be 2 on Blackwell for {dims}, got {self.stages_q}"
+        for name in ("stages_q", "stages_do"):
+            if getattr(self, name) not in (1, 2):
+                return f"{name} must be 1 or 2, got {getattr(self, name)}"
+        if self.cta_pair and (self.tile_d, self.tile_dv) != (MAX_DIM, MAX_DIM):
+            return f"cta_pair=True is for tiles of 128 columns on Blackwell, got {dims}"
+        if self.cta_pair and self.stages_do != 1:
+            return f"stages_do must be 1 with cta_pair=True on Blackwell, got {self.stages_do}"
+        for name, value in (("stages_kv", 1), ("value_cols", 0)):
             if getattr(self, name) != value:
                 return f"{name} must be {value} on Blackwell, got {getattr(self, name)}"
         if self.smem_bytes > SMEM_CAPACITY:
@@ -333,65 +474,75 @@ class BwdTraits:
         b_major: OperandMajorMode,
         n: int,
         source: tcgen05.OperandSource = tcgen05.OperandSource.SMEM,
+        rows: int = ROWS,
     ) -> cute.TiledMma:
-        more = cutlass.Float32, self.group.kind, (ROWS, n), source
+        more = cutlass.Float32, self.group.kind, (rows, n), source
         return blackwell.make_trivial_tiled_mma(self.dtype, self.dtype, a_major, b_major, *more)
 
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
         source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m, source)
+        more = self.tile_m, source, self.group.rows
+        return self._mma(OperandMajorMode.K, OperandMajorMode.K, *more)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n, tcgen05.OperandSource.TMEM)
+        more = n, tcgen05.OperandSource.TMEM, self.group.rows
+        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, *more)
 
-    def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K: queries by columns."""
-        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, self.tile_d)
+    def mma_dq(self, n: int) -> cute.TiledMma:
+        """dQ = dS K: queries by n columns."""
+        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, n, rows=self.tile_m)
 
-    def _rows(self, cols: int, stages: int) -> cute.ComposedLayout:
-        """(128, cols, stages) with cols contiguous."""
-        tile = (ROWS, ROWS, cols)
+    def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
+        """(rows, cols, stages) with cols contiguous."""
+        tile = (ROWS, rows, cols)
         return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
 
     def layout_q(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_d, self.stages_q)
+        stages = 1 if self.cta_pair else self.stages_q
+        return self._rows(self.rows_of_cta, self.tile_d, stages)
 
     def layout_do(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_dv, self.stages_do)
+        return self._rows(self.rows_of_cta, self.tile_dv, self.stages_do)
 
     def layout_k(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_d, 1)
+        return self._rows(self.tile_n, self.tile_d, 1)
 
     def layout_v(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_dv, 1)
+        return self._rows(self.tile_n, self.tile_dv, 1)
+
+    def layout_columns(self, stages: int = 1) -> cute.ComposedLayout:
+        """(128, columns of a CTA, stages): of queries, or of the keys of each CTA of a pair."""
+        return self._rows(ROWS, self.columns_of_cta, stages)
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
         return (
-            (self.layout_q(), self.tile_m, self.tile_d),
-            (self.layout_do(), self.tile_m, self.tile_dv),
+            (self.layout_q(), self.rows_of_cta, self.tile_d),
+            (self.layout_do(), self.rows_of_cta, self.tile_dv),
             (self.layout_k(), self.tile_n, self.tile_d),
             (self.layout_v(), self.tile_n, self.tile_dv),
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """(queries, keys, 1), a key's queries contiguous."""
-        tile = (ROWS, self.tile_m, self.tile_n)
+        """(queries, keys, 1), a key's queries contiguous; in a pair half of the queries, and the
+        keys of both CTAs."""
+        tile = (ROWS, self.rows_of_cta, self.cluster_tile_n)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
 
     def layout_stored(self) -> cute.ComposedLayout:
         """(32 keys, 32 columns, places of warps)."""
         tile = (STORED_ROWS, STORED_COLS)
-        places = STORE_PLACES * COMPUTE_WARPS
+        places = self.store_places * COMPUTE_WARPS
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, places)
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
-        def elements(layout: cute.ComposedLayout) -> type:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+        def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
+            size = cute.cosize(layout) if is_there else 0
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
 
         def barriers(stages: int) -> type:
             return cute.struct.MemRange[cutlass.Int64, 2 * stages]
@@ -407,11 +558,14 @@ class BwdTraits:
             q: elements(self.layout_q())
             do: elements(self.layout_do())
             k: elements(self.layout_k())
-            v: elements(self.layout_v())
+            v: elements(self.layout_v(), self.makes_dk)
+            q_columns: elements(self.layout_columns(), self.cta_pair)
+            do_columns: elements(self.layout_columns(), self.cta_pair)
+            k_columns: elements(self.layout_columns(2), self.cta_pair)
             ds: elements(self.layout_ds())
             dq: floats(self.bytes_dq // 4)
             stats: floats(self.stats_words * self.stages_q)
-            bits: words(COLUMNS.num_words * self.tile_n)
+            bits: words(self.columns.num_words * self.tile_n)
             ring: words(WORDS * RING_STAGES)
             walk: words(WORDS * WALK_STAGES)
             predecessors: words(CHUNK * WALK_STAGES)
@@ -426,17 +580,20 @@ class BwdTraits:
             ring_barriers: barriers(RING_STAGES)
             walk_barriers: barriers(WALK_STAGES)
             kv_barriers: barriers(1)
+            stats_barriers: barriers(self.stages_q)
+            q_columns_barriers: barriers(1)
+            there_barriers: barriers(3)
             tmem: cutlass.Int32
 
         return Storage
 
     def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`,
-        fields: see `WorkRing`."""
-        # load, mma and send, and those of many warps
-        num_walkers = 3 + COMPUTE_WARPS + REDUCE_WARPS + NUM_MASK_WARPS
+        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
+        group = self.group
+        # load and mma, and those of many warps; with dQ also send and reduce
+        num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
         ring, walk = scheduler_rings(
             storage,
             num_walkers,
@@ -444,62 +601,107 @@ class BwdTraits:
             ascending=True,
             uncut_first=False,
             predecessors=predecessors,
-            fields=fields,
+            fields=lengths.work_fields,
+            chunk_fields=lengths.chunk_fields,
         )
 
         def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
-        return Channels(
+        def multiplied(barriers: Any, consumers: int) -> Channel:
+            count = consumers * group.size
+            return Channel.create(barriers.data_ptr(), 1, 1, count, group.home)
+
+        dp = dq = out = None
+        if self.makes_dk:
+            dp = multiplied(storage.dp_barriers, COMPUTE_WARPS)
+            dq = multiplied(storage.dq_barriers, REDUCE_WARPS)
+            out = channel(storage.out_barriers, REDUCE_WARPS, 1)
+        of_pair: dict[str, Channel] = {}
+        if self.cta_pair:
+            q = channel(storage.q_barriers, 1, 1)
+            # who clears marked rows reads them, too
+            readers = COMPUTE_WARPS + self.has_marks
+            stats = channel(storage.stats_barriers, 1, readers, self.stages_q)
+            of_pair["q_columns"] = channel(storage.q_columns_barriers, 1, 1)
+            first = storage.there_barriers.data_ptr()
+            for i, name in enumerate(("q_there", "do_there", "q_columns_there")):
+                of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
+        else:
             # products, and who reads the statistics
-            q=channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q),
+            q = stats = channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q)
+        return Channels(
+            q=q,
+            stats=stats,
             do=channel(storage.do_barriers, 1, 1, self.stages_do),
             kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1) if self.holds_keys else None,
-            s=channel(storage.s_barriers, 1, COMPUTE_WARPS),
-            dp=channel(storage.dp_barriers, 1, COMPUTE_WARPS),
-            dq=channel(storage.dq_barriers, 1, REDUCE_WARPS),
-            sums=channel(storage.sums_barriers, 1, COMPUTE_WARPS),
-            out=channel(storage.out_barriers, REDUCE_WARPS, 1),
+            s=multiplied(storage.s_barriers, COMPUTE_WARPS),
+            dp=dp,
+            dq=dq,
+            sums=multiplied(storage.sums_barriers, COMPUTE_WARPS),
+            out=out,
             bits=channel(storage.bits_barriers, NUM_MASK_WARPS, COMPUTE_WARPS),
             ring=ring,
             walk=walk,
+            **of_pair,
         )
 
     def tiles(self, storage: Any) -> Tiles:
         tensor = partial(swizzled, dtype=self.dtype)
+        dq = None
+        if self.makes_dk:
+            dq = storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4))
+        of_pair = {}
+        if self.cta_pair:
+            of_pair = {
+                "q_columns": tensor(storage.q_columns, self.layout_columns()),
+                "do_columns": tensor(storage.do_columns, self.layout_columns()),
+                "k_columns": tensor(storage.k_columns, self.layout_columns(2)),
+            }
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
             k=tensor(storage.k, self.layout_k()),
-            v=tensor(storage.v, self.layout_v()),
+            v=tensor(storage.v, self.layout_v()) if self.makes_dk else None,
             ds=tensor(storage.ds, self.layout_ds()),
             stored=tensor(storage.ds, self.layout_stored()),
-            dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
+            dq=dq,
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
-            bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
+            bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
+            **of_pair,
         )
 
     def products(self, tiles: Tiles) -> Products:
-        scores, of_dq = self.mma_scores(), self.mma_dq()
+        scores = self.mma_scores()
         by_d, by_dv = self.mma_sums(self.tile_d), self.mma_sums(self.tile_dv)
         shape_s, shape_d, shape_dv = (ROWS, self.tile_m), (ROWS, self.tile_d), (ROWS, self.tile_dv)
+        of_dv, of_dk = self.makes_dv, self.makes_dk
         return Products(
             s=umma.accumulator(scores, shape_s, self.column_s),
             s_k=self._keys(scores, tiles.k, self.column_k, self.tile_d),
             s_q=umma.smem_operand_b(scores, tiles.q),
-            dp=umma.accumulator(scores, shape_s, self.column_dp),
-            dp_v=self._keys(scores, tiles.v, self.column_v, self.tile_dv),
-            dp_do=umma.smem_operand_b(scores, tiles.do),
-            dv=umma.accumulator(by_dv, shape_dv, self.column_dv),
-            p=self._halves(by_dv, self.tile_dv, self.column_s),
-            dv_do=umma.smem_operand_b(by_dv, umma.transposed(tiles.do)),
-            dk=umma.accumulator(by_d, shape_d, self.column_dk),
-            ds=self._halves(by_d, self.tile_d, self.column_dp),
-            dk_q=umma.smem_operand_b(by_d, umma.transposed(tiles.q)),
-            dq=umma.accumulator(of_dq, shape_d, self.column_dq),
-            dq_ds=umma.smem_operand_a(of_dq, tiles.ds),
-            dq_k=umma.smem_operand_b(of_dq, umma.transposed(tiles.k)),
+            dp=umma.accumulator(scores, shape_s, self.column_dp) if of_dk else None,
+            dp_v=self._keys(scores, tiles.v, self.column_v, self.tile_dv) if of_dk else None,
+            dp_do=umma.smem_operand_b(scores, tiles.do) if of_dk else None,
+            dv=umma.accumulator(by_dv, shape_dv, self.column_dv) if of_dv else None,
+            p=self._halves(by_dv, self.tile_dv, self.column_s) if of_dv else None,
+            dv_do=umma.smem_operand_b(by_dv, umma.transposed(tiles.do)) if of_dv else None,
+            dk=umma.accumulator(by_d, shape_d, self.column_dk) if of_dk else None,
+            ds=self._halves(by_d, self.tile_d, self.column_dp) if of_dk else None,
+            dk_q=umma.smem_operand_b(by_d, umma.transposed(tiles.q)) if of_dk else None,
+            dq=self._parts_of_dq(tiles) if of_dk else None,
+            dq_ds=umma.smem_operand_a(self.mma_dq(self.widths_dq[0]), tiles.ds) if of_dk else None,
         )
+
+    def _parts_of_dq(self, tiles: Tiles) -> tuple[PartOfDq, ...]:
+        keys, parts, first = umma.transposed(tiles.k), [], 0
+        for i, width in enumerate(self.widths_dq):
+            mma = self.mma_dq(width)
+            acc = umma.accumulator(mma, (self.tile_m, width), self.column_dq + i * umma.HALF_LANES)
+            columns = cute.local_tile(keys, (width, self.tile_n, 1), (first // width, 0, 0))
+            parts.append(PartOfDq(acc, umma.smem_operand_b(mma, columns)))
+            first += width
+        return tuple(parts)
 
     def _keys(self, mma: cute.TiledMma, smem: cute.Tensor, first: int, cols: int) -> cute.Tensor:
         """K or V as operand A of the scores."""
@@ -510,9 +712,9 @@ class BwdTraits:
 
     def _halves(self, mma: cute.TiledMma, n: int, first: int) -> tuple[cute.Tensor, ...]:
         """P or dS in TMEM, of both halves of the queries."""
-        layout = blackwell.make_smem_layout_a(mma, (ROWS, n, QUERIES), self.dtype, 1)
+        layout = blackwell.make_smem_layout_a(mma, (ROWS, n, self.queries), self.dtype, 1)
         return tuple(
-            umma.operand_a(mma, layout, self.dtype, first + half * QUERIES)
+            umma.operand_a(mma, layout, self.dtype, first + half * self.queries)
             for half in range(HALVES)
         )
 

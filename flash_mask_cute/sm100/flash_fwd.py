@@ -41,7 +41,7 @@ behalf of both CTAs, and completed products signal both (`umma.Group`, `Channel.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -98,6 +98,15 @@ from flash_mask_cute.sm100.flash_fwd_traits import (
 L2_SHARE = 64 * 1024 * 1024
 
 
+class HalfTile(NamedTuple):
+    """What softmax warps know of their half of a work tile. tile: its number."""
+
+    scales: ScoreScales
+    aux_tensors: Any
+    half: Int32
+    tile: Int32
+
+
 class FlashAttentionForwardSm100:
     """Forward kernel for Blackwell, to be passed to `cute.compile`.
 
@@ -120,7 +129,8 @@ class FlashAttentionForwardSm100:
     :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
         does not use tile_counter
-    :param split, page_box: as for `FlashAttentionForwardSm90`; not with cta_pair
+    :param split, page_box, common_kv: as for `FlashAttentionForwardSm90`; the first two not with
+        cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -148,6 +158,7 @@ class FlashAttentionForwardSm100:
         cta_pair: bool = False,
         split: str | None = None,
         page_box: int | None = None,
+        common_kv: bool = False,
     ):
         self.traits = FwdTraits(
             dtype,
@@ -184,6 +195,7 @@ class FlashAttentionForwardSm100:
         self.arithmetic = WholeRows(polynomial)
         self.num_sms = num_sms
         self.split = split
+        self.common_kv = common_kv
 
     @cute.jit
     def __call__(
@@ -218,11 +230,14 @@ class FlashAttentionForwardSm100:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
-        mCausal: cute.Tensor | None = None,
+        mCausals: cute.Tensor | None = None,
+        mKDescale: cute.Tensor | None = None,
+        mVDescale: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = {
-            "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausal": mCausal,
+            "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausals": mCausals,
+            "mKDescale": mKDescale, "mVDescale": mVDescale,
         }  # fmt: skip
         for name, given in refused.items():
             if const_expr(given is not None):
@@ -230,7 +245,8 @@ class FlashAttentionForwardSm100:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         traits, group = self.traits, self.traits.group
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
@@ -385,9 +401,8 @@ class FlashAttentionForwardSm100:
         while channels.ring.wait(tile):
             # -- key blocks: S of the half, (128, tile_n), becomes P
             rows.clear()
-            step = partial(
-                self._visit_block, tiles, channels, scales, masks.aux_tensors, rows, half, tile
-            )
+            place = HalfTile(scales, masks.aux_tensors, half, tile)
+            step = partial(self._visit_block, tiles, channels, rows, place)
             state = state._replace(is_first=Boolean(True))
             chunk, state = channels.walk.visit(chunk, state, step)
             half_tile = self.traits.halves * tile + half
@@ -413,13 +428,12 @@ class FlashAttentionForwardSm100:
             lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
 
     @cute.jit
-    def _visit_block(
-        self, tiles: Tiles, channels: Channels, scales, aux_tensors, rows, half, tile, state, block
-    ):
+    def _visit_block(self, tiles: Tiles, channels: Channels, rows, place: HalfTile, state, block):
         """Turn the scores of a key block into probabilities, masked if the block is cut."""
+        half = place.half
         number = self.traits.halves * state.blocks + half
         replace_scores = partial(self._replace_scores, channels, rows, half, number, state.is_first)
-        modify = partial(self._modify, scales, aux_tensors, channels.ring, half, tile, block)
+        modify = partial(self._modify, place, channels.ring, block)
         cuts = state.cuts
         if block.kind == Kind.PARTIAL:
             words = self._take_bits(tiles.bits, channels.bits, half, cuts)
@@ -568,21 +582,20 @@ class FlashAttentionForwardSm100:
             largest = cute.arch.fmax(largest, rows.tile_max(scores)[0])
         return largest
 
-    def _modify(
-        self, scales, aux_tensors, ring, half, tile, block, chunk: int, is_cut: bool, scores
-    ):
+    def _modify(self, place: HalfTile, ring, block, chunk: int, is_cut: bool, scores: cute.Tensor):
         """Soft-cap the scores of a chunk of a key block, and apply score_mod."""
+        scales, aux_tensors, half, tile = place
         if scales.cap is not None:
             scores.store(scales.bounded(scores.load()))
         if self.score_mod is not None:
             work = ring.read(tile)
             first_k_idx = block.index * self.traits.tile_n + chunk * umma.CHUNK
             row = work.block * self.traits.tile_m + half * umma.ROWS + thread_in_warpgroup()
-            place = RowPlace.create(work, row, self.traits.packed_heads, self.traits.group_size)
+            of_row = RowPlace.create(work, row, self.traits.packed_heads, self.traits.group_size)
             loaded = LoadedRows.load(
                 self.score_traits.row_reads,
                 aux_tensors,
-                [place],
+                [of_row],
                 first_k_idx,
                 umma.CHUNK,
                 OwnRowColumns(),
@@ -593,7 +606,7 @@ class FlashAttentionForwardSm100:
                 scores,
                 0,
                 scales.scale_mod,
-                place,
+                of_row,
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
                 aux_tensors,
                 factor=self.score_traits.factor,

@@ -362,6 +362,10 @@ class FwdTraits(PackedHeads):
         tile = (ROWS, self.box_v[1], self.tile_n)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, self.stages_v)
 
+    def layouts_loaded(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """Of keys and values, as they are loaded."""
+        return self.layout_k(), self.layout_v()
+
     def layout_o(self) -> cute.ComposedLayout:
         """(32, columns_o, output warps)"""
         tile = (ROWS_PER_WARP, self.columns_o)

@@ -21,20 +21,26 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.experimental import primitives
 
+from flash_mask_cute.core.warp_scan import WARP
+
 ROWS = 128
 NUM_COLUMNS = 512
 # columns that one instruction moves between a thread and its lane
 CHUNK = 32
 # k-steps of a round of a product that is rolled, at most
 ROLLED_STEPS = 4
+# the address of lane 16 of column 0. An accumulator of 64 rows has lanes 0 to 15 of each 32, or,
+# from there on, lanes 16 to 31 (PTX ISA, data path layout F; CUTLASS interleaves two of them)
+HALF_LANES = 16 << 16
 # rank in its cluster of the CTA that issues products
 LEADER = 0
 
 
+@dataclass(frozen=True)
 class RowColumns:
     """`Columns` of bit tiles: a thread has a whole row, so words are runs of 32 columns."""
 
-    num_words = 4
+    num_words: int = 4
 
     def col_of(self, word: int, bit: int | Int32) -> int | Int32:
         return word * 32 + bit
@@ -236,6 +242,18 @@ def load_columns(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
     values = cute.make_rmem_tensor(shape, Float32)
     cute.copy(load, source, values)
     return cute.make_tensor(values.iterator, cute.make_layout((1, count)))
+
+
+def load_half_lanes(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
+    """(1, count / 2) fp32 values of an accumulator of 64 rows, starting at a column of its first
+    lane; valid after `wait_loads`. Threads 0 to 15 of a warp get the first half of the columns of
+    16 rows, and threads 16 to 31 the other half."""
+    source = primitives.TmemAddr(Int32(first) + (thread // WARP * WARP << 16)).as_ptr(Int32)
+    loaded = primitives.tcgen05_ld("16x32bx2", source, num=count // 2, offset=count // 2)
+    words = cute.make_rmem_tensor((1, count // 2), Int32)
+    for i in range(count // 2):
+        words[0, i] = loaded[i]
+    return cute.recast_tensor(words, Float32)
 
 
 def store_columns(values: cute.Tensor, first: int | Int32, thread: Int32) -> None:

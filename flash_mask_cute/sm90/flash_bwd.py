@@ -83,6 +83,7 @@ from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
+from flash_mask_cute.sm90.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
 from flash_mask_cute.sm90.flash_bwd_traits import (
     MAX_OWN_DIM,
@@ -130,6 +131,8 @@ class FlashAttentionBackwardSm90:
         soft cap, and at least two SMs
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
+    :param common_kv: all sequences of packed queries have the keys and values of the only batch
+        entry in common, whose gradients are sums over all of them
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -158,6 +161,7 @@ class FlashAttentionBackwardSm90:
         cta_pair: bool = False,
         num_sms: int = 132,
         may_empty_rows: bool = False,
+        common_kv: bool = False,
         splits_group: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -205,6 +209,7 @@ class FlashAttentionBackwardSm90:
         self.deterministic = deterministic
         self.clears_dq = clears_dq
         self.num_sms = num_sms
+        self.common_kv = common_kv
 
     @cute.jit
     def __call__(
@@ -258,7 +263,8 @@ class FlashAttentionBackwardSm90:
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
         group_splits = None
         if const_expr(self.splits_group):
@@ -332,7 +338,7 @@ class FlashAttentionBackwardSm90:
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = traits.channels(storage, predecessors, lengths.work_fields)
+        channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
         if const_expr(traits.cta_pair):
             # also the other CTA's, on which this one arrives
@@ -387,7 +393,15 @@ class FlashAttentionBackwardSm90:
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            self.mma(gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over)
+            given = (
+                gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over
+            )  # fmt: skip
+            if const_expr(not traits.columns.is_uneven):
+                self.mma(traits, *given)
+            elif mma_warpgroup_idx() == 0:
+                self.mma(traits.for_warpgroup(0), *given)
+            else:
+                self.mma(traits.for_warpgroup(1), *given)
         if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
@@ -397,6 +411,7 @@ class FlashAttentionBackwardSm90:
     @cute.jit
     def mma(
         self,
+        traits: cutlass.Constexpr[BwdTraits],
         gradients: KeyGradients,
         tiles: Tiles,
         channels: Channels,
@@ -405,18 +420,18 @@ class FlashAttentionBackwardSm90:
         score_args: BwdScoreArgs,
         passes_over: cutlass.Constexpr[bool],
     ):
-        """MMA warpgroup: 64 keys of every work tile, or half of the columns of dK and dV."""
-        traits = self.traits
+        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV.
+
+        traits: those of the warpgroup, if the two have code of their own.
+        """
         ring = channels.ring
-        fragments = Fragments.create(traits, tiles)
-        acc_dV = [
-            wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_dv)
-        ]  # (64, n) each
-        acc_dK = [
-            wgmma.make_accumulator(n) for n in traits.parts_keys(traits.tile_d)
-        ]  # (64, n) each
-        chain = make_chain(self, score_args, lengths.q_start is not None)
-        scores = BlockScores.create(traits, tiles, channels, chain, passes_over)
+        products = BlockProducts(traits, channels, Fragments.create(traits, tiles))
+        acc_dV, acc_dK = (
+            [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
+            for columns in (traits.columns.dv, traits.columns.dk)
+        )
+        chain = make_chain(self, score_args, lengths)
+        scores = BlockScores.create(traits, tiles, channels, chain, lengths, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
@@ -446,13 +461,13 @@ class FlashAttentionBackwardSm90:
                                 scores.clear_marked_rows(block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
                         state = MainloopState(tile, block, cut, peeked)
-                        take = partial(self._take, kind, tiles, channels, fragments, scores, state)
+                        take = partial(self._take, kind, tiles, products, scores, state)
                         sums = acc_dV, acc_dK, accumulate
                         if const_expr(kind == Kind.PARTIAL and passes_over):
                             is_hidden = Boolean(False)
                             if peeked.bits_for_all:
                                 is_hidden = scores.is_hidden()
-                            if const_expr(self.is_causal):
+                            if const_expr(self.is_causal and not self.common_kv):
                                 m_block = tiles.words[1, channels.q.index(block)]
                                 is_hidden = is_hidden | (m_block < first_visible)
                             if is_hidden:
@@ -481,8 +496,9 @@ class FlashAttentionBackwardSm90:
                 store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
                 store_sums(acc_dK[0], gradients.dk, gradients.blocks, work, has_sums)
             else:
-                send_gradients(traits, acc_dV, gradients.dv, tiles, block, work, has_sums)
-                send_gradients(traits, acc_dK, gradients.dk, tiles, block, work, has_sums)
+                end = tiles, block, work, has_sums
+                send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)
+                send_gradients(traits, acc_dK, traits.columns.dk, gradients.dk, *end)
             # in the next block each warp writes dS where others may still send from
             if const_expr(self.splits_group):
                 pass
@@ -507,8 +523,7 @@ class FlashAttentionBackwardSm90:
         self,
         kind: Kind,
         tiles: Tiles,
-        channels: Channels,
-        fragments: Fragments,
+        products: BlockProducts,
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
@@ -519,40 +534,31 @@ class FlashAttentionBackwardSm90:
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
         hidden from the block, and add only 0 to its dQ.
         """
-        traits, block = self.traits, state.block
+        traits, channels, block = products.traits, products.channels, state.block
         following_cut = state.cut + int(kind == Kind.PARTIAL)
         # -- S and dP, P and dS; dV begins
         if sums is None:
             scores.clear(state)
         else:
             acc_dV, acc_dK, accumulate = sums
-            do_stage = channels.do.index(block)
             scores.compute(kind, state)
-            self._issue_sums(acc_dV, scores.probs, fragments.dv_do, do_stage, accumulate)
+            products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # -- both warpgroups have dS: dQ and dK begin
         sync_both()
-        self._send_grads(channels, block)
+        products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
         groups = tuple(Int32(group) for group in range(traits.key_groups))
         if sums is None:
-            groups = (1 - mma_warpgroup_idx(),)
-        issue_dQ = partial(
-            self._issue_dq, fragments, traits.ds_stage(block), state.tile, groups=groups
-        )
+            groups = (1 - traits.warpgroup_idx(),)
+        issue_dQ = partial(products.issue_dq, block, state.tile, groups)
         if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
         else:
             scores.complete(block)
-            issue_dK = partial(
-                self._issue_sums,
-                words=scores.grads,
-                stage=channels.q.index(block),
-                accumulate=accumulate,
-            )
-            acc_dQ, num_behind = self._issue_dq_and_dk(
-                channels, fragments, block, issue_dQ, issue_dK, acc_dK
+            acc_dQ, num_behind = products.add_dq_and_dk(
+                acc_dK, scores.grads, block, accumulate, issue_dQ
             )
         # -- peek at the next fills, under the products, which hide how long an answer takes
         has_come = channels.q.is_full(block + 1)
@@ -568,9 +574,9 @@ class FlashAttentionBackwardSm90:
         )
         # -- dQ is complete, part by part: its sums go to the staging memory
         warpgroup.wait_group(num_behind)
-        self._release_summed(channels, block)
+        products.release_summed(block)
         stage_dQ(0, acc_dQ)
-        for i in range(1, len(traits.parts_dq)):
+        for i in range(1, len(traits.columns.parts_dq)):
             if not scores.chain.is_empty:
                 # too few registers to have it beside dK
                 warpgroup.wait_group(0)
@@ -590,87 +596,12 @@ class FlashAttentionBackwardSm90:
         channels.do.wait(block)
         channels.do.release(block)
         scores.discard_bits(cut)
-        for i, widths in enumerate(self.traits.parts_dq):
-            nothing = [wgmma.make_accumulator(width) for width in widths]
+        traits = scores.traits
+        for i in range(len(traits.columns.parts_dq)):
+            nothing = [
+                wgmma.make_accumulator(part.width) for part, _ in traits.columns.products_dq(i)
+            ]
             for acc in nothing:
                 acc.fill(0.0)
-            stage_dq(self.traits, tiles, channels.dq, block, i, nothing)
+            stage_dq(traits, tiles, channels.dq, block, i, nothing)
         channels.q.release(block)
-
-    def _issue_sums(self, accs: list, words, operands_b: tuple, stage: Int32, accumulate):
-        """Start adding to the parts of dV or dK, a commit group each."""
-        operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
-        for acc, operand_b in zip(accs, operands_b, strict=True):
-            mma = self.traits.mma_keys(wgmma.num_cols(acc))
-            tile = operand_b[None, None, None, stage]
-            wgmma.issue(mma, acc, operand_a, tile, accumulate)
-
-    def _issue_dq_and_dk(
-        self,
-        channels: Channels,
-        fragments: Fragments,
-        block: Int32,
-        issue_dQ: Callable,
-        issue_dK: Callable,
-        acc_dK: list,
-    ) -> tuple[list, int]:
-        """Start the first part of dQ, and dK, behind dV; returns the accumulators of dQ, and the
-        number of products issued after it."""
-        if not self.traits.cta_pair:
-            acc_dQ = issue_dQ(0)
-            issue_dK(acc_dK, operands_b=fragments.dk_q)
-            return acc_dQ, len(acc_dK)
-        # the other CTA's dS is needed late, and dO no longer than for dV
-        issue_dK(acc_dK[:1], operands_b=fragments.dk_q[:1])
-        acc_dQ = issue_dQ(0)
-        # dV is complete when these are left
-        warpgroup.wait_group(1 + len(acc_dQ))
-        channels.do.release(block)
-        channels.grads.wait(block)
-        peer_ds = fragments.peer_ds[None, None, None, 0]
-        for acc, width, peer_k in zip(
-            acc_dQ, self.traits.parts_dq[0], fragments.peer_k, strict=True
-        ):
-            pair = peer_ds, peer_k[None, None, None, 0]
-            wgmma.issue_sum(self.traits.mma_dq(width), acc, [pair], True)
-        issue_dK(acc_dK[1:], operands_b=fragments.dk_q[1:])
-        return acc_dQ, len(acc_dK[1:])
-
-    @cute.jit
-    def _send_grads(self, channels: Channels, block: Int32):
-        """Send dS to the other CTA, if there is one; one warp does so when all have written it."""
-        if const_expr(self.traits.cta_pair):  # noqa: SIM102 (decided while tracing)
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
-                channels.grads.send(block)
-
-    def _release_summed(self, channels: Channels, block: Int32):
-        """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
-        they share dQ, otherwise dO."""
-        if self.traits.cta_pair:
-            channels.grads.release(block)
-        else:
-            channels.do.release(block)
-
-    def _issue_dq(
-        self,
-        fragments: Fragments,
-        ds_stage: Int32,
-        tile: Int32,
-        part: int,
-        groups: tuple[Int32, ...],
-    ) -> list:
-        """Start this warpgroup's part of dQ = dS K, over the keys of groups; returns the
-        accumulators, one for each width."""
-        traits, accs = self.traits, []
-        row_group = mma_warpgroup_idx() if traits.num_row_groups > 1 else Int32(0)
-        for width, operand in zip(traits.parts_dq[part], fragments.dq_k[part], strict=True):
-            acc_dQ, pairs = wgmma.make_accumulator(width), []  # (64 queries, width)
-            for group in groups:
-                ds_tile = fragments.dq_ds[
-                    None, None, None, traits.ds_unit(ds_stage, group, row_group)
-                ]
-                k_tile = operand[None, None, None, traits.keys_unit(tile, group)]
-                pairs.append((ds_tile, k_tile))
-            wgmma.issue_sum(traits.mma_dq(width), acc_dQ, pairs, False)
-            accs.append(acc_dQ)
-        return accs

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Int32
 
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.mods.line_sums import line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
@@ -25,7 +26,7 @@ class BwdScoreArgs(NamedTuple):
     aux_grads: tuple | None
 
 
-def make_chain(kernel: Any, score_args: BwdScoreArgs, has_q_start: bool) -> ScoreChain:
+def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> ScoreChain:
     """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
     chain = ScoreChain(
@@ -44,17 +45,19 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, has_q_start: bool) -> Scor
     reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, wants_aux)
     # warpgroups that share keys have dS of a P in 16 bits only
     is_exact = not traits.shares_keys and score_args.scales.cap is None
+    # sums over a walk end with a head, and keys in common have a head's queries of each sequence
+    has_heads = lengths.num_sequences is None
     # positions before 0 become 0, with other distances
-    has_diagonals = not has_q_start
+    has_diagonals = lengths.q_start is None
     are_easy = all(
         x.is_easy and (has_diagonals or not x.is_diagonal) for x in reads.tensors.values()
     )
-    of_grads = reads.is_shift and are_easy and is_exact
-    walk, of_walk = None, walk_reads(reads)
+    of_grads = reads.is_shift and are_easy and is_exact and has_heads
+    walk, of_walk = None, walk_reads(reads) if has_heads else ()
     if of_walk:
         assert score_args.aux_grads is not None
         targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
-    groups = line_groups(line_reads(reads, has_diagonals))
+    groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
     return replace(chain, of_grads=of_grads, walk=walk, groups=groups, lines=LINES)

@@ -61,10 +61,9 @@ class BwdLoads:
     ) -> "BwdLoads":
         """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: number
         of work tiles with the same keys, or None if there is only one."""
-        first = partial(_first_value, traits) if traits.cta_pair else None
-        sizes = tuple(traits.size_dq(widths) for widths in traits.parts_dq)
-        staged = tiles.dq.iterator
-        sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, first)
+        share = partial(_share_of_sums, traits) if traits.cta_pair else None
+        sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
+        sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, share)
         queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
         return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
@@ -108,8 +107,9 @@ class BwdLoads:
         """
         traits, queries, number = self.traits, self.queries, state.number
         row_blocks = RowBlocks(self.lengths, traits.tile_m)
-        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
-        at = Visited(work, block, number, number == first, row_block)
+        of_block = self.lengths.of_block(work, block)
+        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        at = Visited(of_block, block, number, number == first, row_block)
         loads = (partial(queries.load_query, at), partial(queries.load_do, at))
         # What has one stage is released by a block whose dQ waits for the staging memory. The
         # others are asked for first: what comes late delays the products.
@@ -155,7 +155,8 @@ class BwdLoads:
             (operands.v_atom, operands.v, tiles.v, work.block, (0, traits.tile_dv), with_v),
         ]
         if traits.cta_pair:
-            cols = (cta_pairs.rank() * traits.cols_dq, traits.cols_dq)
+            columns = traits.columns
+            cols = (cta_pairs.rank() * columns.second_dq, columns.cols_dq)
             peer_k = (operands.peer_k_atom, operands.peer_k, tiles.peer_k)
             # blocks of a pair are numbered as its CTAs are
             kinds.append((*peer_k, work.block ^ 1, cols, with_k))
@@ -177,6 +178,11 @@ class BwdLoads:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 
 
-def _first_value(traits: BwdTraits) -> Int32:
-    """The start of this CTA's columns in a row block's sums."""
-    return cta_pairs.rank() * (traits.cols_dq * traits.tile_m)
+def _share_of_sums(traits: BwdTraits) -> tuple[Int32, Int32 | int]:
+    """The start of this CTA's columns in a row block's sums, and their size."""
+    columns = traits.columns
+    first, second = (n * traits.tile_m for n in (columns.cols_dq, columns.second_dq))
+    size: Int32 | int = first
+    if second < first:
+        size = cutlass.select_(cta_pairs.rank() == cta_pairs.LEADER, Int32(first), Int32(second))
+    return cta_pairs.rank() * first, size

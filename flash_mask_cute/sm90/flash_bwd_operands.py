@@ -6,10 +6,9 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash_mask_cute.core.row_blocks import ColumnPart, dq_parts
+from flash_mask_cute.core.row_blocks import ColumnPart
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
-from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx
 
 
 class Fragments(NamedTuple):
@@ -29,55 +28,60 @@ class Fragments(NamedTuple):
     @staticmethod
     def create(traits: BwdTraits, tiles: Tiles) -> "Fragments":
         """The operands of this warpgroup."""
-        operands, dq_k = _of_dq(traits, tiles.k, 0), []
-        for widths in traits.parts_dq:
-            dq_k.append(operands[: len(widths)])
-            operands = operands[len(widths) :]
-        mma_dq = traits.mma_dq(traits.parts_dq[0][0])
+        columns = traits.columns
+        dq_k = tuple(_of_dq(traits, part, tiles.k, 0) for part in range(len(columns.parts_dq)))
+        mma_dq = traits.mma_dq(columns.products_dq(0)[0][0].width)
         peer_ds = peer_k = None
         if traits.cta_pair:
             peer_ds = wgmma.operand_a(mma_dq, tiles.peer_ds)
-            peer_k = _of_dq(traits, tiles.peer_k, cta_pairs.rank() * traits.cols_dq)
+            peer_k = _of_dq(traits, 0, tiles.peer_k, cta_pairs.rank() * columns.second_dq)
+        of_keys = traits.tile_m, traits.mma_keys
         return Fragments(
-            _of_keys(traits, tiles.do, traits.tile_dv),
-            _of_keys(traits, tiles.q, traits.tile_d),
+            _of_columns(traits, tiles.do, *of_keys, columns.dv),
+            _of_columns(traits, tiles.q, *of_keys, columns.dk),
             wgmma.operand_a(mma_dq, tiles.ds),
-            tuple(dq_k),
+            dq_k,
             peer_ds,
             peer_k,
         )
 
 
 def _of_columns(
-    smem: cute.Tensor, rows: int, make_mma: Callable, parts: tuple
+    traits: BwdTraits,
+    smem: cute.Tensor,
+    rows: int,
+    make_mma: Callable,
+    parts: tuple[ColumnPart, ...],
+    skipped: Int32 | int = 0,
 ) -> tuple[cute.Tensor, ...]:
-    """This warpgroup's columns of (first, width) parts as operands B; the columns are operand
-    rows."""
+    """This warpgroup's columns of parts as operands B; the columns are operand rows. skipped:
+    columns before the start of the memory."""
     operands = []
-    for first, width in parts:
+    for first, width, sharers in parts:
         part = wgmma.transposed(smem)
         if width < cute.size(part, mode=[0]):
-            at = first // width + mma_warpgroup_idx()
-            part = cute.local_tile(part, (width, rows), (at, 0, None))
+            if sharers > 1:
+                # parts of a width begin at multiples of it
+                at = (first - skipped) // width + traits.warpgroup_idx()
+                part = cute.local_tile(part, (width, rows), (at, 0, None))
+            else:
+                part = wgmma.columns_as_rows(smem, first - skipped, width)
         operands.append(wgmma.operand_b(make_mma(width), part))
     return tuple(operands)
 
 
-def _of_keys(traits: BwdTraits, smem: cute.Tensor, cols: int) -> tuple[cute.Tensor, ...]:
-    """Operand dO or Q, in the products that sum dV or dK."""
-    parts = dq_parts(cols, 1) if traits.shares_keys else ((0, cols),)
-    return _of_columns(smem, traits.tile_m, traits.mma_keys, parts)
+def _of_dq(
+    traits: BwdTraits, part: int, smem: cute.Tensor, skipped: Int32 | int
+) -> tuple[cute.Tensor, ...]:
+    """Operand K, in the products that sum a part of dQ."""
 
-
-def _of_dq(traits: BwdTraits, smem: cute.Tensor, skipped: Int32 | int) -> tuple[cute.Tensor, ...]:
-    """Operand K, in the products that sum dQ; skipped: columns before the start of the memory."""
-
-    def first_of(part: ColumnPart) -> Int32 | int:
-        """The start of columns in this CTA: the second CTA's columns mirror the first's."""
+    def in_this_cta(columns: ColumnPart) -> ColumnPart:
+        """The second CTA's columns mirror the first's."""
         if not traits.cta_pair:
-            return part.first
-        mirrored = traits.tile_d - 2 * (part.first + part.width)
-        return part.first + cta_pairs.rank() * mirrored
+            return columns
+        mirrored = traits.tile_d - columns.end - columns.first
+        return columns._replace(first=columns.first + cta_pairs.rank() * mirrored)
 
-    parts = tuple((first_of(part) - skipped, part.width) for part in traits.columns_dq)
-    return _of_columns(smem, wgmma.ROWS_PER_WARPGROUP, traits.mma_dq, parts)
+    parts = tuple(in_this_cta(columns) for columns, _ in traits.columns.products_dq(part))
+    rows = wgmma.ROWS_PER_WARPGROUP
+    return _of_columns(traits, smem, rows, traits.mma_dq, parts, skipped)

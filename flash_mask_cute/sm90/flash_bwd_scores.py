@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.score_gradients import (
@@ -117,11 +118,17 @@ class BlockScores:
     probs: cute.Tensor
     grads: cute.Tensor
     values: cute.Tensor | None
+    lengths: Lengths
     passes_over: cutlass.Constexpr[bool]
 
     @staticmethod
     def create(
-        traits: BwdTraits, tiles: Tiles, channels: Channels, chain: ScoreChain, passes_over: bool
+        traits: BwdTraits,
+        tiles: Tiles,
+        channels: Channels,
+        chain: ScoreChain,
+        lengths: Lengths,
+        passes_over: bool,
     ) -> "BlockScores":
         num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
         mma = traits.mma_scores(num_parts)
@@ -144,7 +151,7 @@ class BlockScores:
         values = None
         if chain.is_empty and traits.value_steps > 0:
             values = wgmma.make_operand_words(traits.value_steps)
-        more = probs, grads, values, passes_over
+        more = probs, grads, values, lengths, passes_over
         return BlockScores(traits, tiles, channels, chain, factors, *more)
 
     @property
@@ -252,7 +259,7 @@ class BlockScores:
     @cute.jit
     def discard_bits(self, cut: Int32) -> None:
         """Take the bits of a skipped block, if this warpgroup reads them."""
-        if const_expr(not self.traits.shares_keys) or mma_warpgroup_idx() == 0:
+        if const_expr(not self.traits.shares_keys) or self.traits.warpgroup_idx() == 0:
             self._bits(Kind.PARTIAL, cut, Boolean(False))
 
     # -- keys of its own ------------------------------------------------------------------------
@@ -327,14 +334,14 @@ class BlockScores:
     def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if const_expr(self.chain.by_parts):
             self._compute_in_first(kind, state)
-        elif mma_warpgroup_idx() == 0:
+        elif self.traits.warpgroup_idx() == 0:
             self._compute_probs(kind, state)
         else:
             self._compute_grads(state)
 
     @cute.jit
     def _compute_in_first(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
-        if mma_warpgroup_idx() == 0:
+        if self.traits.warpgroup_idx() == 0:
             self._turn_to_head(state)
             self._compute_by_parts(kind, state)
             self._store_grads(self.grads, self.traits.ds_stage(state.block))
@@ -386,7 +393,7 @@ class BlockScores:
     def end_walk(self, work: Work) -> None:
         """Send the sums over the walk of a work tile; of warpgroups that share keys, the first."""
         if const_expr(self.traits.shares_keys):
-            if mma_warpgroup_idx() == 0:
+            if self.traits.warpgroup_idx() == 0:
                 self.chain.end_walk(work)
         else:
             self.chain.end_walk(work)
@@ -396,18 +403,19 @@ class BlockScores:
     def _issue_scores(self, acc_S: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         k_tile = self.factors.k[None, None, None, self.traits.own_keys(state.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(state.block)]
-        wgmma.issue(self.traits.mma_scores(self.num_parts), acc_S, k_tile, q_tile, False)
+        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_d
+        wgmma.issue(mma, acc_S, k_tile, q_tile, False, steps)
 
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.traits.own_keys(state.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
-        mma = self.traits.mma_scores(self.num_parts)
+        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_dv
         if self.values is None:
-            wgmma.issue(mma, acc_dP, v_tile, do_tile, False)
+            wgmma.issue(mma, acc_dP, v_tile, do_tile, False, steps)
         else:
             operand = wgmma.words_as_operand_a(self.values, self.traits.dtype)
             kept = self.traits.mma_values(), operand
-            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile)
+            wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile, steps)
 
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
@@ -428,9 +436,12 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
-        """Work tile, head and number of a query block."""
+        """Work tile with the queries of the block's sequence, head and number of a query block."""
         words = self.tiles.words[None, self.channels.q.index(state.block)]
-        return self.channels.ring.read(state.tile), words[2], words[1]
+        work = self.channels.ring.read(state.tile)
+        if self.lengths.num_sequences is not None:
+            work = self.lengths.of_sequence(work, words[3])
+        return work, words[2], words[1]
 
     def _statistics(self, block: Int32) -> Statistics:
         """Statistics of the queries of this thread's columns."""

@@ -3,8 +3,7 @@
 Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,18 +27,19 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.cursor import Cursor
+from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import ColumnPart, column_parts, dq_parts, stats_words
+from flash_mask_cute.core.row_blocks import stats_words
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
-NUM_MMA_WARPGROUPS = 2
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others, who get along with what
@@ -48,13 +48,13 @@ MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
 MAX_REGISTERS = 248
+# columns of an operand A that a WGMMA takes
+STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
-# what leaves together of dQ: columns of a warpgroup at most
-MAX_DQ_COLS = 64
-# widths of heads whose columns of dQ come apart into whole parts for two CTAs
-PAIR_WIDTHS = (192, 256)
+# columns of tiles of two CTAs that sum dQ together
+PAIR_WIDTHS = (160, 192, 256)
 
 
 class Barrier(IntEnum):
@@ -123,7 +123,8 @@ class BwdTraits:
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
-    has_marks: rows of queries that see nothing may be marked to be cleared.
+    has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
+    warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
     """
 
     dtype: type[cutlass.Numeric]
@@ -137,6 +138,7 @@ class BwdTraits:
     cta_pair: bool = False
     has_marks: bool = False
     has_reference: bool = False
+    own_warpgroup: int | None = None
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
@@ -191,6 +193,16 @@ class BwdTraits:
         return tile_columns(self.head_dim_v)
 
     @property
+    def steps_d(self) -> int:
+        """Steps of 16 columns of S; the columns behind are zeros."""
+        return -(-self.head_dim // STEP_COLS)
+
+    @property
+    def steps_dv(self) -> int:
+        """Steps of 16 columns of dP."""
+        return -(-self.head_dim_v // STEP_COLS)
+
+    @property
     def num_row_groups(self) -> int:
         """Groups of 64 query rows in a block."""
         return self.tile_m // ROWS_PER_WARPGROUP
@@ -203,46 +215,24 @@ class BwdTraits:
         """
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 
-    def parts_keys(self, cols: int) -> tuple[int, ...]:
-        """Widths of a warpgroup's parts of dK or dV, which have `cols` columns."""
-        return column_parts(cols) if self.shares_keys else (cols,)
-
     @property
-    def parts_dq(self) -> tuple[tuple[int, ...], ...]:
-        """A warpgroup's parts of dQ, which leave in turn; each part is given by the widths of its
-        products.
+    def columns(self) -> GradientColumns:
+        """The columns of the products that sum dQ, dK and dV."""
+        tile = self.tile_m, self.tile_d, self.tile_dv
+        return GradientColumns(*tile, self.num_ctas, self.shares_keys, self.own_warpgroup)
 
-        If a block has 64 rows, the warpgroups share its columns.
-        """
-        if self.num_row_groups > 1:
-            return ((self.tile_d,),)
-        parts: list[tuple[int, ...]] = [()]
-        for width in column_parts(self.cols_dq):
-            if sum(parts[-1]) + width > MAX_DQ_COLS:
-                parts.append(())
-            parts[-1] += (width,)
-        return tuple(parts)
+    def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
+        """The traits of one MMA warpgroup's code."""
+        return replace(self, own_warpgroup=warpgroup)
 
-    @property
-    def columns_dq(self) -> tuple[ColumnPart, ...]:
-        """The columns of these products, in order, in the first CTA."""
-        if self.num_row_groups > 1:
-            return (ColumnPart(0, self.tile_d),)
-        return dq_parts(self.tile_d, self.num_ctas)[: sum(map(len, self.parts_dq))]
-
-    def size_dq(self, widths: tuple[int, ...]) -> int:
-        """Sums of dQ in a part."""
-        return sum(math.prod(self.shape_dq(width)) for width in widths)
-
-    @property
-    def cols_dq(self) -> int:
-        """Columns of dQ that a CTA sums."""
-        return self.tile_d // self.num_ctas
+    def warpgroup_idx(self) -> Int32 | int:
+        """`mma_warpgroup_idx`, a constant where the warpgroups have code of their own."""
+        return mma_warpgroup_idx() if self.own_warpgroup is None else self.own_warpgroup
 
     @property
     def do_says_dq(self) -> bool:
         """Whether dO of a block is released only when its dQ is complete, and Q after that."""
-        return len(self.parts_dq) == 1 and not self.cta_pair
+        return len(self.columns.parts_dq) == 1 and not self.cta_pair
 
     @property
     def num_mma_warps(self) -> int:
@@ -276,13 +266,16 @@ class BwdTraits:
     @property
     def fragment_registers(self) -> int:
         """Registers of a thread for dK, dV, S and dP."""
-        cols = sum(self.parts_keys(self.tile_d)) + sum(self.parts_keys(self.tile_dv))
+        if self.columns.is_uneven and self.own_warpgroup is None:
+            of_each = (self.for_warpgroup(i) for i in range(NUM_MMA_WARPGROUPS))
+            return max(traits.fragment_registers for traits in of_each)
+        cols = sum(part.width for part in (*self.columns.dk, *self.columns.dv))
         return cols // 2 + self.tile_m
 
     @property
     def value_steps(self) -> int:
         """Steps of 16 columns of the values that lie in registers."""
-        return min(self.value_cols, self.tile_dv) // 16
+        return min(self.value_cols // STEP_COLS, self.steps_dv)
 
     @property
     def bytes_q(self) -> int:
@@ -317,7 +310,7 @@ class BwdTraits:
     @property
     def bytes_peer_k(self) -> int:
         """Bytes of the peer's keys, in the columns that this CTA sums."""
-        return ROWS_PER_WARPGROUP * self.cols_dq * 2 if self.cta_pair else 0
+        return ROWS_PER_WARPGROUP * self.columns.cols_dq * 2 if self.cta_pair else 0
 
     @property
     def bytes_with_q(self) -> int:
@@ -335,7 +328,7 @@ class BwdTraits:
     @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
-        return max(map(self.size_dq, self.parts_dq)) * 4
+        return max(self.columns.sizes_dq) * 4
 
     @property
     def num_stats(self) -> int:
@@ -388,7 +381,7 @@ class BwdTraits:
         if self.cta_pair and self.stages_kv > 1:
             # of the peer's keys there is one stage
             return f"stages_kv must be 1 with cta_pair=True, got {self.stages_kv}"
-        if (len(self.parts_dq) > 1 or self.cta_pair) and self.stages_q == 1:
+        if (len(self.columns.parts_dq) > 1 or self.cta_pair) and self.stages_q == 1:
             # the load warp would wait for a Q that is released after parts of dQ that wait for it
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
         if self.value_cols % 16 != 0:
@@ -460,7 +453,9 @@ class BwdTraits:
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
         rows = ROWS_PER_WARPGROUP
-        peer_layouts = ((self.layout_peer_k(), rows, self.cols_dq),) if self.cta_pair else ()
+        peer_layouts = (
+            ((self.layout_peer_k(), rows, self.columns.cols_dq),) if self.cta_pair else ()
+        )
         return (
             (self.layout_q(), self.tile_m, self.tile_d),
             (self.layout_do(), self.tile_m, self.tile_dv),
@@ -484,7 +479,7 @@ class BwdTraits:
 
     def layout_peer_k(self) -> cute.ComposedLayout:
         """(64, cols_dq, 1)."""
-        return self._rows(ROWS_PER_WARPGROUP, self.cols_dq, 1)
+        return self._rows(ROWS_PER_WARPGROUP, self.columns.cols_dq, 1)
 
     def layout_peer_ds(self) -> cute.ComposedLayout:
         """(64 queries, 64 keys, 1), keys contiguous."""
@@ -495,8 +490,19 @@ class BwdTraits:
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     def shape_dq(self, width: int) -> tuple[int, int, int, int]:
-        """(4, lane, column group, warp): parts of dQ of a width as their threads hold them."""
-        return 4, 32, width // 8, self.num_mma_warps
+        """(4, lane, column group, warp): sums of dQ of a width as the threads hold them, of both
+        warpgroups or of the one that has them (`first_warp`)."""
+        return (
+            4,
+            32,
+            width // 8,
+            self.num_mma_warps if self.own_warpgroup is None else WARPS_PER_WARPGROUP,
+        )
+
+    @property
+    def first_warp(self) -> int:
+        """The first of the warps that run an MMA warpgroup's code."""
+        return Role.MMA + WARPS_PER_WARPGROUP * (self.own_warpgroup or 0)
 
     def keys_unit(self, tile: Int32, key_group: Int32 | int) -> Int32:
         """Last coordinate in `layout_k` and `layout_v`, of keys of a work tile."""
@@ -514,9 +520,9 @@ class BwdTraits:
         """The index of this MMA warpgroup's group of keys."""
         return Int32(0) if self.shares_keys else mma_warpgroup_idx()
 
-    def column_group(self) -> Int32:
+    def column_group(self) -> Int32 | int:
         """The index of this MMA warpgroup's columns of dK and dV."""
-        return mma_warpgroup_idx() if self.shares_keys else Int32(0)
+        return self.warpgroup_idx() if self.shares_keys else Int32(0)
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
@@ -589,11 +595,11 @@ class BwdTraits:
         )
 
     def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, fields: tuple[str, ...]
+        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; a barrier must follow.
 
-        predecessors: see `WalkRing`; fields: see `WorkRing`.
+        predecessors: see `WalkRing`.
         """
         mma_warps = self.num_mma_warps
         # the load warp arrives with the bytes that TMA brings
@@ -603,7 +609,8 @@ class BwdTraits:
         num_walkers = 1 + self.num_mask_warps
         ring, walk = scheduler_rings(
             storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
-            predecessors=predecessors, fields=fields,
+            predecessors=predecessors, fields=lengths.work_fields,
+            chunk_fields=lengths.chunk_fields,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -8,6 +8,7 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 | 1 of warpgroup 0        | schedule | choose work tiles and the key blocks they visit            |
 | 2, 3 of warpgroup 0 (*) | mask     | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma      | 64 rows each: S = Q K^T, softmax, P V, output              |
+| one more, if there is   | convert  | keys and values in fp8 to tiles in 16 bits                 |
 
 (*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
 registers.
@@ -20,6 +21,9 @@ Channels (full/empty mbarrier pairs):
     load ---------k-----> mma          one key block, and a word that says what it is
     load ---------v-----> mma          one value block
     mask ---------bits--> mma          the bits of a key block that is cut
+
+With keys and values in fp8, load sends their codes to convert, by two channels of their own, and
+convert sends k and v to mma (`fp8_conversion`).
 
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
@@ -58,10 +62,12 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
+from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
+from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
@@ -80,7 +86,12 @@ from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
-from flash_mask_cute.sm90.flash_fwd_traits import MASK_REGISTERS, FwdTraits
+from flash_mask_cute.sm90.flash_fwd_traits import (
+    CONVERSION_REGISTERS,
+    MASK_REGISTERS,
+    FwdTraits,
+)
+from flash_mask_cute.sm90.fp8_conversion import Codes, Descales, KeyConversion
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -113,9 +124,12 @@ class FlashAttentionForwardSm90:
     :param num_sms: the most CTAs to launch
     :param cta_pair: False
     :param split: how work tiles are computed in splits: "rows", in a number of splits that the
-        launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None
+        launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None.
+        Those of `core/segments.py` fix the bits of a row
     :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
         and of the page size of every launch
+    :param common_kv: all sequences have the keys and values of the only batch entry in common
+    :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -147,6 +161,8 @@ class FlashAttentionForwardSm90:
         cta_pair: bool = False,
         split: str | None = None,
         page_box: int | None = None,
+        common_kv: bool = False,
+        in_fp8: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -162,11 +178,15 @@ class FlashAttentionForwardSm90:
             cta_pair=cta_pair,
             heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
+            in_fp8=in_fp8,
         )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
             with_warpgroup = replace(traits, mask_warpgroup=True)
-            traits = traits if with_warpgroup.infeasible() else with_warpgroup
+            # another way to find maxima gives other bits, which smaller tiles would not have
+            keeps = split not in ORDERED or with_warpgroup.keeps_scores == traits.keeps_scores
+            if keeps and not with_warpgroup.infeasible():
+                traits = with_warpgroup
         self.traits = traits
         refused = {
             "Q_in_regs": Q_in_regs,
@@ -194,6 +214,7 @@ class FlashAttentionForwardSm90:
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
         self.split = split
+        self.common_kv = common_kv
 
     @cute.jit
     def __call__(
@@ -228,7 +249,9 @@ class FlashAttentionForwardSm90:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
-        mCausal: cute.Tensor | None = None,
+        mCausals: cute.Tensor | None = None,
+        mKDescale: cute.Tensor | None = None,
+        mVDescale: cute.Tensor | None = None,
     ):
         """Launch on `stream`.
 
@@ -249,14 +272,15 @@ class FlashAttentionForwardSm90:
 
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
-
-        mCausal (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
-
+        mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
+        mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
         mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
+        Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
         traits = self.traits
-        lengths = Lengths.create(mQ, mK, mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQStart)
+        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
@@ -269,7 +293,7 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = Partials.create(mPartials, self.split, self.score_mod is not None)
+        partials = destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
             lengths, mQ, mK, traits, self.num_sms, group_bytes, blocks, num_splits
@@ -278,7 +302,7 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
-            self, WindowArgs(window_size_left, window_size_right, mCausal), column_tensors,
+            self, WindowArgs(window_size_left, window_size_right, mCausals), column_tensors,
             schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
             block_bits, aux_tensors, mask_bits,
@@ -297,6 +321,7 @@ class FlashAttentionForwardSm90:
             partials,
             pages,
             mO if const_expr(traits.is_padded) else None,
+            Descales(mKDescale, mVDescale),
         ).launch(
             grid=(grid, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -314,9 +339,10 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | None,
+        partials: Partials | RunningSums | None,
         pages: Pages | None,
         mO: cute.Tensor | None,
+        descales: Descales,
     ):
         traits = self.traits
         # -- shared memory and channels
@@ -324,29 +350,34 @@ class FlashAttentionForwardSm90:
         if warp_idx == 0:
             for atom in operands.atoms:
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        allocator = cutlass.memory.SmemAllocator()
+        storage = allocator.allocate(traits.storage())
         mma_warps = traits.num_mma_warps
-        # the load warp arrives with the bytes that TMA brings
-        loads = 1
-        # otherwise only the end of the keys makes a block partial, which must be a walk's first
-        uncut_first = self._has_cutters(masks)
+        # the load warp arrives with the bytes that TMA brings; each converting warp with its part
+        loads, loads_kv = 1, max(traits.num_conversion_warps, 1)
+        # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
+        # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
+        uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         fields = lengths.work_fields
-        if const_expr(self.split is not None):
+        if const_expr(self.split not in (None, ONE_SEGMENT)):
             fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
-            storage, 1 + traits.num_mask_warps, mma_warps, ascending=False, uncut_first=uncut_first,
-            fields=fields,
+            storage, 1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps,
+            ascending=False, uncut_first=uncut_first, fields=fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loads, mma_warps),
-            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads, mma_warps),
-            v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads, mma_warps),
+            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
+            v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
             ),
             ring=ring,
             walk=walk,
         )
+        codes = None
+        if const_expr(traits.in_fp8):
+            codes = Codes.create(traits, allocator.allocate(traits.code_storage()))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -363,6 +394,8 @@ class FlashAttentionForwardSm90:
         )
 
         # -- roles
+        k, v = Buffer(tiles.k, channels.k), Buffer(tiles.v, channels.v)
+        loaded = Codes(k, v, tiles.block_flags) if const_expr(codes is None) else codes
         mask_warp = warp_idx - traits.first_mask_warp
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
@@ -371,12 +404,12 @@ class FlashAttentionForwardSm90:
                 operand_loads = OperandLoads(
                     operands,
                     Buffer(tiles.q, channels.q),
-                    Buffer(tiles.k, channels.k),
-                    Buffer(tiles.v, channels.v),
+                    loaded.k,
+                    loaded.v,
                     lengths,
                     schedule.heads_per_kv,
                     traits,
-                    tiles.block_flags,
+                    loaded.words,
                     pages=pages,
                 )
                 operand_loads.stream(channels.ring, channels.walk)
@@ -388,10 +421,19 @@ class FlashAttentionForwardSm90:
         elif warp_idx < Role.MMA + mma_warps:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_increase(traits.mma_registers)
-            self.mma(operands, tiles, channels, lse, lengths, score_args, masks, partials, mO)
+            epilogue = Epilogue(
+                traits, operands, lse, lengths, score_args.sink, partials, mO,
+                self.split in ORDERED,
+            )  # fmt: skip
+            self.mma(epilogue, tiles, channels, score_args.scales, masks)
         elif const_expr(traits.mask_warpgroup):
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             self.mask(mask_warp, tiles, channels, lengths, masks)
+        elif const_expr(traits.in_fp8):
+            cute.arch.setmaxregister_decrease(CONVERSION_REGISTERS)
+            KeyConversion(
+                loaded, k, v, tiles.block_flags, descales, pages, schedule.heads_per_kv, traits
+            ).stream(channels.ring)
 
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
@@ -418,28 +460,24 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def mma(
         self,
-        operands: tma.Operands,
+        epilogue: Epilogue,
         tiles: Tiles,
         channels: Channels,
-        lse: LseTensors,
-        lengths: Lengths,
-        score_args: ScoreArgs,
+        scales: ScoreScales,
         masks: MaskArgs,
-        partials: Partials | None,
-        mO: cute.Tensor | None,
     ):
         """MMA warpgroup: 64 query rows of every work tile."""
         traits, ring = self.traits, channels.ring
-        epilogue = Epilogue(traits, operands, lse, lengths, score_args.sink, partials, mO)
         blocks = KeyBlocks.create(
             traits,
             self.score_mod,
             self._can_be_cut(masks),
             tiles,
             channels,
-            score_args.scales,
+            scales,
             masks.aux_tensors,
-            keeps_largest=lse.largest is not None,
+            keeps_largest=epilogue.lse.largest is not None,
+            rows_alone=self.split in ORDERED,
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
@@ -491,7 +529,7 @@ class FlashAttentionForwardSm90:
             blocks.release_values(state)
             # -- epilogue
             work = ring.read(tile)
-            if const_expr(lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
+            if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
                     # what was loaded is a row that is not in use, or a neighbour's
                     blocks.acc_O.fill(0.0)

@@ -1,7 +1,8 @@
 """The end of a work tile of the Hopper forward: stores O and LSE of a warpgroup's rows.
 
 A whole tile is stored by TMA through shared memory. A split (`core/partials.py`), or a tile with
-padding rows of no head, is stored from registers, row by row.
+padding rows of no head, is stored from registers, row by row. A segment that this CTA continues
+(`core/segments.py`) is folded into what its threads have of the segments before.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,24 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import (
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    thread_in_warpgroup,
+)
 from flash_mask_cute.core.lengths import Lengths, LseTensors
+from flash_mask_cute.core.ordered_sums import (
+    VECTOR,
+    RowSums,
+    RunningSums,
+    folded,
+    normalised,
+    read_vectors,
+    write_vectors,
+)
 from flash_mask_cute.core.partials import OutputRows, Partials
+from flash_mask_cute.core.segments import FIRST, LAST
+from flash_mask_cute.core.softmax import RowResult
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.sm90 import wgmma
@@ -21,23 +37,36 @@ from flash_mask_cute.sm90.flash_fwd_mainloop import KeyBlocks, tile_rows
 from flash_mask_cute.sm90.flash_fwd_traits import Barrier, FwdTraits
 from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_warpgroup
 
+# columns of a row that a thread folds together: as many loads are in flight
+COLUMNS_AT_ONCE = 16
+
 
 @dataclass(frozen=True)
 class Epilogue:
     """The destination of results. sink: logits (heads_q,), or None. mO: the output if a tile may
-    have padding rows, else None."""
+    have padding rows, else None. is_ordered: sums are of segments."""
 
     traits: cutlass.Constexpr[FwdTraits]
     operands: tma.Operands
     lse: LseTensors
     lengths: Lengths
     sink: cute.Tensor | None
-    partials: Partials | None
+    partials: Partials | RunningSums | None
     mO: cute.Tensor | None
+    is_ordered: cutlass.Constexpr[bool]
 
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
         """Scale the accumulator, and store it (through sO) and the LSE of this warpgroup's rows."""
+        if const_expr(not self.is_ordered):
+            self._finish(blocks, sO, work)
+        elif const_expr(isinstance(self.partials, Partials)):
+            self._store_segment(blocks, work)
+        else:
+            self._fold_segment(blocks, sO, work)
+
+    @cute.jit
+    def _finish(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
         traits, lengths, partials, acc_O = self.traits, self.lengths, self.partials, blocks.acc_O
         thread = thread_in_warpgroup()
         is_packed = lengths.cu_seqlens_q is not None
@@ -87,6 +116,121 @@ class Epilogue:
                 self._store_output(sO, acc_O, work)
         else:
             self._store_rows(output, work, partials)
+
+    # -- segments -------------------------------------------------------------------------------
+
+    @cute.jit
+    def _results(self, blocks: KeyBlocks) -> tuple:
+        """Normalise the accumulator. Returns the `RowResult` of each row, without a sink."""
+        output, results = wgmma.rows_by_cols(blocks.acc_O), blocks.softmax.finalize(None)
+        for r, result in enumerate(results):
+            for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                output[r, c] = normalised(output[r, c], result.factor)
+        return results
+
+    @cute.jit
+    def _store_segment(self, blocks: KeyBlocks, work: Work):
+        """Store a segment for another kernel to fold (`kernels/fold.py`)."""
+        traits, thread, partials = self.traits, thread_in_warpgroup(), self.partials
+        is_packed = self.lengths.cu_seqlens_q is not None
+        rows = tile_rows(traits, work, thread)
+        for r, (_, row_lse, low) in enumerate(self._results(blocks)):
+            head_idx = head_of_row(work, rows[r], traits.packed_heads, traits.group_size)
+            if (thread % 4 == 0) & self._is_row(work, rows[r]):
+                q_idx, tile_row = rows[r] // traits.packed_heads, Int32(0)
+                place = partials.row(work, is_packed, head_idx, q_idx, tile_row)
+                partials.store_lse(place, row_lse, low)
+        self._store_rows(wgmma.rows_by_cols(blocks.acc_O), work, partials)
+
+    @cute.jit
+    def _fold_segment(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
+        """Fold a segment into those before it, and store the rows after the last one."""
+        results = self._results(blocks)
+        # of both rows: the largest LSE, the sum, and the largest score
+        sums = cute.make_rmem_tensor((VECTOR, 2), Float32)
+        for i in cutlass.range_constexpr(VECTOR):
+            sums[i, 0] = -Float32.inf if const_expr(i % 2 == 0) else Float32(0.0)
+            sums[i, 1] = -Float32.inf
+        if const_expr(self.partials is None):
+            self._fold_rows(blocks, results, sums, None, work)
+            self._store_folded(blocks, sums, sO, work)
+        else:
+            memory = self.partials.of_thread(cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP)
+            if (work.place & FIRST) == 0:
+                read_vectors(memory, 0, sums)
+            self._fold_rows(blocks, results, sums, memory, work)
+            if (work.place & LAST) == 0:
+                write_vectors(memory, 0, sums)
+            else:
+                self._store_folded(blocks, sums, sO, work)
+
+    @cute.jit
+    def _fold_rows(
+        self,
+        blocks: KeyBlocks,
+        results: tuple,
+        sums: cute.Tensor,
+        memory: cute.Tensor | None,
+        work: Work,
+    ):
+        """Fold the accumulator and the results of its rows into `sums`, and into what `memory` has
+        of the output; it gets the new one, but of the last segment."""
+        output = wgmma.rows_by_cols(blocks.acc_O)
+        columns = cute.size(output, mode=[1])
+        if const_expr(self.lse.largest is not None):
+            for r, largest in enumerate(blocks.softmax.largest()):
+                sums[r, 1] = cute.arch.fmax(sums[r, 1], largest)
+        for r, (_, row_lse, low) in enumerate(results):
+            so_far = RowSums(sums[2 * r, 0], sums[2 * r + 1, 0])
+            so_far, scale, weight = so_far.add(row_lse, low)
+            sums[2 * r, 0], sums[2 * r + 1, 0] = so_far
+            for first in cutlass.range_constexpr(0, columns, COLUMNS_AT_ONCE):
+                of_part = min(COLUMNS_AT_ONCE, columns - first)
+                before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)
+                before.fill(0.0)
+                # after the two vectors of `sums`
+                vector = 2 + (r * columns + first) // VECTOR
+                if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
+                    if (work.place & FIRST) == 0:
+                        read_vectors(memory, vector, before)
+                for c in cutlass.range_constexpr(of_part):
+                    value = folded(before[c], scale, output[r, first + c], weight)
+                    output[r, first + c], before[c] = value, value
+                if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
+                    if (work.place & LAST) == 0:
+                        write_vectors(memory, vector, before)
+
+    @cute.jit
+    def _store_folded(self, blocks: KeyBlocks, sums: cute.Tensor, sO: cute.Tensor, work: Work):
+        """Normalise and store the rows of a work tile, all of whose segments were folded."""
+        traits, lengths, thread = self.traits, self.lengths, thread_in_warpgroup()
+        output = wgmma.rows_by_cols(blocks.acc_O)
+        for r, row in enumerate(tile_rows(traits, work, thread)):
+            q_idx = row // traits.packed_heads
+            head_idx = head_of_row(work, row, traits.packed_heads, traits.group_size)
+            sink = None
+            if const_expr(self.sink is not None):
+                sink = self.sink[head_idx].to(Float32)
+            of_row = RowSums(sums[2 * r, 0], sums[2 * r + 1, 0])
+            result = of_row.finish(sink, blocks.softmax.takes_any_size)
+            used = Boolean(True)
+            if const_expr(lengths.seqused_q is not None):
+                used = q_idx < work.seqlen_q
+                result = _unless_unused(result, used)
+            for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                value = normalised(output[r, c], result.factor)
+                if const_expr(lengths.seqused_q is not None):
+                    value = cutlass.select_(used, value, Float32(0.0))
+                output[r, c] = value
+            if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
+                if (thread % 4 == 0) & self._is_row(work, row):
+                    self.lse.store(lengths, work, head_idx, q_idx, result.lse, result.lse_low)
+            if const_expr(self.lse.largest is not None):  # noqa: SIM102 (decided while tracing)
+                if (thread % 4 == 0) & self._is_head(row):
+                    self.lse.store_largest(lengths, work, head_idx, q_idx, sums[r, 1])
+        self._store_output(sO, blocks.acc_O, work)
+
+    # -- memory ---------------------------------------------------------------------------------
 
     def _is_row(self, work: Work, row: Int32) -> Boolean:
         """Whether a row of a tile belongs to a query head, in use or not."""
@@ -147,6 +291,14 @@ class Epilogue:
                     if const_expr(wgmma.col_offset(c) < traits.head_dim_v):
                         column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
                         _store_pair(columns, column, output[r, c], output[r, c + 1])
+
+
+def _unless_unused(result: RowResult, used: Boolean) -> RowResult:
+    low = result.lse_low
+    return result._replace(
+        lse=cutlass.select_(used, result.lse, -Float32.inf),
+        lse_low=None if low is None else cutlass.select_(used, low, Float32(0.0)),
+    )
 
 
 def _store_pair(target: cute.Tensor, column: Int32, first: Float32, second: Float32) -> None:

@@ -128,6 +128,7 @@ class KeyBlocks:
         scales: ScoreScales,
         aux_tensors: Any,
         keeps_largest: bool,
+        rows_alone: bool,
     ) -> "KeyBlocks":
         score_traits = ScoreModTraits()
         if score_mod is not None:
@@ -140,6 +141,7 @@ class KeyBlocks:
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
             keeps_largest,
+            rows_alone,
         )
         kept_q = None
         if score_mod is None and traits.query_steps > 0:
@@ -209,7 +211,7 @@ class KeyBlocks:
         else:
             operand = wgmma.words_as_operand_a(self.kept_q, self.traits.dtype)
             kept = self.traits.mma_qk(warpgroup.OperandSource.RMEM), operand
-            wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile)
+            wgmma.issue_with_kept(mma, acc_S, kept, q_tile, k_tile, cute.size(q_tile, mode=[2]))
 
     def issue_values(self, probs: cute.Tensor, state: MainloopState) -> None:
         """Start O += P V of the last block that was not skipped."""

@@ -7,6 +7,7 @@ and cost nothing.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +21,7 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
+    WARPS_PER_WARPGROUP,
     launch_registers,
     registers_left,
 )
@@ -47,6 +49,12 @@ MMA_REGISTERS = {1: (MAX_REGISTERS,), 2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of mask warps, and what that takes
 MMA_REGISTERS_BESIDE_MASK_WARPS = 208
 MASK_REGISTERS = 56
+# The same beside a warpgroup that converts keys and values from fp8, and what that takes. One MMA
+# warpgroup keeps the same as without it.
+MMA_REGISTERS_BESIDE_CONVERSION = 240
+CONVERSION_REGISTERS = 104
+# Blocks in fp8 that wait for conversion, at most.
+MOST_CODE_STAGES = 8
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
 # 256 columns registers spill.
 KEPT_QUERY_DIM = 128
@@ -70,7 +78,8 @@ class FwdTraits(PackedHeads):
     separate warpgroup makes mask bits instead of two warps, because evaluating a mask_mod for every
     score of a block is much work. cta_pair: an option of other kernels; not supported here.
     packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
-    that a page has side by side; None: they lie in rows.
+    that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
+    memory, and a warpgroup converts them.
     """
 
     dtype: type[cutlass.Numeric]
@@ -86,12 +95,13 @@ class FwdTraits(PackedHeads):
     cta_pair: bool = False
     heads_there: int | None = None
     page_box: int | None = None
+    in_fp8: bool = False
 
     @property
     def moves_registers(self) -> bool:
-        """Whether warpgroup 0 gives registers to the others; a single MMA warpgroup has the most
-        anyway."""
-        return self.num_mma_warpgroups > 1
+        """Whether other warpgroups give registers to those that multiply; a single MMA warpgroup
+        has the most anyway, unless there is one that converts."""
+        return self.num_mma_warpgroups > 1 or self.in_fp8
 
     @property
     def is_ordered(self) -> bool:
@@ -130,7 +140,11 @@ class FwdTraits(PackedHeads):
 
     @property
     def _num_warpgroups(self) -> int:
-        return 1 + self.num_mma_warpgroups + self.mask_warpgroup
+        return 1 + self.num_mma_warpgroups + self.mask_warpgroup + self.in_fp8
+
+    @property
+    def num_conversion_warps(self) -> int:
+        return WARPS_PER_WARPGROUP if self.in_fp8 else 0
 
     @property
     def num_mask_warps(self) -> int:
@@ -144,6 +158,8 @@ class FwdTraits(PackedHeads):
     def _register_choices(self) -> tuple[int, ...]:
         if self.mask_warpgroup:
             return (MMA_REGISTERS_BESIDE_MASK_WARPS,)
+        if self.in_fp8:
+            return (MMA_REGISTERS_BESIDE_CONVERSION,)
         return MMA_REGISTERS[self.num_mma_warpgroups]
 
     @property
@@ -215,6 +231,7 @@ class FwdTraits(PackedHeads):
         """
         mask_warps = MASK_REGISTERS if self.mask_warpgroup else 0
         taken = self.mma_registers * self.num_mma_warpgroups + mask_warps
+        taken += CONVERSION_REGISTERS if self.in_fp8 else 0
         return registers_left(self._num_warpgroups, taken)
 
     @property
@@ -253,10 +270,21 @@ class FwdTraits(PackedHeads):
 
     @property
     def bytes_k(self) -> int:
-        return self.tile_n * self.tile_d * 2
+        """As loaded."""
+        return self._stage_bytes_k // (2 if self.in_fp8 else 1)
 
     @property
     def bytes_v(self) -> int:
+        """As loaded."""
+        return self._stage_bytes_v // (2 if self.in_fp8 else 1)
+
+    @property
+    def _stage_bytes_k(self) -> int:
+        """As multiplied."""
+        return self.tile_n * self.tile_d * 2
+
+    @property
+    def _stage_bytes_v(self) -> int:
         return self.tile_n * self.tile_dv * 2
 
     @property
@@ -271,17 +299,35 @@ class FwdTraits(PackedHeads):
     def _smem_without_spare_key(self) -> int:
         query = self.stages_q * self.bytes_q
         query_output = max(query, self.bytes_o) if self.share_qo else query + self.bytes_o
-        keys_values = self.stages_kv * (self.bytes_k + self.bytes_v)
+        keys_values = self.stages_kv * (self._stage_bytes_k + self._stage_bytes_v)
         return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
 
     @property
     def stages_k(self) -> int:
-        """Key blocks in flight: used one block earlier than values, so one more if it fits."""
-        return self.stages_kv + (self._smem_without_spare_key + self.bytes_k <= SMEM_CAPACITY)
+        """Key blocks in flight: used one block earlier than values, so one more if it fits. Beside
+        a conversion the memory is for blocks in fp8."""
+        if self.in_fp8:
+            return self.stages_kv
+        return self.stages_kv + (
+            self._smem_without_spare_key + self._stage_bytes_k <= SMEM_CAPACITY
+        )
+
+    @property
+    def code_stages(self) -> tuple[int, int]:
+        """Blocks of keys and of values in fp8 that have room, at least one each."""
+        if not self.in_fp8:
+            return 0, 0
+        left = SMEM_CAPACITY - self._smem_without_spare_key
+        pairs, rest = divmod(left, self.bytes_k + self.bytes_v)
+        pairs = max(min(pairs, MOST_CODE_STAGES), 1)
+        return pairs + (pairs < MOST_CODE_STAGES and rest >= self.bytes_k), pairs
 
     @property
     def smem_bytes(self) -> int:
-        return self._smem_without_spare_key + (self.stages_k - self.stages_kv) * self.bytes_k
+        spare = (self.stages_k - self.stages_kv) * self._stage_bytes_k
+        codes_k, codes_v = self.code_stages
+        codes = codes_k * self.bytes_k + codes_v * self.bytes_v
+        return self._smem_without_spare_key + spare + codes
 
     @property
     def overlaps_tiles(self) -> bool:
@@ -296,6 +342,8 @@ class FwdTraits(PackedHeads):
             return "cta_pair is not supported on Hopper"
         if self.mask_warpgroup and self.tile_m != 128:
             return f"a warpgroup of mask warps needs tile_m 128, got {self.tile_m}"
+        if self.in_fp8 and self.tile_m != ROWS_PER_WARPGROUP:
+            return f"keys and values in fp8 need tile_m {ROWS_PER_WARPGROUP}, got {self.tile_m}"
         if self.tile_m not in (64, 128, 192, 256):
             return f"tile_m must be 64, 128, 192 or 256, got {self.tile_m}"
         max_n = COLUMNS.num_words * WORD
@@ -309,7 +357,7 @@ class FwdTraits(PackedHeads):
             return "share_qo needs head_dim_v <= head_dim"
         if self.share_qo and self.stages_q > 1 and self.tile_dv != self.tile_d:
             return "share_qo with two query stages needs head_dim_v = head_dim"
-        if self.smem_bytes > SMEM_CAPACITY:
+        if self.smem_bytes > SMEM_CAPACITY or (self.in_fp8 and self.code_stages[0] < 2):
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.registers_needed > self.mma_registers:
             return f"{self.registers_needed} registers a thread exceed {self.mma_registers}"
@@ -379,6 +427,22 @@ class FwdTraits(PackedHeads):
             self.stages_kv,
         )
 
+    def layouts_loaded(self) -> tuple[Any, Any]:
+        """Of keys and values, as they are loaded."""
+        if self.in_fp8:
+            return self.layout_codes_k(), self.layout_codes_v()
+        return self.layout_k(), self.layout_v()
+
+    def layout_codes_k(self) -> cute.Layout:
+        """(tile_n, tile_d, stages), of keys in fp8."""
+        rows, columns, stages = self.tile_n, self.tile_d, self.code_stages[0]
+        return cute.make_layout((rows, columns, stages), stride=(columns, 1, rows * columns))
+
+    def layout_codes_v(self) -> cute.Layout:
+        """(tile_dv, tile_n, stages), of values in fp8."""
+        rows, columns, stages = self.tile_n, self.tile_dv, self.code_stages[1]
+        return cute.make_layout((columns, rows, stages), stride=(1, columns, rows * columns))
+
     def layout_o(self) -> cute.ComposedLayout:
         """(64, tile_dv, warpgroup * stages): as many stages as the query if they share memory."""
         return hopper.make_smem_layout_epi(
@@ -387,6 +451,23 @@ class FwdTraits(PackedHeads):
             (ROWS_PER_WARPGROUP, self.tile_dv),
             self.num_mma_warpgroups * (self.stages_q if self.share_qo else 1),
         )
+
+    def code_storage(self) -> cute.struct:
+        """The shared memory for keys and values in fp8, behind that of `storage`."""
+        stages_k, stages_v = self.code_stages
+
+        def codes(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, count], 128]
+
+        @cute.struct
+        class CodeStorage:
+            k: codes(stages_k * self.bytes_k)
+            v: codes(stages_v * self.bytes_v)
+            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages_k]
+            v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages_v]
+            words: cute.struct.MemRange[cutlass.Int32, stages_k]
+
+        return CodeStorage
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""

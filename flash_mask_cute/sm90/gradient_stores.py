@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.row_blocks import RowBlocks
+from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
@@ -36,13 +36,14 @@ def scale(acc: cute.Tensor, factor: Float32) -> None:
 def send_gradients(
     traits: BwdTraits,
     accs: list,
+    columns: tuple[ColumnPart, ...],
     target: cute.Tensor,
     tiles: Tiles,
     block: Int32,
     work: Work,
     has_sums: Boolean,
 ) -> None:
-    """Store this warpgroup's parts of dK or dV, for a work tile that ended before query `block`.
+    """Store this warpgroup's columns of dK or dV, for a work tile that ended before query `block`.
 
     They go through the place of this warpgroup's part of dS of that block. This place has been
     unused since both warpgroups met in the last block, after summing the dS before it, and only
@@ -59,10 +60,11 @@ def send_gradients(
     else:
         gmem = cute.domain_offset((work.offset_k, 0), target[None, None, work.head_idx])
     gmem = cute.domain_offset((first_key, 0), gmem)
-    first = 0
-    for acc in accs:
-        start, end = 0, wgmma.num_cols(acc)
-        first_col = first + traits.column_group() * end
+    for acc, part in zip(accs, columns, strict=True):
+        start, end = 0, part.width
+        first_col = part.first
+        if part.sharers > 1:
+            first_col += traits.column_group() * end
         while start < end:
             width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
             values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
@@ -79,7 +81,6 @@ def send_gradients(
                 first_col + start,
             )
             start += width
-        first += traits.column_groups * end
 
 
 @cute.jit
@@ -118,16 +119,14 @@ def stage_dq(
     """Write this warp's sums of a part of dQ, for each width, to the staging memory from which the
     load warp adds them."""
     lane = cute.arch.lane_idx()
-    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    number = block * len(traits.parts_dq) + part
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - traits.first_warp
+    number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
-    first = 0
-    for acc, width in zip(accs, traits.parts_dq[part], strict=True):
-        layout = cute.make_layout(traits.shape_dq(width))
+    for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
+        layout = cute.make_layout(traits.shape_dq(columns.width))
         staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-        quads = cute.make_tensor(acc.iterator, cute.make_layout((4, width // 8)))
-        for g in cutlass.range_constexpr(width // 8):
+        quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
+        for g in cutlass.range_constexpr(columns.width // 8):
             cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
-        first += cute.size(layout)
     cute.arch.fence_proxy("async.shared", space="cta")
     channel.publish(number)

@@ -133,6 +133,13 @@ def operand_b(tiled_mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
     return tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(smem))
 
 
+def columns_as_rows(smem: cute.Tensor, first: Int32 | int, width: int) -> cute.Tensor:
+    """The (cols, rows, stages) view of some columns of a (rows, cols, stages) tensor."""
+    view = cute.domain_offset((first, 0, 0), transposed(smem))
+    rows, stages = (cute.size(view, mode=[mode]) for mode in (1, 2))
+    return cute.composition(view, tuple(cute.make_layout(n) for n in (width, rows, stages)))
+
+
 def transposed(smem: cute.Tensor) -> cute.Tensor:
     """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
     return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
@@ -208,9 +215,11 @@ def issue(
     a: cute.Tensor,
     b: cute.Tensor,
     accumulate: bool | Boolean,
+    num_steps: int | None = None,
 ) -> None:
-    """Start acc (+)= a b as one commit group; `accumulate` False overwrites acc."""
-    issue_sum(tiled_mma, acc, [(a, b)], accumulate)
+    """Start acc (+)= a b as one commit group; `accumulate` False overwrites acc. num_steps: k-steps
+    of a and b, if the others are zeros."""
+    issue_sum(tiled_mma, acc, [(a, b)], accumulate, num_steps)
 
 
 @cute.jit
@@ -220,10 +229,11 @@ def issue_with_kept(
     kept: tuple[cute.TiledMma, cute.Tensor],
     a: cute.Tensor,
     b: cute.Tensor,
+    num_steps: cutlass.Constexpr[int],
 ) -> None:
     """Start acc = a b as one commit group; the first k-steps of a are also in registers.
 
-    kept: the MMA for an operand A in registers, and these registers.
+    kept: the MMA for an operand A in registers, and these registers. num_steps: see `issue`.
     """
     tiled_kept, operand = kept
     mma_kept, mma = cute.make_mma_atom(tiled_kept.op), cute.make_mma_atom(tiled_mma.op)
@@ -231,7 +241,7 @@ def issue_with_kept(
     mma.set(warpgroup.Field.ACCUMULATE, True)
     num_kept = cute.size(operand, mode=[2])
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+    for k in cutlass.range_constexpr(num_steps):
         if cutlass.const_expr(k < num_kept):
             cute.gemm(mma_kept, acc, operand[None, None, k], b[None, None, k], acc)
             mma_kept.set(warpgroup.Field.ACCUMULATE, True)
@@ -246,14 +256,18 @@ def issue_sum(
     acc: cute.Tensor,
     pairs: list[tuple[cute.Tensor, cute.Tensor]],
     accumulate: bool | Boolean,
+    num_steps: cutlass.Constexpr[int | None] = None,
 ) -> None:
-    """Start acc (+)= the sum of a b over `pairs`, as one commit group."""
+    """Start acc (+)= the sum of a b over `pairs`, as one commit group; num_steps: see `issue`."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
     for a, b in pairs:
-        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        steps = cute.size(a, mode=[2])
+        if cutlass.const_expr(num_steps is not None):
+            steps = num_steps
+        for k in cutlass.range_constexpr(steps):
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

@@ -45,5 +45,8 @@ class Recorder:
             "kv_batch_idx",
             "leftpad_k",
             "causals",
+            "k_descale",
+            "v_descale",
         )
-        return {"lists": args[14], "aux": args[15], **dict(zip(names, args[18:], strict=True))}
+        named = dict.fromkeys(names) | dict(zip(names, args[18:], strict=False))
+        return {"lists": args[14], "aux": args[15], **named}

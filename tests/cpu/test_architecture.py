@@ -28,6 +28,7 @@ INDEX_RULES = (
     "limits",
     "seqlen_info",
     "core.packed_heads",
+    "core.segments",
     "core.shares",
     "rules.band",
     "rules.block_info",
@@ -62,17 +63,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("block_sparsity", "runtime"),
     ),
     "cpu": (
-        *("call.arguments", "masks.q_start", "masks.column_mask", "block_sparsity"),
-        *("mods.on_cpu", *INDEX_RULES),
+        *("call.arguments", "masks.q_start", "masks.column_mask", "masks.selected_blocks"),
+        *("block_sparsity", "mods.on_cpu", *INDEX_RULES),
     ),
     "call.check": (
         *("call.arguments", "call.problem", "masks.q_start", "call.settings", "masks.column_mask"),
-        *("block_sparsity", "mods", "runtime", *INDEX_RULES),
+        *("masks.selected_blocks", "block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
     "call.choose": (
         *("call.check", "call.arguments", "call.problem", "masks.q_start", "call.settings"),
         *(
             "masks.column_mask",
+            "masks.selected_blocks",
             "block_sparsity",
             "mask_prep",
             "sm90",
@@ -83,24 +85,24 @@ ARROWS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "call.build": (
-        *("call.choose", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
+        *("call.choose", "call.arguments", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
         *("core.row_blocks", "mods", "runtime", *INDEX_RULES),
     ),
     "call.run": (
         *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
         *("masks.q_start", "cpu"),
-        *("block_sparsity", "masks.column_mask", "mask_prep", "kernels", "core.row_blocks"),
-        *("mods.exact_words", "runtime", *INDEX_RULES),
+        *("block_sparsity", "masks.column_mask", "masks.selected_blocks", "mask_prep", "kernels"),
+        *("core.row_blocks", "mods.exact_words", "runtime", *INDEX_RULES),
     ),
     "call": (
-        *("cpu", "masks.column_mask", "block_sparsity", "mask_prep", "mods", "runtime"),
-        *INDEX_RULES,
+        *("cpu", "masks.column_mask", "masks.selected_blocks", "block_sparsity", "mask_prep"),
+        *("mods", "runtime", *INDEX_RULES),
     ),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
     ),
     "plotting": (
-        *("call", "masks.column_mask", "block_sparsity"),
+        *("call", "masks.column_mask", "masks.selected_blocks", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
     "interface": (
@@ -109,7 +111,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "autograd": (
         *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
-        *("block_sparsity", "mask_prep"),
+        *("masks.selected_blocks", "block_sparsity", "mask_prep"),
         *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
     ),
     "functional": (
@@ -127,7 +129,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # torch's FlexAttention call
     "flex": (
         *("autograd", "call.arguments", "lowering", "masks.column_mask", "masks.mask_mods"),
-        *("block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
+        *("masks.selected_blocks", "block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
     "integrations": (
@@ -143,7 +145,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "": (
         *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
-        *("serving", "masks.builders", "masks.column_mask", "runtime.cache", *INDEX_RULES),
+        *("serving", "masks.builders", "masks.column_mask", "masks.selected_blocks"),
+        *("runtime.cache", *INDEX_RULES),
     ),
 }
 
@@ -154,7 +157,7 @@ DEVICE = (
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
     *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
-    *("rules.mask_warps", "rules.share_walks"),
+    *("rules.mask_warps", "rules.share_walks", "rules.choice_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",
 )

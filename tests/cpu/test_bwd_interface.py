@@ -218,15 +218,15 @@ class OnBlackwell(OnCuda):
 plain_tensors.PLAIN_TYPES += (OnBlackwell,)
 
 
-def test_wide_heads_are_refused_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_blackwell_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface.Target, "from_device", lambda device: Target.named("sm_100a"))
     wide = {
         name: x if name == "lse" else x.new_zeros((*x.shape[:-1], 160))
         for name, x in arguments().items()
     }
     given = {name: x.as_subclass(OnBlackwell) for name, x in wide.items()}
-    with pytest.raises(NotImplementedError, match="up to 128, got 160/160"):
-        _flash_attn_bwd(**given)
+    with pytest.raises(ValueError, match="tile_m must be 64 on Blackwell for 160/160, got 128"):
+        _flash_attn_bwd(**given, config={"tile_m": 128})
 
 
 # -- what reaches the kernels -------------------------------------------------------------------

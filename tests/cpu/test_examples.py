@@ -51,6 +51,31 @@ def test_runs_without_a_gpu(
     assert "largest error" in capsys.readouterr().out
 
 
+def test_decoding_with_the_bits_of_a_forward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (x for x in EXAMPLES if x.stem == "11_decode")
+    module = load(path, monkeypatch)
+    module.main("--same-bits")
+    assert "largest error" in capsys.readouterr().out
+    monkeypatch.setattr(module.PagedCache, "rows_unlike_a_forward", lambda _: 2)
+    with pytest.raises(SystemExit, match="2 of 3 rows have other bits"):
+        module.main("--same-bits")
+
+
+def test_decoding_over_a_cache_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (x for x in EXAMPLES if x.stem == "11_decode")
+    module = load(path, monkeypatch)
+    module.main("--fp8", "--same-bits")
+    assert "largest error" in capsys.readouterr().out
+    # a dense model that does not round is told apart
+    monkeypatch.setattr(module, "as_in_fp8", lambda x: x)
+    with pytest.raises(SystemExit, match="a logit is off by"):
+        module.main("--fp8")
+
+
 def in_a_process(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, on a machine that has no GPU as far as it can see."""
     path = os.pathsep.join(map(str, (ROOT / "examples", ROOT)))
@@ -86,7 +111,7 @@ def test_ends_with_an_error_if_the_result_is_wrong(
 ) -> None:
     module = load(path, monkeypatch)
     calls = (
-        *("flash_attn_func", "_flash_attn_fwd", "flex_attention", "flash_attn_with_kvcache"),
+        *("flash_attn_with_kvcache", "flash_attn_func", "_flash_attn_fwd", "flex_attention"),
         "context_parallel_attention",
     )
     name = next(x for x in calls if hasattr(module, x))

@@ -226,7 +226,8 @@ def test_a_mode_sees_what_is_written() -> None:
     schema = torch.ops.flash_mask_cute.attention_fwd_into.default._schema
     assert [x.name for x in schema.arguments if x.is_write] == ["out"]
     schema = torch.ops.flash_mask_cute.append_and_attend.default._schema
-    assert [x.name for x in schema.arguments if x.is_write] == ["k_cache", "v_cache", "out_given"]
+    written = [x.name for x in schema.arguments if x.is_write]
+    assert written == ["k_cache", "v_cache", "k_scales", "v_scales", "out_given"]
 
 
 def test_an_exported_call_writes_it() -> None:

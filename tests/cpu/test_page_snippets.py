@@ -17,7 +17,9 @@ ALONE = (
     *("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md"),
     "docs/context_parallel.md",
 )
-IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md")
+IN_ORDER = (
+    *("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md", "docs/selected.md"),
+)
 
 
 def blocks(page: str) -> list[str]:

@@ -376,6 +376,17 @@ def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
 # Pairs of CTAs sum dQ of heads as wide as these.
 WIDE_CASES = (
     Case("d200-dv40", 1, 700, 900, head_dim=200, head_dim_v=40, causal=True),
+    Case("d136", 1, 700, 900, head_dim=136, causal=True),
+    Case("d136-dv192-varlen", head_dim=136, head_dim_v=192, causal=True,
+         lengths_q=(63, 0, 1029, 1), lengths_k=(63, 9, 1029, 0)),
+    Case("d160", 2, 500, 1000, 2, 1, head_dim=160),
+    Case("d160-dv32-window-fp16", 1, 900, 900, 2, 1, head_dim=160, head_dim_v=32, dtype=FP16,
+         window_left=200, window_right=9),
+    Case("d176-dv96-columns-2", 2, 500, 700, head_dim=176, head_dim_v=96, column="stepped2"),
+    Case("d192", 2, 700, 900, 3, 3, head_dim=192, sink=FP32),
+    Case("d192-dv128-causal", 1, 4000, 4000, 8, 4, head_dim=192, head_dim_v=128, causal=True),
+    Case("d192-dv128-seqused", 2, 300, 400, head_dim=192, head_dim_v=128, seqused_q=(100, 0),
+         seqused_k=(400, 65), causal=True),
     *(replace(case, head_dim=256, head_dim_v=0) for case in (
         Case("full", 2, 700, 900, 3, 3),
         Case("full-fp16-sink", 1, 500, 1000, 2, 2, dtype=FP16, sink=FP32),

@@ -33,7 +33,7 @@ from unseen_memory import (
 ARCH = ACTIVE_ARCH
 IS_HOPPER = ARCH == HOPPER
 # the widest heads of the kernel
-MAX_DIM = 256 if IS_HOPPER else 128
+MAX_DIM = 256
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -76,6 +76,7 @@ ALL_CASES = (
     Case("d96-70x200", 1, 70, 200, 1, 1, head_dim=96),
     Case("d192-dv128-pair-causal", 1, 70, 200, 1, 1, head_dim=192, head_dim_v=128, causal=True),
     Case("d160-softcap", 1, 70, 130, 1, 1, head_dim=160, softcap=15.0),
+    Case("d104-dv112", 1, 70, 130, 1, 1, head_dim=104, head_dim_v=112),
 )
 BLACKWELL_CASES = (
     Case("dense-d64-300x300", 1, 300, 300, 2, 2, head_dim=64),

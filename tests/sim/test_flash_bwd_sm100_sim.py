@@ -8,16 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from cases import BF16, Case
+from cases import Case
 from gradient_oracle import make_output_gradients
 from inputs import make_inputs
 from random_cases import small_case
-from simulated_backward import launch_on_simulator, run_sim
+from simulated_backward import run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 from unseen_memory import NAN
 
 ARCH = "sm_100a"
-MAX_DIM = 128
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 DIMS = ((64, 64), (96, 96), (128, 128), (40, 72), (104, 24), (128, 64))
@@ -48,8 +47,6 @@ def test_sums_that_the_first_one_stores(simulator: ModuleType, d: int) -> None:
 @pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
 def test_gradients_of_aux_tensors(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
-    if max(case.head_dim, case.head_dim_v) > MAX_DIM:
-        case = replace(case, head_dim=MAX_DIM, head_dim_v=0)
     given = make_trained(case, name)
     dout, dlse = make_output_gradients(given.inputs)
     daux = [
@@ -59,10 +56,3 @@ def test_gradients_of_aux_tensors(simulator: ModuleType, case: Case, name: str) 
     run_sim(simulator, given.inputs, (1,), daux=daux)
     trained = [x for x in daux if x is not None]
     assert_aux_gradients_close(trained, given, dout, dlse)
-
-
-def test_wider_heads_are_refused(simulator: ModuleType) -> None:
-    inputs = make_inputs(Case("wide", 1, 129, 129, 1, 1, head_dim=192, dtype=BF16))
-    dout, _ = make_output_gradients(inputs)
-    with pytest.raises(NotImplementedError, match="up to 128, got 192/192"):
-        launch_on_simulator(inputs, dout)

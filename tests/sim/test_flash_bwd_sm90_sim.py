@@ -247,6 +247,18 @@ PAIR_CASES = (
     Case("columns-1", 1, 129, 300, 1, 1, head_dim=256, causal=True, column="stepped1"),
     Case("columns-2", 1, 129, 200, 1, 1, head_dim=256, column="stepped2"),
     Case("asked-lists", 1, 129, 300, 1, 1, head_dim=256, mask_mod="eviction", blocks=(48, 80)),
+    # columns that the warpgroups share unevenly, and of which both CTAs have some up to 160
+    Case("d160-sink", 1, 130, 200, 1, 1, head_dim=160, sink=FP32),
+    Case("d160-dv96-causal-gqa2", 1, 129, 300, 2, 1, head_dim=160, head_dim_v=96, causal=True),
+    Case("d144-dv32-fp16-window", 1, 129, 200, 1, 1, head_dim=144, head_dim_v=32, dtype=FP16,
+         window_left=20, window_right=5),
+    Case("d136-dv192-varlen", head_dim=136, head_dim_v=192, heads_q=1, heads_kv=1,
+         lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True),
+    Case("d192-columns-1", 1, 129, 300, 1, 1, head_dim=192, causal=True, column="stepped1"),
+    Case("d192-dv128-unused", 2, 129, 200, 1, 1, head_dim=192, head_dim_v=128,
+         seqused_q=(100, 0), seqused_k=(129, 65)),
+    Case("d168-dv64-lists", 1, 129, 300, 1, 1, head_dim=168, head_dim_v=64, mask_mod="eviction",
+         blocks=(48, 80)),
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
 
 # More work tiles for a CTA than a ring has stages; dQ in columns of its own and in those of dP, all
 # of it in registers at once, all but its first part, and in turn; S and dP one after the other, and
-# together.
+# together. Of wide heads dQ over dP and over S, and two launches.
 BACKWARDS = {
     "dq-of-its-own": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "heads_q": 6, "heads_kv": 6,
@@ -65,6 +65,13 @@ BACKWARDS = {
                    "score_mod": "slopes"},
         more={"daux": True},
     ),
+    **{
+        f"wide-{d}-{d_v}": Slowed(
+            ISLANDS | {"batch": 1, "seqlen_q": 140, "seqlen_k": 150, "heads_q": 3, "heads_kv": 3,
+                       "head_dim": d, "head_dim_v": d_v}
+        )
+        for d, d_v in ((192, 128), (192, 192), (256, 256))
+    },
 }  # fmt: skip
 
 

@@ -181,6 +181,7 @@ def build_bwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
+        common_kv=problem.common_kv,
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)

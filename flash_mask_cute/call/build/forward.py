@@ -78,6 +78,8 @@ def build_fwd(
         num_sms=target.num_sms,
         split=problem.split,
         page_box=problem.page_box,
+        common_kv=problem.common_kv,
+        **({"in_fp8": True} if problem.in_fp8 else {}),
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes

@@ -8,14 +8,24 @@ runs at each call. `tests/cpu/call/test_operands.py` holds it to its table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.choose.config import BwdChoice, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.fake_tensors import int32_pair, int32_vector, operand, scratch, strided
+from flash_mask_cute.runtime.fake_tensors import (
+    int32_pair,
+    int32_vector,
+    operand,
+    scratch,
+    strided,
+    vector,
+)
 
 Fake: TypeAlias = Callable[[AttentionProblem, Any], Any]
 STREAM = "stream"
@@ -56,11 +66,16 @@ def _q(x: AttentionProblem, _: Any) -> Any:
 
 
 def _k(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_k(x), x.head_dim)
+    return operand(_kv_dtype(x), _rank_k(x), x.head_dim)
 
 
 def _v(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_k(x), x.head_dim_v)
+    return operand(_kv_dtype(x), _rank_k(x), x.head_dim_v)
+
+
+def _kv_dtype(problem: AttentionProblem) -> str:
+    """Kernels take codes of fp8 as bytes."""
+    return "uint8" if problem.in_fp8 else problem.dtype
 
 
 def _out(x: AttentionProblem, _: Any) -> Any:
@@ -81,6 +96,10 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
     return None if x.intervals is None else (strided(4), strided(4))
 
 
+def _block_bits(x: AttentionProblem, _: Any) -> Any:
+    return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
+
+
 def _mask_bits(x: AttentionProblem, tiles: BitTiles) -> Any:
     return fake_mask_bits(tiles, has_places=x.varlen_q) if x.reads_mask_bits else None
 
@@ -98,7 +117,7 @@ _WINDOW = (
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", lambda x, _: fake_tensors.aux_tensors(x))
 _SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
 _COLUMNS = KernelOperand("column_tensors", "columns", _columns)
-_BLOCK_BITS = KernelOperand("block_bits", "bits", lambda x, _: fake_tensors.block_bits(x))
+_BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)
 _Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x))
 _SCALE = KernelOperand("softmax_scale", "scale", _float)
 _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
@@ -139,18 +158,38 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles."""
     import cutlass
 
-    if x.split is None:
+    if x.split in (None, ONE_SEGMENT):
         return None
+    if x.split == IN_TURN:
+        return fake_tensors.vectors_of_threads(), cutlass.Int32(1)
     by_slots = x.split == BY_SLOTS
-    return (
+    partials = (
         operand("float32", 3 if by_slots else 5, x.head_dim_v),
         strided(2 if by_slots else 4, "float32"),
         None if x.score_mod is None else strided(2 if by_slots else 4, "float32"),
         strided(2) if by_slots else None,
         None if by_slots else cutlass.Int32(1),
     )
+    return (*partials, cutlass.Int32(1)) if x.split == BY_SEGMENTS else partials
 
 
+def parameter_of(name: str) -> str:
+    """The parameter of the kernels for an optional tensor: mLeftpadK for leftpad_k."""
+    return "m" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def _optional(name: str, problem: AttentionProblem, _: Any) -> Any:
+    for x in problem.optional:
+        if x.name == name:
+            return vector(x.dtype) if x.rank == 1 else strided(x.rank, x.dtype)
+    return None
+
+
+# the last ones, in the order of `OptionalTensors`
+OPTIONAL = tuple(
+    KernelOperand(parameter_of(name), name, partial(_optional, name))
+    for name in OptionalTensors._fields
+)
 FORWARD = (
     KernelOperand("mQ", "q", _q),
     KernelOperand("mK", "k", _k),
@@ -180,9 +219,7 @@ FORWARD = (
     KernelOperand("mMaxScores", "max_scores", lambda x, _: _rows(x.needs_max_scores, x)),
     _Q_START,
     KernelOperand("mPartials", "partials", _partials),
-    KernelOperand("mKvBatchIdx", "kv_batch_idx", lambda x, _: int32_vector(x.has_kv_batch_idx)),
-    KernelOperand("mLeftpadK", "leftpad_k", lambda x, _: int32_vector(x.has_leftpad_k)),
-    KernelOperand("mCausal", "causals", lambda x, _: int32_vector(x.causal_each)),
+    *OPTIONAL,
 )
 
 # -- the backward --------------------------------------------------------------------------------

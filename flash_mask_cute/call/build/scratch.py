@@ -42,7 +42,8 @@ class BwdScratch(NamedTuple):
         parts_k = parts_v = None
         if choice.tiles.splits_group:
             keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
-            key_blocks = num_row_blocks(keys, shapes.batch, problem.varlen_k, choice.tile_n)
+            entries = 1 if problem.common_kv else shapes.batch
+            key_blocks = num_row_blocks(keys, entries, problem.varlen_k, choice.tile_n)
             parts = shapes.heads_kv * choice.group_splits, key_blocks
             parts_k = *parts, choice.tile_n * choice.tile_d
             parts_v = *parts, choice.tile_n * choice.tile_dv

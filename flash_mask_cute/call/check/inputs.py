@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Gradients, Masks
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 # the others are read by a forward
 _NOT_OF_FORWARD = frozenset({"out", "lse", "lse_low", "max_scores", *Gradients._fields})
@@ -33,7 +34,10 @@ def tensors_of_masks(masks: Masks) -> Iterator[tuple[str, Tensor]]:
     if columns is not None:
         name = "startend_row_indices"
         yield name, columns if isinstance(columns, Tensor) else columns.startend_row_indices
-    if masks.block_sparse_tensors_torch is not None:
-        for name, given in from_block_mask(masks.block_sparse_tensors_torch)._asdict().items():
+    lists = masks.block_sparse_tensors_torch
+    if isinstance(lists, SelectedBlocks):
+        yield "indices of block_sparse_tensors", lists.indices
+    elif lists is not None:
+        for name, given in from_block_mask(lists)._asdict().items():
             if isinstance(given, Tensor):
                 yield name, given

@@ -101,7 +101,10 @@ _ADVICE: dict[tuple[str, ...], str] = {
         "training", "is_training", "name", "backend", "op", "_compile", "separate_full_blocks",
         "sm_margin", "scheduler_metadata", "zero_tensors",
     ): "leave it out, there is nothing that it would change",
-    ("q_descale", "k_descale", "v_descale"): "fp8 is not supported, leave it out",
+    ("q_descale",): "q in fp8 is not supported, leave it out and pass q in bfloat16 or float16",
+    ("k_descale", "v_descale"): (
+        "it is for keys and values in fp8, of flash_attn_with_kvcache and flash_attn_varlen_func"
+    ),
     ("k_cache", "v_cache", "cache_batch_idx", "leftpad_k", "cache_leftpad"): (
         "call flash_attn_with_kvcache, which takes a cache, and new keys to be written into it"
     ),

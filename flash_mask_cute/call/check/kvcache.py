@@ -13,7 +13,10 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.call.check.lengths import check_batch_vector
 from flash_mask_cute.call.check.pages import check_page_table
+from flash_mask_cute.limits import MAX_PAGE_SIZE
 from flash_mask_cute.runtime.checks import brief, check_dense, check_int, check_tensor
+from flash_mask_cute.runtime.dtypes import FP8
+from flash_mask_cute.runtime.named_tuples import replaced
 
 
 class Cache(NamedTuple):
@@ -22,6 +25,7 @@ class Cache(NamedTuple):
     k, v: (entries, rows, heads_kv, d), or pools of pages with page_table (entries, max_pages).
     seqlens: (batch,) int32, rows in use with padding, or None: all. leftpad: (batch,) int32, rows
     of padding. batch_idx: (batch,) int32, entries of sequences. batch: sequences of the call.
+    k_descale, v_descale: of k and v in fp8, (batch, heads_kv) or (entries, rows, heads_kv) fp32.
     """
 
     k: Tensor
@@ -31,6 +35,8 @@ class Cache(NamedTuple):
     batch_idx: Tensor | None
     page_table: Tensor | None
     batch: int
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     @property
     def entries(self) -> int:
@@ -61,6 +67,8 @@ class CacheView(NamedTuple):
     page_table: Tensor | None
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
@@ -194,28 +202,36 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
     """The view of a cache. total: keys of each sequence without padding, if new ones were written;
     None: as the cache has them."""
     used = cache.seqlens if total is None else total
+    in_fp8 = cache.k.dtype == FP8
+    descales = cache.k_descale, cache.v_descale
     if cache.leftpad is None and cache.batch_idx is None:
-        return CacheView(cache.k, cache.v, None, used, None, cache.page_table)
+        if in_fp8 and used is None:
+            shape, device = (cache.batch,), cache.k.device
+            used = torch.full(
+                shape, _capacity_of(cache.k, cache.page_table), dtype=torch.int32, device=device
+            )
+        return CacheView(
+            cache.k, cache.v, None, used, None, cache.page_table, None, None, *descales
+        )
     if total is None and (cache.leftpad is not None or cache.page_table is None):
         if used is None:
             shape, device = (cache.batch,), cache.k.device
             used = torch.full(shape, cache.capacity, dtype=torch.int32, device=device)
         if cache.leftpad is not None:
             used = used - cache.leftpad
+    if cache.page_table is None and in_fp8:
+        # not packed, as below, because scales of packed keys could be those of sequences or rows
+        cache = _as_pages(cache)
+        descales = cache.k_descale, cache.v_descale
     if cache.page_table is not None:
         where = cache.page_table, cache.batch_idx, cache.leftpad
-        return CacheView(cache.k, cache.v, None, used, None, *where)
+        return CacheView(cache.k, cache.v, None, used, None, *where, *descales)
     entries, rows = cache.k.shape[:2]
     if cache.k.device.type == "cpu":
         k, v = (_gathered(x, cache) for x in (cache.k, cache.v))
         return CacheView(k, v, None, used, None, None)
     # Every entry begins somewhere in one packed tensor, and its length is told.
-    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
-        if entries > 1 and x.stride(0) != rows * x.stride(1):
-            raise NotImplementedError(
-                f"{name} must have entries that follow each other in memory beside cache_batch_idx "
-                f"or cache_leftpad, got strides {x.stride()} for shape {tuple(x.shape)}"
-            )
+    _refuse_gaps(cache)
     starts = cache.batch_idx
     if starts is None:
         starts = torch.arange(cache.batch, dtype=torch.int32, device=cache.k.device)
@@ -225,6 +241,41 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
     starts = torch.nn.functional.pad(starts, (0, 1), value=entries * rows)
     k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
     return CacheView(k, v, starts, used, rows, None)
+
+
+def _as_pages(cache: Cache) -> Cache:
+    """A contiguous cache as a pool of pages, of which each entry has as many in order."""
+    entries, rows = cache.k.shape[:2]
+    _refuse_gaps(cache)
+    page_size = next(n for n in range(min(max(rows, 1), MAX_PAGE_SIZE), 0, -1) if rows % n == 0)
+    pages_of_entry = rows // page_size
+
+    def in_pages(x: Tensor) -> Tensor:
+        return x.unflatten(1, (pages_of_entry, page_size)).flatten(0, 1)
+
+    def scale_in_pages(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.dim() != 3 else in_pages(x)
+
+    table = torch.arange(entries * pages_of_entry, dtype=torch.int32, device=cache.k.device)
+    return replaced(
+        cache,
+        k=in_pages(cache.k),
+        v=in_pages(cache.v),
+        page_table=table.view(entries, pages_of_entry),
+        k_descale=scale_in_pages(cache.k_descale),
+        v_descale=scale_in_pages(cache.v_descale),
+    )
+
+
+def _refuse_gaps(cache: Cache) -> None:
+    """Refuse a contiguous cache whose entries do not follow each other in memory."""
+    entries, rows = cache.k.shape[:2]
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        if entries > 1 and x.stride(0) != rows * x.stride(1):
+            raise NotImplementedError(
+                f"{name} must have entries that follow each other in memory beside cache_batch_idx "
+                f"or cache_leftpad, got strides {x.stride()} for shape {tuple(x.shape)}"
+            )
 
 
 def _gathered(x: Tensor, cache: Cache) -> Tensor:

@@ -56,16 +56,19 @@ class Side(NamedTuple):
         return self.rows[0] * self.rows[1]
 
 
-def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
-    """Check the lengths of both sides, and return the extents of the problem."""
+def check_lengths(queries: Side, keys: Side, head_dim_v: int, in_pages: bool) -> FwdShapes:
+    """Check the lengths of both sides, and return the extents of the problem. in_pages: whether
+    keys are."""
     sides = queries, keys
     for side in sides:
         if side.cu_seqlens is not None:
             check_cu_seqlens(f"cu_seqlens_{side.name}", side.cu_seqlens, side.device)
-    if queries.batch != keys.batch:
+    has_common_keys = queries.is_packed and not keys.is_packed and keys.batch == 1 and not in_pages
+    if queries.batch != keys.batch and not has_common_keys:
         raise ValueError(
             f"batch of q and k must be equal, got {queries.batch} from {queries.batch_source} and "
-            f"{keys.batch} from {keys.batch_source}"
+            f"{keys.batch} from {keys.batch_source}; only keys of one batch entry, beside "
+            "cu_seqlens_q, may be those of all sequences"
         )
     for side in sides:
         if side.max_seqlen is not None:
@@ -77,7 +80,7 @@ def check_lengths(queries: Side, keys: Side, head_dim_v: int) -> FwdShapes:
         if side.device.type == "cuda":
             _check_packed_seqlen(side)
         else:
-            _check_contents(side)
+            _check_contents(side, queries.batch)
     return FwdShapes(
         batch=queries.batch,
         seqlen_q=queries.seqlen,
@@ -141,12 +144,12 @@ def _check_packed_seqlen(side: Side) -> None:
         )
 
 
-def _check_contents(side: Side) -> None:
+def _check_contents(side: Side, batch: int) -> None:
     """Check the contents of CPU length vectors against each other."""
     if side.cu_seqlens is None and side.seqused is None:
         return
     if side.cu_seqlens is None:
-        slots = [side.shape[1]] * side.shape[0]
+        slots = [side.shape[1]] * batch
     else:
         name = f"cu_seqlens_{side.name}"
         slots = packed_lengths(name, side.cu_seqlens.tolist(), side.shape[0])

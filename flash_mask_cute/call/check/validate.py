@@ -28,13 +28,15 @@ from flash_mask_cute.call.arguments import (
     Tensors,
 )
 from flash_mask_cute.call.check import axis_order
+from flash_mask_cute.call.check.fp8 import check_fp8, check_places
 from flash_mask_cute.call.check.inputs import inputs_of
 from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_lengths
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_SPLITS
+from flash_mask_cute.limits import LEAST_SEGMENT, MAX_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, check_rows
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
 from flash_mask_cute.mods.signature import as_callable, check_mod
 from flash_mask_cute.runtime.checks import (
@@ -54,6 +56,7 @@ from flash_mask_cute.runtime.checks import (
     dtype_names,
 )
 from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.warn_once import warn_once
 
 _DTYPES = {
@@ -66,6 +69,9 @@ _LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
 _HEAD_DIM_STEP = 8
 CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
+NO_GRADIENTS_BY_COMMON_KEYS = (
+    "there are no gradients beside seqused_k if k and v are one batch entry for several sequences"
+)
 
 
 def check_inputs(call: AttentionCall) -> FwdShapes:
@@ -73,7 +79,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
 
     Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
-    with cu_seqlens_k, k and v are (total_k, heads_kv, ...). With page_table, int32 (batch,
+    with cu_seqlens_k, k and v are (total_k, heads_kv, ...); without it, beside cu_seqlens_q, they
+    may be (1, seqlen_k, heads_kv, ...) for all sequences. With page_table, int32 (batch,
     max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
     page_size; kv_batch_idx and leftpad_k are int32 (batch,), and a table with kv_batch_idx has any
     number of rows. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
@@ -89,10 +96,13 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         TypeError, ValueError, NotImplementedError: see the module docstring.
     """
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
-    of = x.lengths
+    of, optional = x.lengths, x.optional
     check_num_splits(options.num_splits)
     _refuse_positions(seqused_q=of.seqused_q, seqused_k=of.seqused_k, page_table=of.page_table)
-    _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k)
+    for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
+        check_tensor(name, tensor)
+    in_fp8 = check_fp8(call)
+    _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k, in_fp8)
     axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), of.page_table is not None)
     device = x.q.device
     queries = Side(
@@ -101,19 +111,26 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     shape_k = tuple(x.k.shape)
     if of.page_table is not None:
         check_pages(
-            x.k, of.page_table, of.cu_seqlens_k, of.seqused_k, of.kv_batch_idx, of.leftpad_k
+            x.k,
+            *(of.page_table, of.cu_seqlens_k, of.seqused_k),
+            *(optional.kv_batch_idx, optional.leftpad_k),
         )
-        shape_k = paged_shape(x.k, of.page_table, of.kv_batch_idx)
+        shape_k = paged_shape(x.k, of.page_table, optional.kv_batch_idx)
     else:
-        refuse_without_pages(kv_batch_idx=of.kv_batch_idx, leftpad_k=of.leftpad_k)
+        refuse_without_pages(kv_batch_idx=optional.kv_batch_idx, leftpad_k=optional.leftpad_k)
     keys = Side("k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k)
-    shapes = check_lengths(queries, keys, head_dim_v=x.v.shape[-1])
+    in_pages = of.page_table is not None
+    shapes = check_lengths(queries, keys, x.v.shape[-1], in_pages)
+    if in_fp8:
+        check_places(call, shapes.batch)
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
-    if x.causals is not None:
-        check_batch_vector("causal", x.causals, shapes.batch, device)
+    if optional.causals is not None:
+        check_batch_vector("causal", optional.causals, shapes.batch, device)
         _check_beside_causals(call)
     _check_options(options)
+    if options.seqlen_k_per_split is not None:
+        _check_segments(call, options.seqlen_k_per_split, shapes.seqlen_k)
     if x.learnable_sink is not None:
         _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
     extents = CallExtents(
@@ -121,7 +138,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         seqlen_q=shapes.seqlen_q,
         seqlen_k=shapes.seqlen_k,
         total_q=shapes.total_q,
-        total_k=shapes.total_k,
+        # keys that several sequences have in common count for each
+        total_k=shapes.total_k if keys.is_packed else shapes.batch * shapes.seqlen_k,
         packs_q=queries.is_packed,
         packs_k=keys.is_packed,
         q_start=options.q_start,
@@ -130,6 +148,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     if call.direction is Direction.FORWARD:
         _check_outputs(call, shapes, masks.score_mod)
     else:
+        if of.seqused_k is not None and x.have_common_keys:
+            raise NotImplementedError(f"{NO_GRADIENTS_BY_COMMON_KEYS}, got {brief(of.seqused_k)}")
         _check_gradients(x, shapes, masks, call.backward)
     return shapes
 
@@ -138,7 +158,7 @@ def _check_beside_causals(call: AttentionCall) -> None:
     """Refuse what a call has not whose sequences differ in being causal."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
-        given = brief(call.tensors.causals)
+        given = brief(call.tensors.optional.causals)
         raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
     if left is not None and left < 0:
         # which of the sequences then see nothing, kernels do not find out
@@ -173,11 +193,15 @@ def _check_masks(
     if masks.aux_tensors is not None:
         _check_aux_tensors(masks.aux_tensors, device, masks.score_mod, masks.mask_mod)
     lists, columns = masks.block_sparse_tensors_torch, masks.startend_row_indices
-    if lists is not None:
+    if isinstance(lists, SelectedBlocks):
+        check_form(lists, device)
+        check_rows(lists, shapes, extents.packs_q)
+    elif lists is not None:
         _check_block_lists(lists, masks.mask_mod)
         extents.check_lists(from_block_mask(lists).seqlens)
     if columns is not None:
-        _check_columns(columns, causal, keys.rows, shapes, device)
+        entries = 1 if keys.is_packed else shapes.batch
+        _check_columns(columns, causal, (entries, keys.rows[1]), shapes, device)
         extents.check_columns(columns)
 
 
@@ -241,6 +265,45 @@ def check_num_splits(num_splits: int) -> None:
         raise ValueError(
             f"num_splits must be 0 (the library decides), or from 1 to {MOST_SPLITS}, got "
             f"{num_splits}"
+        )
+
+
+def check_segment_keys(seqlen_k_per_split: int) -> None:
+    """Check the number of keys of a segment.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is too small.
+    """
+    given = check_int("seqlen_k_per_split", seqlen_k_per_split, "an int or None")
+    if given < LEAST_SEGMENT:
+        raise ValueError(f"seqlen_k_per_split must be at least {LEAST_SEGMENT}, got {given}")
+
+
+def _check_segments(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int) -> None:
+    """Refuse what contradicts the cut of sums at fixed keys. seqlen_k: keys of a sequence, or more.
+
+    Raises:
+        TypeError, ValueError: naming argument and value.
+    """
+    check_segment_keys(seqlen_k_per_split)
+    if call.masks is not None and isinstance(call.masks.block_sparse_tensors_torch, SelectedBlocks):
+        # what a row's neighbours chose decides about the order of its sums
+        raise NotImplementedError(
+            f"seqlen_k_per_split={seqlen_k_per_split} is not supported together with "
+            "block_sparse_tensors as SelectedBlocks"
+        )
+    num_splits, least = call.options.num_splits, -(-seqlen_k // seqlen_k_per_split)
+    if 0 < num_splits < least:
+        raise ValueError(
+            f"num_splits must be 0 or at least {least} beside seqlen_k_per_split="
+            f"{seqlen_k_per_split}, which cuts up to {seqlen_k} keys so often, got {num_splits}"
+        )
+    tile_n = getattr(call.config, "tile_n", None)
+    if tile_n is not None:
+        raise ValueError(
+            "config must not set tile_n beside seqlen_k_per_split, by which head dimensions alone "
+            f"decide about it, got tile_n={tile_n}"
         )
 
 
@@ -329,14 +392,13 @@ def _check_operands(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    in_fp8: bool,
 ) -> None:
-    """Check q, k and v, and that their heads and head dimensions match."""
-    check_tensor("q", q)
-    check_tensor("k", k)
-    check_tensor("v", v)
+    """Check q, k and v, and that their heads and head dimensions match. in_fp8: k and v are, and
+    are allowed to be."""
     _check_dtype_of_q(q.dtype, q.device)
-    _check_like_q("k", k, q.dtype, q.device)
-    _check_like_q("v", v, q.dtype, q.device)
+    _check_like_q("k", k, FP8 if in_fp8 else q.dtype, q.device)
+    _check_like_q("v", v, FP8 if in_fp8 else q.dtype, q.device)
     shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
     _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")

@@ -39,12 +39,17 @@ class AttentionKernel:
 class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
-    has_polynomial: a share of exponentials may be computed by a polynomial."""
+    reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
+    computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
+    decodes_whole: tiles of decoding are also for one pass over keys in rows."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
+    reads_fp8: bool
     has_polynomial: bool = False
+    orders_sums: bool = False
+    decodes_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,9 @@ SM90 = ArchSpec(
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
+        reads_fp8=True,
+        orders_sums=True,
+        decodes_whole=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,
@@ -174,6 +182,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
+            reads_fp8=False,
             has_polynomial=True,
         ),
         BackwardKernel(

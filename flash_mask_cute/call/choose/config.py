@@ -31,6 +31,7 @@ from flash_mask_cute.runtime.target import H200_SMS
 # fewer queries than this leave most of a tile empty unless heads share it
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
+_OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
 # exponentials of 128: two in each group of 16 pairs
 POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
 
@@ -82,11 +83,12 @@ class FwdChoice:
 
 class WalkFacts(NamedTuple):
     """Of `CallFacts`, what a forward knows of its walks beside the problem. block_size: that of
-    block lists, which another form of the mask may replace."""
+    block lists, which another form of the mask may replace. selected_block: as there."""
 
     window: int | None = None
     block_size: tuple[int, int] | None = None
     decode_rows: int | None = None
+    selected_block: int = 0
 
 
 NO_WALK_FACTS = WalkFacts()
@@ -126,19 +128,34 @@ def select_fwd_config(
         may_pair=walk.decode_rows is None and (override is None or override.cta_pair is not False),
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
+        selected_block=walk.selected_block,
     )
-    row = next(rows_for(kernel.rows, call))
-    tiles, smem_bytes, reason = _fit(kernel, row, problem.head_dim, problem.head_dim_v, override)
+    rows = list(rows_for(kernel.rows, call))
+    row = rows[0]
+    if problem.is_ordered:
+        # Keys of a tile are added together, so their number follows from head dimensions alone: it
+        # is that of the first row that any call of these may use.
+        tile_n = next(x.tile_n for x in rows if x.is_general)
+        row = next(x for x in rows if x.tile_n == tile_n)
+    in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
+    tiles, smem_bytes, reason = _fit(kernel, row, *dims, override, problem.is_ordered, in_fp8)
     group = shapes.heads_q // shapes.heads_kv
     queries = shapes.seqlen_q
     if problem.varlen_q and problem.has_seqused_k:
         # over a cache, where most of a batch decodes while few sequences have many queries
         queries = min(queries, shapes.mean_seqlen_q)
     packed = _choose_packing(
-        kernel.packed_rows, group, queries, pack_gqa, unpackable, walk.decode_rows is not None
+        kernel.packed_rows,
+        group,
+        0 if problem.has_selected else queries,
+        pack_gqa,
+        unpackable,
+        walk.decode_rows is not None or problem.has_selected,
     )
     if packed > 1:
         cause = "asked for" if pack_gqa else f"{queries} queries a sequence < {SHORT_QUERY}"
+        if problem.has_selected and not pack_gqa:
+            cause = "fewer queries a tile, which have fewer blocks together"
         reason = f"{reason}; {packed} query heads share a tile: {cause}"
     return FwdChoice(tiles, packed, smem_bytes, reason)
 
@@ -149,8 +166,9 @@ def _choose_packing(
     queries: int,
     pack_gqa: bool | None,
     unpackable: str | None,
-    decodes: bool,
+    wastes_rows: bool,
 ) -> int:
+    """wastes_rows: a group is padded to a power of two, if that is what it takes."""
     if pack_gqa and group > rows:
         raise NotImplementedError(
             f"pack_gqa=True needs a group of at most {rows} query heads per KV head, got {group}"
@@ -161,8 +179,9 @@ def _choose_packing(
             "False"
         )
     if pack_gqa is None:
-        # rows without a head waste products, which is worth it where memory is waited for
-        can_pack = group <= rows and (decodes or padded_group(group) == group)
+        # rows without a head waste products, which is worth it where memory is waited for, and
+        # where all heads walk over what fewer queries chose
+        can_pack = group <= rows and (wastes_rows or padded_group(group) == group)
         pack_gqa = can_pack and unpackable is None and queries < SHORT_QUERY
     return group if pack_gqa else 1
 
@@ -176,26 +195,42 @@ def _of_row(row: FwdRow) -> FwdTiles:
 
 @functools.lru_cache(maxsize=1024)
 def _fit(
-    kernel: ForwardKernel, row: FwdRow, head_dim: int, head_dim_v: int, override: FwdConfig | None
+    kernel: ForwardKernel,
+    row: FwdRow,
+    head_dim: int,
+    head_dim_v: int,
+    override: FwdConfig | None,
+    keeps_tile_n: bool = False,
+    in_fp8: bool = False,
 ) -> tuple[FwdTiles, int, str]:
     """The first candidate that fits, its shared memory in bytes, and the reason."""
     given = given_fields(override)
     refusal = ""
-    for tiles in _candidates(row, given):
-        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel)
+    if in_fp8:
+        # beside a warpgroup that converts; the keys of a tile stay those of 16 bits
+        row = row._replace(tile_m=64, num_stages=2)
+    for tiles in _candidates(row, given, keeps_tile_n):
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, in_fp8)
         if why_not is None:
-            return tiles, smem_bytes, _explain_choice(row, tiles, given, refusal)
+            reason = _explain_choice(row, tiles, given, refusal)
+            return tiles, smem_bytes, f"{reason}; {_OF_FP8}" if in_fp8 else reason
         refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
     )
 
 
-def _candidates(row: FwdRow, given: dict[str, Any]) -> Iterator[FwdTiles]:
-    """The row under the override, then smaller configurations: fields not given are reduced."""
+def _candidates(
+    row: FwdRow, given: dict[str, Any], keeps_tile_n: bool = False
+) -> Iterator[FwdTiles]:
+    """The row under the override, then smaller configurations: fields not given are reduced.
+
+    keeps_tile_n: but tile_n.
+    """
     wanted = replace(_of_row(row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
-    for tile_n in range(wanted.tile_n, 0, -_TILE_N_STEP):
+    least = wanted.tile_n - 1 if keeps_tile_n else 0
+    for tile_n in range(wanted.tile_n, least, -_TILE_N_STEP):
         for stages_q, share_qo in dict.fromkeys(queries):
             smaller: dict[str, Any] = {"tile_n": tile_n, "stages_q": stages_q, "share_qo": share_qo}
             if all(given.get(name, value) == value for name, value in smaller.items()):
@@ -229,7 +264,11 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
 
 @tells_what_to_install()
 def check_feasible(
-    head_dim: int, head_dim_v: int, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
+    head_dim: int,
+    head_dim_v: int,
+    tiles: FwdTiles,
+    kernel: ForwardKernel = SM90.forward,
+    in_fp8: bool = False,
 ) -> tuple[int, str | None]:
     """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's traits
     decides."""
@@ -251,6 +290,7 @@ def check_feasible(
         stages_q=tiles.stages_q,
         share_qo=tiles.share_qo,
         cta_pair=tiles.cta_pair,
+        **({"in_fp8": True} if in_fp8 else {}),
     )
     return traits.smem_bytes, traits.infeasible()
 

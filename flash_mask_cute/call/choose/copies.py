@@ -1,5 +1,9 @@
 """Conversions of the caller's tensors before kernels see them: usually none.
 
+Keys and values that sequences have in common are read as one batch entry: k and v of batch 1 beside
+packed queries and, in a forward, those with a stride of 0 over the batch. (A backward of the latter
+writes gradients of each batch entry, and copies them.)
+
 Kernels read q, k, v, out and dout by TMA. It needs contiguous rows, other strides that are positive
 multiples of 16 bytes, and data aligned to 16 bytes. Each launch copies tensors that do not comply.
 Kernels multiply scores by a positive scale: if softmax_scale is not positive, q is copied and takes
@@ -17,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.problem import sink_dtype
 from flash_mask_cute.limits import ADDRESS_MASK, STRIDE_STEP
 
@@ -54,7 +59,27 @@ class Restrided(NamedTuple):
         return tensor.as_strided(tensor.shape, self.strides)
 
 
-Conversion: TypeAlias = Copy | Restrided
+class FirstEntry(NamedTuple):
+    """The first batch entry of a tensor, with another conversion."""
+
+    conversion: Copy | Restrided | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        entry = tensor[:1]
+        return entry if self.conversion is None else self.conversion(entry)
+
+
+class AsBytes(NamedTuple):
+    """A view of the codes of fp8 as bytes. strides: of the view, if they differ."""
+
+    strides: tuple[int, ...] | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        codes = tensor.view(torch.uint8)
+        return codes if self.strides is None else codes.as_strided(codes.shape, self.strides)
+
+
+Conversion: TypeAlias = Copy | Restrided | FirstEntry | AsBytes
 """What makes of a tensor one that kernels take. None stands for no conversion."""
 
 
@@ -66,11 +91,33 @@ def split_scale(softmax_scale: float) -> tuple[float, float]:
     return (1.0, softmax_scale) if softmax_scale > 0 else (-1.0, -softmax_scale)
 
 
-def input_conversion(tensor: Tensor, factor: float = 1.0) -> Conversion | None:
+def has_common_kv(call: AttentionCall) -> bool:
+    """Whether a kernel reads the keys of one batch entry for all sequences of a checked call."""
+    x, of = call.tensors, call.tensors.lengths
+    if x.have_common_keys:
+        return True
+    is_forward = call.direction is not Direction.BACKWARD and x.k.dtype == x.q.dtype
+    if not is_forward or not (of.cu_seqlens_k is of.page_table is None):
+        return False
+    return x.k.shape[0] > 1 and x.k.stride(0) == x.v.stride(0) == 0
+
+
+def input_conversion(tensor: Tensor, factor: float = 1.0) -> Copy | Restrided | None:
     """The conversion of a 16-bit tensor that kernels read by TMA, times a factor of
     `split_scale`."""
     why = ", ".join(filter(None, (_unreadable(tensor), _SIGNS.get(factor))))
     return Copy(why, factor) if why else output_conversion(tensor)
+
+
+def byte_conversion(tensor: Tensor) -> Conversion:
+    """The conversion of a checked tensor in fp8, whose strides kernels can read except for those of
+    extents of 1."""
+    step = ADDRESS_MASK + 1
+    strides = tuple(
+        stride if size != 1 or (stride and stride % step == 0) else tensor.shape[-1]
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return AsBytes(None if strides == tensor.stride()[:-1] else (*strides, 1))
 
 
 def _unreadable(tensor: Tensor) -> str | None:
@@ -85,7 +132,14 @@ def _unreadable(tensor: Tensor) -> str | None:
     return f"it starts {past} bytes past a multiple of {ADDRESS_MASK + 1}" if past else None
 
 
-def output_conversion(tensor: Tensor | None) -> Conversion | None:
+def common_conversion(tensor: Tensor) -> Conversion | None:
+    """The conversion of keys or values that all sequences have in common, to their only entry."""
+    if tensor.shape[0] == 1:
+        return input_conversion(tensor)
+    return FirstEntry(input_conversion(tensor[:1]))
+
+
+def output_conversion(tensor: Tensor | None) -> Restrided | None:
     """The conversion of a tensor that TMA can read or write, except for strides of extents of 1."""
     strides = None if tensor is None else tma_strides(tensor)
     return None if strides is None else Restrided(strides)
@@ -133,7 +187,11 @@ def misplaced(*tensors: Tensor) -> tuple[bool, ...]:
 
 def describe_copies(**conversions: Conversion | None) -> str:
     """The copied tensors by name, with reasons; empty if none is."""
-    copies = {name: to for name, to in conversions.items() if isinstance(to, Copy)}
+    found = {
+        name: to.conversion if isinstance(to, FirstEntry) else to
+        for name, to in conversions.items()
+    }
+    copies = {name: to for name, to in found.items() if isinstance(to, Copy)}
     return "; ".join(f"{name} ({copy.why})" for name, copy in copies.items())
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from flash_mask_cute.call.choose.config import BwdChoice
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.runtime.named_tuples import replaced
 
 # Costs in query blocks that a CTA computes: of a work tile, which waits for its keys and stores its
 # gradients; of storing them as partial sums; and of adding these afterwards.
@@ -50,6 +51,10 @@ def split_group(
         )
     if wanted is None:
         walks = list(_walks(choice, problem, shapes, window))
+        if problem.common_kv:
+            # one walk over the queries of all sequences
+            walks = [shapes.batch * walk for walk in walks]
+            shapes = replaced(shapes, batch=1)
         costs = {n: _estimate(walks, shapes, group, n, num_sms) for n in splits}
         wanted = min(splits, key=lambda n: costs[n])
         if costs[1] <= LEAST_GAIN * costs[wanted]:

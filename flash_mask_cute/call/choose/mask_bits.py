@@ -82,6 +82,7 @@ def shares_mask_bits(
     lists = masks.block_lists
     return (
         masks.mask_mod is not None
+        and masks.selected is None
         and arch_spec(target).reads_mask_bits
         and shapes.heads_q >= MIN_HEADS
         and problem.packed_heads == 1

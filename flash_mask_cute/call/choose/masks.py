@@ -17,6 +17,7 @@ from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.config import FwdTiles
 from flash_mask_cute.call.problem import FwdShapes, Mods
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
 
@@ -24,7 +25,8 @@ from flash_mask_cute.runtime.dtypes import dtype_name
 class ResolvedMasks(NamedTuple):
     """A call's masks after validation.
 
-    column_mask, block_lists: in the form of the library, the lists with their block size.
+    column_mask, block_lists: in the form of the library, the lists with their block size. selected:
+    a choice of blocks, beside which there are no lists.
     """
 
     score_mod: Callable[..., Any] | None
@@ -32,6 +34,7 @@ class ResolvedMasks(NamedTuple):
     aux_tensors: tuple[Tensor, ...] | None
     column_mask: ColumnMask | None
     block_lists: BlockSparseTensorsTorch | None
+    selected: SelectedBlocks | None = None
 
     @staticmethod
     def create(
@@ -42,8 +45,10 @@ class ResolvedMasks(NamedTuple):
         Raises:
             TypeError, ValueError: block lists do not fit the problem.
         """
-        lists = None
-        if masks.block_sparse_tensors_torch is not None:
+        lists = selected = None
+        if isinstance(masks.block_sparse_tensors_torch, SelectedBlocks):
+            selected = masks.block_sparse_tensors_torch
+        elif masks.block_sparse_tensors_torch is not None:
             lists = check_block_lists(
                 from_block_mask(masks.block_sparse_tensors_torch),
                 shapes.batch,
@@ -58,6 +63,7 @@ class ResolvedMasks(NamedTuple):
             tuple(masks.aux_tensors) if masks.aux_tensors else None,
             column_mask_of(masks.startend_row_indices, causal),
             lists,
+            selected,
         )
 
     @property
@@ -83,6 +89,7 @@ class ResolvedMasks(NamedTuple):
             "aux": tuple((dtype_name(x.dtype), x.dim()) for x in self.aux_tensors or ()),
             "has_lists": lists is not None,
             "has_full_lists": lists is not None and lists.full_block_cnt is not None,
+            "has_selected": self.selected is not None,
         }
 
     def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
@@ -104,6 +111,12 @@ class ResolvedMasks(NamedTuple):
             elif tiles.nest_in(self.block_size):
                 how = "made of whole tiles"
             parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
+        if self.selected is not None:
+            heads, _, k = self.selected.indices.shape[-3:]
+            parts.append(
+                f"{k} selected blocks of {self.selected.block_size} keys for each query, heads "
+                f"{heads}, taken as bits"
+            )
         for name, mod in (("mask_mod", self.mask_mod), ("score_mod", self.score_mod)):
             if mod is not None:
                 parts.append(f"{name} {getattr(mod, '__qualname__', type(mod).__qualname__)}")
@@ -122,6 +135,8 @@ class ResolvedMasks(NamedTuple):
         if self.block_lists is not None and self.block_lists.mask_block_cnt.shape[1] != 1:
             heads = self.block_lists.mask_block_cnt.shape[1]
             return f"block_sparse_tensors that differ by query head, of {heads} heads"
+        if self.selected is not None and self.selected.heads not in (1, shapes.heads_kv):
+            return f"block_sparse_tensors that differ by query head, of {self.selected.heads} heads"
         if self.column_mask is not None:
             heads = self.column_mask.startend_row_indices.shape[1]
             if heads == shapes.heads_q > shapes.heads_kv:

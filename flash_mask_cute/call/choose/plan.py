@@ -12,9 +12,8 @@ import torch
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Tensors
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.check.validate import check_head_dims, check_inputs, refuse_order
+from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.aux_order import why_unordered
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
     FwdChoice,
@@ -24,6 +23,9 @@ from flash_mask_cute.call.choose.config import (
 )
 from flash_mask_cute.call.choose.copies import (
     Conversion,
+    byte_conversion,
+    common_conversion,
+    has_common_kv,
     input_conversion,
     output_conversion,
     sink_conversion,
@@ -47,6 +49,15 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.choose.refusals import (
+    check_common_kv,
+    check_order,
+    refuse_causal_sequences,
+    refuse_fp8,
+    refuse_large_choice,
+    refuse_segments,
+)
+from flash_mask_cute.call.choose.segments import Segments, choose_segments
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
     Splits,
@@ -57,12 +68,14 @@ from flash_mask_cute.call.choose.splits import (
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
+    GivenTensor,
     Padding,
     fold_window,
     may_empty_rows,
     sink_dtype,
 )
 from flash_mask_cute.call.settings import given_fields
+from flash_mask_cute.core.segments import BY_SEGMENTS, ONE_SEGMENT
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
@@ -70,8 +83,7 @@ from flash_mask_cute.masks.q_start import END, NO_START, QStart
 from flash_mask_cute.mods.exact_words import MOST_ENTRIES
 from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.checks import brief
-from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -118,7 +130,7 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass.
+    computes its work tiles; None: one pass. segments: of the keys, if sums have an order.
     """
 
     direction: Direction
@@ -142,6 +154,7 @@ class ExecutionPlan:
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
     splits: Splits | None = None
+    segments: Segments | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -226,12 +239,14 @@ def plan(
         call.options.window_size_left,
         call.options.window_size_right,
     )
-    causal_each, window = _with_causal_sequences(call.tensors.causals, window)
+    causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
     problem = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
     plain = replace(problem(call, masks, window), **start.problem_fields())
-    plain = replace(plain, causal_each=causal_each)
-    _check_order(plain, masks, target or target_of(call.tensors.q))
+    if not causal_each:
+        plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
+    check_order(plain, masks, target or target_of(call.tensors.q))
+    check_common_kv(plain)
     chosen, choose = _choose_tiles(call, shapes, masks, window, plain, target)
     chosen = replace(chosen, q_start=start)
     if packs_documents(call):
@@ -239,10 +254,13 @@ def plan(
         return replace(chosen, packed=plan(packed, target, limits))
     if chosen.backend is Backend.CPU:
         return chosen
-    _refuse_causal_sequences(chosen, call.tensors.causals)
+    refuse_causal_sequences(chosen.problem, chosen.target, call.tensors.optional.causals)
+    refuse_fp8(chosen.problem, chosen.target)
+    refuse_segments(chosen.target, call.options.seqlen_k_per_split)
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
+    refuse_large_choice(chosen.masks, shapes.seqlen_k, call.direction)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
         one_pass = plan(replaced(call, options=options), target, limits)
@@ -255,6 +273,7 @@ def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
     """Whether the library chose splits of a call in which mask bits for all heads may be worth
     more: decoding waits for keys, more queries wait for the mask_mod."""
     by_library = chosen.splits is not None and call.options.num_splits == 0
+    by_library = by_library and chosen.segments is None
     rows = chosen.shapes.seqlen_q * chosen.problem.packed_heads
     return by_library and chosen.masks.mask_mod is not None and rows > DECODE_ROWS
 
@@ -273,15 +292,6 @@ def _with_causal_sequences(
     return True, (False, left, OPEN_WINDOW if right is None else right)
 
 
-def _refuse_causal_sequences(chosen: ExecutionPlan, causals: torch.Tensor | None) -> None:
-    spec = arch_spec(chosen.target)
-    if chosen.problem.causal_each and not spec.forward.causal_each:
-        raise NotImplementedError(
-            f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
-            f"each kind of sequences, got {brief(causals)}"
-        )
-
-
 def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -> AttentionProblem:
     """The part of a call's problem that both directions share, without packing."""
     x, of, (is_causal, window_left, window_right) = call.tensors, call.tensors.lengths, window
@@ -298,6 +308,7 @@ def _problem(call: AttentionCall, masks: ResolvedMasks, window: _FoldedWindow) -
         has_seqused_k=of.seqused_k is not None,
         has_softcap=call.options.softcap != 0,
         needs_lse=False,
+        common_kv=has_common_kv(call),
     )
     return replace(problem, **masks.problem_fields())
 
@@ -312,8 +323,12 @@ def _fwd_problem(
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
         needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
         needs_max_scores=x.max_scores is not None,
-        has_kv_batch_idx=x.lengths.kv_batch_idx is not None,
-        has_leftpad_k=x.lengths.leftpad_k is not None,
+        optional=tuple(
+            GivenTensor(name, dtype_name(y.dtype), y.dim())
+            for name, y in x.optional._asdict().items()
+            if y is not None
+        ),
+        in_fp8=x.k.dtype == FP8,
     )
     if masks.score_mod is None:
         return problem
@@ -354,14 +369,6 @@ def _bwd_problem(
     )
 
 
-def _check_order(problem: AttentionProblem, masks: ResolvedMasks, target: Target) -> None:
-    """Refuse gradients of aux tensors whose sums have no order, if there is to be one."""
-    if problem.deterministic and problem.wants_aux and masks.score_mod is not None:
-        unordered = why_unordered(target)
-        if unordered is not None:
-            refuse_order("daux is given", unordered)
-
-
 def _first_position(
     call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, window: _FoldedWindow
 ) -> QStart:
@@ -399,8 +406,7 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
-        decodes = problem.split is not None or call.tensors.lengths.page_table is not None
-        choose = _fwd_chooser(call, shapes, masks, window, target, decodes)
+        choose = _fwd_chooser(call, problem, shapes, masks, window, target)
         sink = call.tensors.learnable_sink
     else:
         seqlens = shapes.seqlen_q, shapes.seqlen_k
@@ -430,10 +436,12 @@ def _choose_tiles(
     )
     chosen = chosen.with_choice(choice)
     if call.tensors.lengths.page_table is not None:
-        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has_leftpad_k
+        tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
-    if problem.split == BY_SLOTS:
+    if problem.is_ordered:
+        chosen = _with_segments(chosen, call, window)
+    elif problem.split == BY_SLOTS:
         tile_m = chosen.fwd_choice.tiles.tile_m
         by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
         chosen = replace(chosen, splits=by_slots)
@@ -461,19 +469,44 @@ def _with_split(
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
     has_config = bool(given_fields(call.config))
-    split = choose_split(
-        options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms, has_config
-    )
+    if options.seqlen_k_per_split is not None:
+        # tiles say later how they are computed (`_with_segments`)
+        split: str | None = ONE_SEGMENT
+    else:
+        split = choose_split(
+            options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms,
+            has_config,
+        )  # fmt: skip
     out = call.tensors.out
-    if split != BY_ROWS and out is not None and out.dtype != call.tensors.q.dtype:
+    if split in (None, BY_SLOTS) and out is not None and out.dtype != call.tensors.q.dtype:
         refuse_splits(problem, f"out in {out.dtype} of q in {call.tensors.q.dtype}")
         split = BY_ROWS
-    if split is None:
+    if split is None and not _decodes_whole(call, shapes, masks, target):
         return problem
     is_at_end = problem.q_start is None or options.q_start.kind == END
     sees_all = shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
     is_causal = problem.is_causal and not sees_all
     return replace(problem, split=split, is_causal=is_causal)
+
+
+def _with_segments(
+    chosen: ExecutionPlan, call: AttentionCall, window: _FoldedWindow
+) -> ExecutionPlan:
+    """The plan with the segments of its keys, for tiles that are chosen."""
+    keys = call.options.seqlen_k_per_split
+    assert keys is not None
+    problem, shapes = chosen.problem, chosen.shapes
+    is_wide = chosen.out_dtype != problem.dtype
+    if is_wide:
+        refuse_splits(problem, f"out in {chosen.out_dtype} of q in {problem.dtype}")
+    segments = choose_segments(
+        *(keys, chosen.fwd_choice.tiles, problem, shapes, _visible(window)),
+        *(chosen.target.num_sms, is_wide),
+    )
+    problem, splits = replace(problem, split=segments.kind), None
+    if segments.kind == BY_SEGMENTS:
+        splits = Splits.by_rows(problem, shapes, segments.number)._replace(kind=BY_SEGMENTS)
+    return replace(chosen, problem=problem, segments=segments, splits=splits)
 
 
 def _within_tables(problem: AttentionProblem) -> AttentionProblem:
@@ -499,21 +532,39 @@ def _visible(window: _FoldedWindow) -> int | None:
     return left + (right or 0) + 1
 
 
+def _decodes_whole(
+    call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target
+) -> bool:
+    """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and nobody
+    chose other tiles. The forward of training keeps its own."""
+    chosen = given_fields(call.config).keys() - {"skip_blocks"}
+    if call.options.is_recorded or chosen or not arch_spec(target).forward.decodes_whole:
+        return False
+    return decode_rows(shapes, _may_pack(call, shapes, masks, target)) <= DECODE_ROWS
+
+
 def _fwd_chooser(
     call: AttentionCall,
+    problem: AttentionProblem,
     shapes: FwdShapes,
     masks: ResolvedMasks,
     window: _FoldedWindow,
     target: Target,
-    decodes: bool,
 ) -> Choose:
+    is_paged = call.tensors.lengths.page_table is not None
+    decodes = problem.split is not None or is_paged or _decodes_whole(call, shapes, masks, target)
     rows = decode_rows(shapes, _may_pack(call, shapes, masks, target)) if decodes else None
     return partial(
         select_fwd_config,
         shapes=shapes,
         pack_gqa=call.options.pack_gqa,
         override=call.config,
-        walk=WalkFacts(_visible(window), masks.block_size, rows),
+        walk=WalkFacts(
+            _visible(window),
+            masks.block_size,
+            rows,
+            0 if masks.selected is None else masks.selected.block_size,
+        ),
         unpackable=masks.unpackable(shapes),
         spec=arch_spec(target),
         num_sms=target.num_sms,
@@ -574,7 +625,8 @@ def _with_mask_bits(
 
     A kernel that reads bits may have other tiles than one that evaluates the callable.
     """
-    if chosen.splits is not None or chosen.problem.page_box is not None:
+    problem = chosen.problem
+    if problem.in_fp8 or not (chosen.splits is problem.page_box is None):
         # the mask_mod of few queries is evaluated while keys come from memory
         return chosen
     if not shares_mask_bits(chosen.problem, chosen.shapes, chosen.masks, chosen.target):
@@ -615,10 +667,15 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     """The plan with the conversions of the caller's tensors before the kernel sees them."""
     x, (factor, _) = tensors, split_scale(chosen.softmax_scale)
+    of_keys: Callable[[torch.Tensor], Conversion | None] = input_conversion
+    if chosen.problem.in_fp8:
+        of_keys = byte_conversion
+    elif chosen.problem.common_kv:
+        of_keys = common_conversion
     conversions = {
         "q": input_conversion(x.q, factor),
-        "k": input_conversion(x.k),
-        "v": input_conversion(x.v),
+        "k": of_keys(x.k),
+        "v": of_keys(x.v),
         **chosen.conversions,
     }
     if chosen.direction is Direction.FORWARD:

@@ -123,14 +123,26 @@ def choose_split(
     is_decoding = rows <= DECODE_ROWS
     if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
         return None
-    tile_m, group = (DECODE_ROWS if is_decoding else _ROWS), rows // max(shapes.seqlen_q, 1)
+    tile_m = DECODE_ROWS if is_decoding else _ROWS
+    is_many = are_enough_tiles(problem, shapes, rows, heads, tile_m, num_sms)
+    return None if is_many else BY_SLOTS
+
+
+def are_enough_tiles(
+    problem: AttentionProblem, shapes: FwdShapes, rows: int, heads: int, tile_m: int, num_sms: int
+) -> bool:
+    """Whether work tiles keep all SMs busy without splits.
+
+    rows: of a sequence that share keys. heads: of a sequence whose rows share nothing. tile_m: rows
+    of a work tile.
+    """
+    group, is_decoding = rows // max(shapes.seqlen_q, 1), rows <= DECODE_ROWS
     tiles = math.ceil(rows / tile_m) * shapes.batch
     if problem.varlen_q:
         tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
     tiles *= heads
     most = num_sms * _MANY_WAVES if is_decoding else num_sms
     if tiles >= most:
-        return None
+        return True
     are_equal = not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
-    fills = tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
-    return None if are_equal and fills else BY_SLOTS
+    return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)

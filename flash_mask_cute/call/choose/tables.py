@@ -19,11 +19,12 @@ class CallFacts(NamedTuple):
     """The facts about a call that conditions of rows use.
 
     tuning_class: of the `AttentionProblem`. window: the most keys that a query sees, if the window
-    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits or
-    over pages, else None. functions_under_causal: see the problem. block_size: of block lists that
-    the kernel would read as they are. may_pair: two CTAs may share a walk. is_ordered: sums have an
-    order (deterministic). sequences: the number of sequences of `seqlen_q` queries and one head
-    each; num_sms: CTAs that run at once.
+    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
+    pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
+    problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
+    may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
+    sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
+    selected_block: keys of a block of each query's choice, 0 if there is none.
     """
 
     head_dim: int
@@ -39,6 +40,7 @@ class CallFacts(NamedTuple):
     is_ordered: bool = False
     sequences: int = 1
     num_sms: int = 1
+    selected_block: int = 0
 
     @property
     def splits_sectors(self) -> bool:
@@ -80,8 +82,9 @@ class FwdRow(NamedTuple):
     whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
     only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
-    which keeps the special function units busy. for_decode: only for forwards in splits or over
-    pages, if the rows that share keys fit a tile. polynomial: see `FwdConfig`.
+    which keeps the special function units busy. for_decode: only if the rows that share keys fit a
+    tile, and `decode_rows` are told. max_selected: for choices of blocks of at most so many keys.
+    polynomial: see `FwdConfig`.
     """
 
     max_dim: int
@@ -104,7 +107,14 @@ class FwdRow(NamedTuple):
     gain: float | None = None
     for_decode: bool = False
     splits_sectors: bool = False
+    max_selected: int | None = None
     polynomial: int = 0
+
+    @property
+    def is_general(self) -> bool:
+        """Whether head dimensions are its only condition."""
+        of_dims = _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        return len(list(self.conditions())) == len(list(of_dims))
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -135,8 +145,14 @@ class FwdRow(NamedTuple):
         if self.for_decode:
             most_rows = self.tile_m
             yield Condition(
-                f"in splits, at most {most_rows} rows that share keys",
+                f"at most {most_rows} rows that share keys",
                 lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
+            )
+        if self.max_selected is not None:
+            largest = self.max_selected
+            yield Condition(
+                f"selected blocks of at most {largest} keys",
+                lambda call: 0 < call.selected_block <= largest,
             )
         if self.needs_sfu:
             yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
@@ -232,6 +248,36 @@ SM90_FWD = (
         "decoding waits for memory: one warpgroup, as many keys in flight as fit, and keys of the "
         "next tile before this one's last product",
         for_decode=True,
+    ),
+    FwdRow(
+        *(192, 128, 64, 112, 2, 1, False),
+        "decoding waits for memory: as many keys in flight as fit beside a separate output",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(192, 192, 64, 96, 2, 1, True),
+        "decoding waits for memory: as many keys in flight as fit, with a third stage of K",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(256, 256, 64, 64, 3, 1, True),
+        "decoding waits for memory: as many keys in flight as fit",
+        for_decode=True,
+    ),
+    FwdRow(
+        *(128, 128, 128, 64, 3, 2, False),
+        "a tile of keys has one block of a choice, and few queries a tile have few blocks together",
+        max_selected=64,
+    ),
+    FwdRow(
+        *(128, 128, 128, 128, 2, 2, False),
+        "few queries a tile have few blocks of their choices together",
+        max_selected=4096,
+    ),
+    FwdRow(
+        *(192, 192, 128, 64, 2, 1, True),
+        "a block of a choice consists of whole tiles; the output takes the query's place",
+        max_selected=4096,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
@@ -463,19 +509,34 @@ SM90_BWD = (
 )
 
 # On Blackwell a block is always 128 queries by 128 keys (docs/backward_sm100.md says why).
-SM100_BWD = tuple(
-    row
-    for d, stages_do, reason in (
-        (64, 2, "two query blocks in flight"),
-        (96, 2, "two query blocks in flight, and dQ in the columns of dP"),
-        (128, 1, "what fits beside two blocks of Q"),
-    )
-    for row in (
-        BwdRow(
-            *(d, d, 128, 2, stages_do, 1, 0),
-            f"{reason}; clearing costs once what asking for sums costs in every block",
-            clears_dq=True,
-        ),
-        BwdRow(*(d, d, 128, 2, stages_do, 1, 0), reason),
-    )
+SM100_BWD = (
+    BwdRow(
+        *(128, 128, 128, 2, 1, 1, 0),
+        "two CTAs read half of the queries each, and add half as much of dQ to memory",
+        (TuningClass.FULL, TuningClass.CAUSAL),
+        above_dim=96,
+        clears_dq=True,
+        cta_pair=True,
+    ),
+    *(
+        row
+        for d, d_v, tile_m, stages_q, stages_do, reason in (
+            (64, 64, 128, 2, 2, "two query blocks in flight"),
+            (96, 96, 128, 2, 2, "two query blocks in flight, and dQ in the columns of dP"),
+            (128, 128, 128, 2, 1, "what fits beside two blocks of Q"),
+            (192, 128, 64, 2, 2, "blocks of 64 queries leave room for both sums, and dQ over dP"),
+            (192, 192, 64, 2, 1, "the same, with dQ over S"),
+            (256, 128, 64, 2, 1, "the same, with dQ over S"),
+            (128, 256, 64, 2, 1, "blocks of 64 queries leave room for both sums, and dQ over dP"),
+            (256, 256, 64, 1, 1, "a launch for dV, and one for dK and dQ, which fills the memory"),
+        )
+        for row in (
+            BwdRow(
+                *(d, d_v, tile_m, stages_q, stages_do, 1, 0),
+                f"{reason}; clearing costs once what asking for sums costs in every block",
+                clears_dq=True,
+            ),
+            BwdRow(*(d, d_v, tile_m, stages_q, stages_do, 1, 0), reason),
+        )
+    ),
 )

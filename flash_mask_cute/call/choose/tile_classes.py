@@ -24,6 +24,7 @@ from flash_mask_cute.block_sparsity import (
     retile_lists,
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.rules.intervals import Intervals, rows_of_call
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -122,7 +123,37 @@ class PlacedLists:
         return hidden, torch.stack([cut.any(dim=1) for _, cut in verdicts], dim=1)
 
 
-Verdicts: TypeAlias = ColumnVerdicts | ListVerdicts | PlacedLists
+@dataclass(frozen=True)
+class ChoiceVerdicts:
+    """The blocks that each query chose, read by tile."""
+
+    selected: SelectedBlocks
+    block_info: BlockInfo
+
+    def classify(
+        self, batch_idx: int, seqlen: SeqlenInfoQK, m_block: int, n_blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden, cut), bool (heads of the choice, n_blocks)."""
+        by_entry, block_k = self.selected.by_entry, self.selected.block_size
+        first, end = self.block_info.query_range(seqlen, m_block)
+        rows = by_entry[min(batch_idx, len(by_entry) - 1), :, : seqlen.offset_q + seqlen.seqlen_q]
+        rows = rows[:, seqlen.offset_q + first : seqlen.offset_q + end]
+        chosen = is_chosen(rows, 0, self.selected.num_blocks(seqlen.seqlen_k))
+        starts = n_blocks * self.block_info.tile_n
+        ends = (starts + self.block_info.tile_n).clamp(max=seqlen.seqlen_k)
+        # how many of the first blocks any, or every, query chose
+        counts = (torch.nn.functional.pad(x.long().cumsum(-1), (1, 0)) for x in _both(chosen))
+        first_k, end_k = starts // block_k, -(-ends // block_k)
+        of_any, of_every = (count[:, end_k] - count[:, first_k] for count in counts)
+        return of_any == 0, of_every != end_k - first_k
+
+
+def _both(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """What any and what every row of (heads, rows, blocks) has."""
+    return chosen.any(1), chosen.all(1)
+
+
+Verdicts: TypeAlias = ColumnVerdicts | ListVerdicts | PlacedLists | ChoiceVerdicts
 
 
 class RowOfTiles(NamedTuple):

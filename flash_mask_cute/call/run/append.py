@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.check.fp8 import check_descale, refuse_other_format
 from flash_mask_cute.call.check.kvcache import Cache
 from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens, packed_lengths
 from flash_mask_cute.call.check.pages import check_pages
+from flash_mask_cute.call.choose.copies import byte_conversion
 from flash_mask_cute.call.run.cache_writes import (
     check_entries_once,
     check_rotary_positions,
@@ -30,7 +32,7 @@ from flash_mask_cute.runtime.checks import (
     check_tensor,
 )
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
-from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "append_kv"
@@ -45,7 +47,8 @@ class Append(NamedTuple):
     int32, entries of the cache, or rows of page_table (batch or more, max_pages) if there is one.
     cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
     or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
-    if that is not cache_seqlens. interleaved, advances: see `AppendKV`.
+    if that is not cache_seqlens. interleaved, advances: see `AppendKV`. k_descale, v_descale: the
+    scales of caches in fp8 (`Cache`); those of rows are written.
     """
 
     k_cache: Tensor
@@ -64,6 +67,22 @@ class Append(NamedTuple):
     rotary_seqlens: Tensor | None = None
     interleaved: bool = True
     advances: bool = True
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the new rows are quantised."""
+        return self.k_cache.dtype == FP8
+
+    @property
+    def written_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of rows, which the write sets for the new ones."""
+        k, v = self.k_descale, self.v_descale
+        return (
+            k if k is not None and k.dim() == 3 else None,
+            v if v is not None and v.dim() == 3 else None,
+        )
 
     @property
     def batch(self) -> int:
@@ -77,11 +96,15 @@ class Append(NamedTuple):
     def cache(self, batch: int) -> Cache:
         """The cache before the write."""
         where = self.cache_seqlens, self.leftpad, self.batch_idx, self.page_table
-        return Cache(self.k_cache, self.v_cache, *where, batch)
+        return Cache(self.k_cache, self.v_cache, *where, batch, self.k_descale, self.v_descale)
 
 
 class AppendFacts(NamedTuple):
-    """Facts that determine the kernel's code: names of dtypes, and the tensors that are present."""
+    """Facts that determine the kernel's code: names of dtypes, and the tensors that are present.
+
+    dtype: of the new rows. scales: of caches in fp8, the ranks of k_descale and v_descale, None for
+    none of them; None for caches in `dtype`.
+    """
 
     dtype: str
     is_packed: bool
@@ -93,12 +116,16 @@ class AppendFacts(NamedTuple):
     is_packed_q: bool
     interleaved: bool
     advances: bool
+    scales: tuple[int | None, int | None] | None = None
 
     @staticmethod
     def create(x: Append) -> AppendFacts:
-        rotates = x.cos is not None
+        rotates, scales = x.cos is not None, None
+        if x.in_fp8:
+            k, v = x.k_descale, x.v_descale
+            scales = None if k is None else k.dim(), None if v is None else v.dim()
         return AppendFacts(
-            dtype=dtype_name(x.k_cache.dtype),
+            dtype=dtype_name(x.k.dtype),
             is_packed=x.cu_seqlens_k_new is not None,
             has_leftpad=x.leftpad is not None,
             has_batch_idx=x.batch_idx is not None,
@@ -108,6 +135,7 @@ class AppendFacts(NamedTuple):
             is_packed_q=rotates and x.cu_seqlens_q is not None,
             interleaved=not rotates or x.interleaved,
             advances=not rotates or x.advances,
+            scales=scales,
         )
 
 
@@ -130,10 +158,16 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     function = compile_append(
         AppendFacts.create(x), target or Target.from_device(x.k_cache.device)
     ).function
-    torch._C._increment_version((x.k_cache, x.v_cache))
+    k_cache, v_cache = x.k_cache, x.v_cache
+    written: tuple[Tensor, ...] = k_cache, v_cache
+    if x.in_fp8:
+        written += tuple(y for y in x.written_scales if y is not None)
+        k_cache, v_cache = (byte_conversion(y)(y) for y in (k_cache, v_cache))
+    torch._C._increment_version(written)
+    where = x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table
     arguments = (
         (x.k, x.v, x.cu_seqlens_k_new),
-        (x.k_cache, x.v_cache, x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table),
+        (k_cache, v_cache, *where, x.k_descale, x.v_descale),
         rotary,
     )
     if target is not None:
@@ -148,7 +182,8 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
 def restored_on_error(x: Append) -> Iterator[None]:
     """Context of a call that appends rows on the CPU: if it fails, the cache is as it was."""
     slots = _slots(x)
-    before = [(cache, [cache[slot] for slot in slots]) for cache in (x.k_cache, x.v_cache)]
+    written = [y for y in (x.k_cache, x.v_cache, *x.written_scales) if y is not None]
+    before = [(cache, [cache[slot] for slot in slots]) for cache in written]
     try:
         yield
     except BaseException:
@@ -167,8 +202,8 @@ def _append_on_cpu(x: Append) -> tuple[Tensor, Tensor]:
         turned = x.cos, x.sin
         k = _rotated(k, x.cu_seqlens_k_new, starts, turned, x.interleaved, True)
         q = _rotated(q, x.cu_seqlens_q, starts, turned, x.interleaved, x.advances)
-    append_rows(k, x.k_cache, infos, slots)
-    append_rows(x.v, x.v_cache, infos, slots)
+    append_rows(k, x.k_cache, infos, slots, x.k_descale)
+    append_rows(x.v, x.v_cache, infos, slots, x.v_descale)
     total = [info.seqlen_k for info in infos]
     return q, torch.tensor(total, dtype=torch.int32, device="cpu")
 
@@ -220,7 +255,14 @@ def check_append(x: Append) -> None:
     for name, new, cache in (("k", x.k, x.k_cache), ("v", x.v, x.v_cache)):
         check_tensor(f"{name}_cache", cache)
         check_tensor(name, new)
-        if new.dtype != cache.dtype:
+        refuse_other_format(f"{name}_cache", cache, x.q.dtype)
+        if cache.dtype == FP8:
+            if new.dtype != x.q.dtype:
+                raise TypeError(
+                    f"{name} must have the dtype of q ({x.q.dtype}) beside {name}_cache in "
+                    f"float8_e4m3fn, into which it is quantised, got {new.dtype}"
+                )
+        elif new.dtype != cache.dtype:
             raise TypeError(
                 f"{name} must have the dtype of {name}_cache ({cache.dtype}), got {new.dtype}"
             )
@@ -248,9 +290,32 @@ def check_append(x: Append) -> None:
         raise ValueError(f"k must have batch {x.batch}, as q has, got shape {tuple(x.k.shape)}")
     _check_rotary(x)
     read = {"q": x.q, "k": x.k, "v": x.v, "rotary_cos": x.cos, "rotary_sin": x.sin}
-    check_outputs_apart({"k_cache": x.k_cache, "v_cache": x.v_cache}, read)
+    written: dict[str, Tensor | None] = {"k_cache": x.k_cache, "v_cache": x.v_cache}
+    if x.in_fp8:
+        of_rows = _check_descales(x)
+        written |= of_rows
+        read |= {"k_descale": x.k_descale, "v_descale": x.v_descale} | dict.fromkeys(of_rows)
+    check_outputs_apart(written, read)
     if device.type == "cpu":
         _check_contents(x)
+
+
+def _check_descales(x: Append) -> dict[str, Tensor | None]:
+    """Check the scales of caches in fp8. Returns those that are written, by name."""
+    of_rows: dict[str, Tensor | None] = {}
+    for name, descale, cache, is_written in zip(
+        "kv",
+        (x.k_descale, x.v_descale),
+        (x.k_cache, x.v_cache),
+        x.written_scales,
+        strict=True,
+    ):
+        if descale is not None:
+            check_descale(f"{name}_descale", descale, f"{name}_cache", cache, x.batch)
+        if is_written is not None:
+            check_own_memory(f"{name}_descale", is_written)
+            of_rows[f"{name}_descale"] = is_written
+    return of_rows
 
 
 def _check_rotary(x: Append) -> None:
@@ -354,7 +419,11 @@ def build_append(facts: AppendFacts, target: Target) -> Compiled:
     def vector(is_there: bool) -> Any:
         return fake_tensors.int32_vector(is_there)
 
+    def scales(rank: int | None) -> Any:
+        return None if rank is None else fake_tensors.strided(rank, "float32")
+
     rank, rank_q = 3 if facts.is_packed else 4, 3 if facts.is_packed_q else 4
+    cached = rows if facts.scales is None else fake_tensors.byte_rows
     rotary = None
     if facts.rotary_dtype is not None:
         tables = tuple(fake_tensors.strided(2, facts.rotary_dtype) for _ in range(2))
@@ -363,9 +432,10 @@ def build_append(facts: AppendFacts, target: Target) -> Compiled:
     arguments = [
         (rows(rank), rows(rank), vector(facts.is_packed)),
         (
-            *(rows(4), rows(4), vector(True), vector(True), vector(facts.has_leftpad)),
+            *(cached(4), cached(4), vector(True), vector(True), vector(facts.has_leftpad)),
             vector(facts.has_batch_idx),
             fake_tensors.strided(2) if facts.has_pages else None,
+            *map(scales, facts.scales or (None, None)),
         ),
         rotary,
         fake_tensors.stream(),

@@ -85,7 +85,7 @@ class KernelBackward:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, sink, lengths = tensors[:5]
         out, lse, lse_low, gradients = tensors.out, tensors.lse, tensors.lse_low, tensors.gradients
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts, _, _ = lengths
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths
         dout, dlse, dq, dk, dv, dsink, daux = gradients
         index = q.get_device()
         if index >= 0 and index != current_device():
@@ -113,7 +113,9 @@ class KernelBackward:
             )
         aux_tensors = columns = bits = parts = None
         if masks is not None:
-            _, aux_tensors, columns, _, bits = self._mask_arguments(masks, cu_seqlens_k)
+            _, aux_tensors, columns, _, bits = self._mask_arguments(
+                masks, cu_seqlens_k, cu_seqlens_q
+            )
         mask_bits = None
         if self._make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))

@@ -133,8 +133,10 @@ class CombinedForward:
         of_out = partials[0][0, 0] if self._is_packed else partials[0][0]
         return of_out.view(q.dtype)[..., : of_out.shape[-1]]
 
-    def __call__(self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
-        """Combine the splits in the scratch memory."""
+    def __call__(
+        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None = None
+    ) -> None:
+        """Combine the splits in the scratch memory, of which the first has the sink."""
         of_out, of_lse, of_low, pending, _ = partials
         if self._is_packed:
             out = out.unsqueeze(0)

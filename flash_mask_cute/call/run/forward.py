@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import NO_OPTIONAL, Masks, OptionalTensors, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
-from flash_mask_cute.cpu.paged import gather_pages
+from flash_mask_cute.cpu.paged import keys_in_rows
 from flash_mask_cute.cpu.tiles import NEG_INF
 from flash_mask_cute.mask_prep.mask_bits import NO_MASK_BITS, MakeMaskBits, MaskInputs
 from flash_mask_cute.masks.q_start import EACH
@@ -40,7 +40,7 @@ class KernelForward:
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_reads_causals",
+        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_optional_of",
         "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_window_left", "_window_right",
     )  # fmt: skip
 
@@ -66,7 +66,9 @@ class KernelForward:
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()
         self._reads_q_starts = plan.q_start.kind == EACH
-        self._reads_causals = plan.problem.causal_each
+        self._optional_of: Callable[[OptionalTensors], tuple[Tensor | None, ...]] | None = None
+        if plan.problem.optional:
+            self._optional_of = tuple if plan.problem.causal_each else _without_causals
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -79,11 +81,8 @@ class KernelForward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sink, lengths, causals, out, lse, lse_low, max_scores, _ = tensors
-        (
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            page_table, q_starts, kv_batch_idx, leftpad_k,
-        ) = lengths  # fmt: skip
+        q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = tensors
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts = lengths
         if out is None:
             # the same, but `empty_like` takes half the time, as for lse
             out = torch.empty_like(q) if self._is_out_like_q else q.new_empty(self._out_shape)
@@ -103,7 +102,7 @@ class KernelForward:
         lists = aux_tensors = columns = block_size = bits = None
         if masks is not None:
             lists, aux_tensors, columns, block_size, bits = self._mask_arguments(
-                masks, cu_seqlens_k
+                masks, cu_seqlens_k, cu_seqlens_q
             )
         make_mask_bits = self._make_mask_bits
         if make_mask_bits is not None:
@@ -126,14 +125,18 @@ class KernelForward:
                 seqused_k, page_table, self._window_left, self._window_right, sink, lists,
                 aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
                 query_chunk, lse_low, max_scores,
-                q_starts if self._reads_q_starts else self._q_start, partials, kv_batch_idx,
-                leftpad_k, causals if self._reads_causals else None,
+                q_starts if self._reads_q_starts else self._q_start, partials,
+                *(NO_OPTIONAL if self._optional_of is None else self._optional_of(optional)),
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
         if combine is not None and partials is not None:
-            combine(partials, out, lse)
+            combine(partials, out, lse, sink)
         return result
+
+
+def _without_causals(optional: OptionalTensors) -> OptionalTensors:
+    return optional if optional.causals is None else replaced(optional, causals=None)
 
 
 class EmptyForward:
@@ -188,16 +191,16 @@ class CpuForward:
         if x.max_scores is not None:
             x.max_scores.fill_(NEG_INF)
         of = x.lengths
-        if of.page_table is not None:
-            where = of.page_table, of.kv_batch_idx, of.leftpad_k
-            k, v = (gather_pages(pool, *where) for pool in (x.k, x.v))
+        if plan.problem.in_fp8 or of.page_table is not None:
+            k, v = keys_in_rows(x)
             x = replaced(x, k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number
         tiles = CpuTiles(
             *plan.walk_tile,
             plan.problem.packed_heads,
             plan.choice.tiles.skip_blocks,
-            plan.problem.split,
+            # sums in float64 need no order
+            None if plan.problem.is_ordered else plan.problem.split,
             num_splits,
         )
         flash_attn_fwd_cpu(cpu_call(plan, replaced(x, out=out, lse=lse), tiles))

@@ -15,13 +15,16 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
 class KernelArguments(NamedTuple):
     """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
     columns: indices and bounds. block_size: of the lists; not given together with block_bits
-    (visible, full, block_q, block_k)."""
+    (visible, full, block_q, block_k); of a choice full is None, and the bits of tiles follow."""
 
     block_lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
@@ -35,10 +38,13 @@ class MaskArguments:
 
     reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
     mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
-    computed for a `ColumnMask` or for lists that were seen before.
+    computed for a `ColumnMask` or for lists that were seen before. The bits of a choice are made in
+    each call: layers do not share choices.
     """
 
-    __slots__ = ("_block_size", "_causal_form", "_reads_lists", "_seqlens", "_tile")
+    __slots__ = (
+        "_block_size", "_causal_form", "_query_tiles", "_reads_lists", "_seqlens", "_tile",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -52,18 +58,24 @@ class MaskArguments:
         self._seqlens = shapes.seqlen_q, shapes.seqlen_k
         self._block_size = block_size
         self._tile = tile
+        self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
         self._reads_lists = reads_lists
 
-    def __call__(self, masks: Masks, cu_seqlens_k: Tensor | None) -> KernelArguments:
+    def __call__(
+        self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
+    ) -> KernelArguments:
         _, _, aux_tensors, given_lists, given_columns = masks
-        lists = columns = block_size = bits = None
+        lists = columns = block_size = None
+        bits: tuple[Any, ...] | None = None
         if given_columns is not None:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
         if given_lists is not None:
-            sized = _sized(given_lists, self._block_size)
-            if not self._reads_lists:
-                bits = tuple(block_bits(sized))
+            if isinstance(given_lists, SelectedBlocks):
+                bits = self._choice_bits(given_lists, cu_seqlens_q)
+            elif not self._reads_lists:
+                bits = tuple(block_bits(_sized(given_lists, self._block_size)))
             else:
+                sized = _sized(given_lists, self._block_size)
                 retiled = retile_lists(sized, *self._tile, *self._seqlens)
                 counted, block_size = retiled.lists, retiled.lists.block_size
                 lists = (
@@ -75,6 +87,13 @@ class MaskArguments:
                 bits = None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
         return KernelArguments(lists, aux, columns, block_size, bits)
+
+    def _choice_bits(
+        self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
+    ) -> tuple[Any, ...]:
+        num_blocks = selected.num_blocks(self._seqlens[1])
+        made = selected_bits(selected.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
+        return made.rows, None, 1, selected.block_size, made.of_any, made.of_every
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:

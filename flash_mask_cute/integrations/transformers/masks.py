@@ -174,7 +174,6 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: MaskFunction = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> AttentionMask | Tensor | None:
@@ -206,7 +205,7 @@ def make_mask(
         skips = skips and not takes_tensors
         made: Tensor | None = masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=skips, use_vmap=use_vmap, device=device, **others,
+            allow_is_causal_skip=skips, device=device, **others,
         )  # fmt: skip
         return made
     device = torch.device(device)
@@ -223,7 +222,7 @@ def make_mask(
         # a slice of the padding is cheaper than what reads it by indices
         unpadded = placed(mask_function, None, q_offset, kv_offset)
         shown = padding[:, kv_offset : kv_offset + kv_length]
-    if q_length == 1 and not use_vmap:
+    if q_length == 1 and not others.get("use_vmap"):
         found = _find_row(unpadded, shown, batch_size, kv_length, device)
         if isinstance(q_offset, Tensor):
             found = _with_used(found)

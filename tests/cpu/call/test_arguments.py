@@ -7,21 +7,25 @@ from typing import Any
 from flash_mask_cute.call import given_outputs
 from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
+    NO_OPTIONAL,
     AttentionCall,
     Direction,
     Gradients,
     Lengths,
+    OptionalTensors,
     Tensors,
     lengths_of,
+    optional_of,
 )
 from flash_mask_cute.call.check.inputs import inputs_of
 
 
 def test_tensors_come_back_from_their_other_forms() -> None:
     """A distinct value in every place; what follows a row is left for its reader."""
-    names: Any = (name for name in [*Tensors._fields, *Lengths._fields, *Gradients._fields])
+    kinds: Any = Tensors, Lengths, OptionalTensors, Gradients
+    names = (name for kind in kinds for name in kind._fields)
     given: dict[str, Any] = {
-        name: object() for name in names if name not in ("lengths", "gradients")
+        name: object() for name in names if name not in ("lengths", "optional", "gradients")
     }
     tensors = Tensors.from_names(given)
     assert tensors.by_name() == given
@@ -37,6 +41,9 @@ def test_a_call_without_lengths_has_always_the_same() -> None:
         given: list[Any] = [None] * len(Lengths._fields)
         given[i] = object()
         assert lengths_of(*given)._asdict() == dict.fromkeys(Lengths._fields) | {name: given[i]}
+    assert optional_of([None] * len(OptionalTensors._fields)) is NO_OPTIONAL
+    row: Any = iter(Tensors(*[object()] * 3).flat())  # type: ignore[arg-type]
+    assert Tensors.from_flat(row).optional is NO_OPTIONAL
 
 
 def test_a_forward_reads_or_writes_each_tensor() -> None:

@@ -103,6 +103,43 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
         assert said in choice.reason
 
 
+def test_columns_of_wide_heads() -> None:
+    """Pairs of CTAs multiply fewer columns of zeros than the next power of two has."""
+    for dim, cols in ((136, 160), (144, 160), (160, 160), (168, 192), (192, 192), (200, 256)):
+        choice = select_bwd_config(dim, dim, "full")
+        assert choice.tiles.cta_pair and choice.tile_d == cols
+
+
+def test_products_end_with_the_head_dims() -> None:
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    for dim, dim_v, steps in ((136, 200, (9, 13)), (104, 40, (7, 3)), (128, 64, (8, 4))):
+        traits = BwdTraits(BFloat16, dim, dim_v, 64)
+        assert (traits.steps_d, traits.steps_dv) == steps
+        assert 16 * steps[0] <= traits.tile_d and 16 * steps[1] <= traits.tile_dv
+
+
+def test_warpgroups_of_a_pair_share_all_columns() -> None:
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    for dim, dim_v in ((136, 32), (160, 160), (192, 64), (192, 256)):
+        traits = BwdTraits(BFloat16, dim, dim_v, 64, stages_do=1, cta_pair=True)
+        assert traits.columns.is_uneven and traits.infeasible() is None
+        first, second = (traits.for_warpgroup(i).columns for i in range(2))
+        for name, cols in (("dk", traits.tile_d), ("dv", traits.tile_dv)):
+            parts = (*getattr(first, name), *getattr(second, name))
+            held = sorted(x for part in parts for x in range(part.first, part.end))
+            assert held == list(range(cols))
+        # one product of dQ for each, whose sums follow each other
+        placed = [*first.products_dq(0), *second.products_dq(0)]
+        assert [(x.width, start) for x, start in placed] == [(64, 0), (32, 64 * 64)]
+        assert traits.columns.sizes_dq == (96 * 64,)
+
+
 ALONE = {
     "deterministic=True": {"deterministic": True},
     "score_mod": {"modifier": "score_mod", "tuning_class": "score_mod"},
@@ -161,25 +198,58 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
 
 
 def test_head_dims_of_blackwell_are_rounded_up() -> None:
-    for head_dim in range(8, 129, 8):
-        for head_dim_v in range(8, 129, 8):
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
             choice = select_bwd_config(head_dim, head_dim_v, "other", kernel=SM100.backward)
-            assert choice.tile_d == next(x for x in (64, 96, 128) if x >= head_dim)
+            assert choice.tile_d == next(x for x in (64, 96, 128, 192, 256) if x >= head_dim)
+            assert choice.tiles.tile_m == (128 if max(head_dim, head_dim_v) <= 128 else 64)
             assert choice.smem_bytes <= 232448
 
 
+def test_tensor_memory_of_wide_heads() -> None:
+    """Sums, S and dP do not overlap, and dQ lies behind them, or over what has been multiplied by
+    then. Where it has no place, there are two launches, which together compute everything once."""
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
+
+    launches = {}
+    for d, d_v in itertools.product((64, 96, 128, 192, 256), repeat=2):
+        if max(d, d_v) > 128:
+            found = BwdTraits(BFloat16, d, d_v, 64).launches()
+            launches[d, d_v] = len(found)
+            for x in found:
+                taken = [(x.column_s, 64)]
+                taken += [(x.column_dv, x.tile_dv)] if x.makes_dv else []
+                taken += [(x.column_dk, d), (x.column_dp, 64)] if x.makes_dk else []
+                columns = [c for first, width in taken for c in range(first, first + width)]
+                assert len(set(columns)) == len(columns) and max(columns) < 512
+                if x.makes_dk:
+                    of_dq = range(x.column_dq, x.column_dq + x.widths_dq[0])
+                    over = set(of_dq) & set(columns)
+                    assert over <= set(range(x.column_s if x.is_serial else x.column_dp, 512))
+                    assert of_dq[-1] < 512 and sum(x.widths_dq) == d
+            assert sum(x.makes_dv for x in found) == sum(x.makes_dk for x in found) == 1
+    assert {dims for dims, count in launches.items() if count == 2} == {
+        (256, 256), (256, 192), (192, 256)
+    }  # fmt: skip
+
+
 def test_what_blackwell_does_not_take() -> None:
-    for dims in ((192, 128), (128, 136), (256, 256)):
-        with pytest.raises(NotImplementedError, match=f"up to 128, got {dims[0]}/{dims[1]}"):
+    for dims in ((264, 128), (128, 264)):
+        with pytest.raises(NotImplementedError, match=f"up to 256, got {dims[0]}/{dims[1]}"):
             select_bwd_config(*dims, "full", kernel=SM100.backward)
     for given, why in (
-        ({"tile_m": 64}, "tile_m must be 128 on Blackwell, got 64"),
-        ({"stages_q": 1}, "stages_q must be 2 on Blackwell, got 1"),
+        ({"tile_m": 64}, "tile_m must be 128 on Blackwell for 128/128, got 64"),
+        ({"stages_q": 1}, "stages_q must be 2 on Blackwell for 128/128, got 1"),
         ({"stages_kv": 2}, "stages_kv must be 1 on Blackwell, got 2"),
         ({"value_cols": 16}, "value_cols must be 0 on Blackwell, got 16"),
         ({"cta_pair": True}, "cta_pair must be False on Blackwell, got True"),
     ):
         with pytest.raises(ValueError, match=why):
             select_bwd_config(128, 128, "full", BwdConfig(**given), kernel=SM100.backward)
-    with pytest.raises(ValueError, match="bytes of shared memory exceed"):
-        select_bwd_config(128, 128, "full", BwdConfig(stages_do=2), kernel=SM100.backward)
+    with pytest.raises(ValueError, match="tile_m must be 64 on Blackwell for 192/128, got 128"):
+        select_bwd_config(192, 128, "full", BwdConfig(tile_m=128), kernel=SM100.backward)
+    for d in (128, 256):
+        with pytest.raises(ValueError, match="bytes of shared memory exceed"):
+            select_bwd_config(d, d, "full", BwdConfig(stages_do=2), kernel=SM100.backward)

@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
     "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
     "d192": {"head_dim": 192, "head_dim_v": 192},
+    "d160-window": {"head_dim": 160, "head_dim_v": 160, "has_window_left": True},
+    "d136-dv96-varlen": {"head_dim": 136, "head_dim_v": 96, "varlen_q": True, "varlen_k": True},
     "d256": {"head_dim": 256, "head_dim_v": 256},
     "d256-causal-columns-1-softcap": {
         "head_dim": 256,
@@ -79,6 +81,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "has_window_left": True,
         "is_causal": True,
         "deterministic": True,
+    },
+    **{
+        f"common-keys{name}": {"varlen_q": True, "common_kv": True, "q_start": "each"} | fields
+        for name, fields in {
+            "-causal": {"is_causal": True},
+            "-window-in-order": {"has_window_left": True, "deterministic": True},
+            "-columns-2": {"intervals": (2, False)},
+            "-mods": {"score_mod": "alibi", "mask_mod": "documents", "aux": (("int32", 2),)},
+            "-d256-causal": {"head_dim": 256, "head_dim_v": 256, "is_causal": True},
+        }.items()
     },
 }
 # Keys of a sequence, for which sums of dQ are cleared; 8192 for the others.
@@ -127,8 +139,17 @@ BLACKWELL = {
     **{
         name: fields
         for name, fields in VARIANTS.items()
-        if fields.get("head_dim", 128) <= 128 and name not in SEQLENS_K
+        if name not in SEQLENS_K
     },
+    **{
+        f"d{d}-dv{d_v}{name}": {"head_dim": d, "head_dim_v": d_v, **fields}
+        for d, d_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256))
+        for name, fields in {"": {}, "-softcap": {"has_softcap": True}}.items()
+    },
+    "d256-lists-in-order": {
+        "head_dim": 256, "head_dim_v": 256, "has_bits": True, "deterministic": True,
+    },
+    "d256-score": {"head_dim": 256, "head_dim_v": 256, "score_mod": "alibi"},
     **{
         f"d{d}{name}": {"head_dim": d, "head_dim_v": d, **fields}
         for d in (64, 96)
@@ -140,10 +161,17 @@ BLACKWELL = {
         }.items()
     },
     "learned": {"score_mod": "head_bias", "aux": (("float32", 1),), "wants_aux": (0,)},
-}
+}  # fmt: skip
+# Bytes; the others have none. Of the launch for dK and dQ where scores are modified: the number of
+# the thread, stored once and loaded again where it is needed. More registers for a role, or fewer,
+# do not change that.
+BLACKWELL_SPILLS = dict.fromkeys(
+    ("d256-causal-columns-1-softcap", "d256-dv256-softcap", "d256-score"), 380
+)
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
+    *(name for name in BLACKWELL if "-dv" in name),
 )
 
 
@@ -166,7 +194,7 @@ def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
     facts = f"{name}: {meta}"
     # a fifth of the register file for each of five warpgroups, which they share out
     assert meta["registers"] == 96, facts
-    assert meta["spill_bytes"] == 0, facts
+    assert meta["spill_bytes"] <= BLACKWELL_SPILLS.get(name, 0), facts
     assert not meta["warnings"], facts
     assert meta["smem_bytes"] <= 232448, facts
 

@@ -43,6 +43,7 @@ def choose(
     mask_mod: str | None = None,
     score_mod: str | None = None,
     decode_rows: int | None = None,
+    selected_block: int = 0,
     **fields: Any,
 ) -> FwdChoice:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -56,12 +57,13 @@ def choose(
         has_lists=block_size is not None,
         mask_mod=mask_mod,
         score_mod=score_mod,
+        has_selected=selected_block > 0,
         **fields,
     )
     shapes = FwdShapes(
         1, seqlen_q, seqlen_k, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
     )
-    walk = WalkFacts(window, block_size, decode_rows)
+    walk = WalkFacts(window, block_size, decode_rows, selected_block)
     return select_fwd_config(problem, shapes, pack_gqa, override, walk, unpackable)
 
 
@@ -248,6 +250,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         window=row.max_window,
         block_size=(row.tile_m, row.tile_n) if row.native_block_lists else None,
         decode_rows=row.tile_m if row.for_decode else None,
+        selected_block=row.max_selected or 0,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
@@ -270,12 +273,31 @@ def test_rows_are_reachable() -> None:
             and before.gain is None
             and before.max_seqlen_q is None
             and not before.for_decode
+            and _serves_choices_of(before, row)
             and before.above_dim <= row.above_dim
             and not before.splits_sectors
             for before in SM90_FWD[:position]
         )
         assert not covered, row
     assert (SM90_FWD[-1].max_dim, SM90_FWD[-1].max_dim_v) == (256, 256)
+
+
+def _serves_choices_of(before: FwdRow, row: FwdRow) -> bool:
+    if before.max_selected is None:
+        return True
+    return row.max_selected is not None and row.max_selected <= before.max_selected
+
+
+@pytest.mark.parametrize(("block", "tile_n"), [(16, 64), (64, 64), (128, 128), (4096, 128)])
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_heads_share_tiles_of_a_choice(group: int, block: int, tile_n: int) -> None:
+    """Also with many queries, and where a group must be padded."""
+    heads = {"heads_q": 2 * group, "heads_kv": 2, "seqlen_q": 4096, "selected_block": block}
+    choice = choose(128, **heads)
+    assert choice.packed_heads == group
+    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (128, tile_n)
+    assert choose(128, **heads, pack_gqa=False).packed_heads == 1
+    assert choose(128, **heads, unpackable="differs").packed_heads == 1
 
 
 @pytest.mark.parametrize(

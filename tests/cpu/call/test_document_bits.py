@@ -119,12 +119,11 @@ def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, calls, call = recorded(DOCUMENTS)
     launch(call.tensors, call.masks)
     stores, mains = calls[::2], calls[1::2]
-    # the last ones of attention: lse_low, max_scores, q_start, partial results, kv_batch_idx,
-    # leftpad_k and causals
-    assert [x[-1] for x in stores] == [x[-8] for x in mains] == [(0, 34), (34, 34), (68, 34)]
+    # the last ones of attention: lse_low, max_scores, q_start and partial results
+    assert [x[-1] for x in stores] == [x[-5] for x in mains] == [(0, 34), (34, 34), (68, 34)]
     assert all(x[-2] == 44 for x in stores)
     for i in range(3):
-        assert len({x[0][i].data_ptr() for x in (*stores, *((x[-9],) for x in mains))}) == 1
+        assert len({x[0][i].data_ptr() for x in (*stores, *((x[-6],) for x in mains))}) == 1
     assert len({x[1].data_ptr() for x in stores} | {x[6].data_ptr() for x in mains}) == 1
     x, masks = call.tensors, call.masks
     told = explain(x.q, x.k, x.v, mask_mod=masks.mask_mod, aux_tensors=masks.aux_tensors)
@@ -167,7 +166,7 @@ def test_what_a_forward_passes_on() -> None:
     assert (q.shape, rows.shape, lse_rows.shape) == ((1400, 4, 128), (1400, 4, 128), (4, 1400))
     assert q.data_ptr() == call.tensors.q.data_ptr() and out.data_ptr() == rows.data_ptr()
     assert main[6] is main[7] is cu_seqlens
-    assert main[-9] is mask_bits and main[-8] is part and main[-7:] == (None,) * 7
+    assert main[-6] is mask_bits and main[-5] is part and main[-4:] == (None,) * 4
     assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
     by_sequence = rearrange(lse_rows, "h (b q) -> b h q", b=2).contiguous()
     assert torch.equal(lse.view(torch.int32), by_sequence.view(torch.int32))

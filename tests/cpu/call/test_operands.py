@@ -18,6 +18,7 @@ from flash_mask_cute.call.arguments import (
     Gradients,
     Lengths,
     Masks,
+    OptionalTensors,
     Options,
     Tensors,
     keywords_of,
@@ -40,6 +41,9 @@ def syntax(function: Callable[..., Any]) -> ast.AST:
 
 def last_name(node: ast.AST) -> str:
     """`scale` of `self._scale`, `counter` of `tile_counter(q, index)`."""
+    if isinstance(node, ast.Starred):
+        # several, or none
+        return last_name(getattr(node.value, "orelse", node.value))
     if isinstance(node, ast.IfExp):
         return last_name(node.body)
     if isinstance(node, ast.Call):
@@ -77,6 +81,9 @@ def test_launches_pass_the_operands_of_the_table(
     )
     assert not launch.keywords
     passed = [OF_LAUNCH.get(name, name) for name in map(last_name, launch.args)]
+    if passed[-1] == "optional_of":
+        # all of them, in the order of their bundle
+        passed[-1:] = OptionalTensors._fields
     assert passed == [row.argument for row in table if row.argument != STREAM]
 
 
@@ -95,10 +102,11 @@ def unpacked(function: Callable[..., Any]) -> list[list[str]]:
 )
 def test_tensors_are_unpacked_in_their_order(function: Callable[..., Any]) -> None:
     seen = 0
-    for bundle in (Tensors, Lengths, Gradients):
+    for bundle in (Tensors, Lengths, OptionalTensors, Gradients):
         fields = ["sink" if name == "learnable_sink" else name for name in bundle._fields]
         for names in unpacked(function):
-            if len(names) == len(fields) and names[0] in ("_", fields[0]):
+            is_bundle = len(names) == len(fields) and not set(names).isdisjoint(fields)
+            if is_bundle and names[0] in ("_", fields[0]):
                 kept = [a.startswith(("_", "(")) for a in names]
                 assert names == [a if k else b for a, b, k in zip(names, fields, kept, strict=True)]
                 seen += 1
@@ -126,8 +134,8 @@ def test_host_calls_take_what_the_bundles_hold(
 def test_operators_take_every_argument_of_a_call() -> None:
     """As it is, in another form, or by position before them."""
     bundles = {
-        "tensors": Tensors,
         "lengths": Lengths,
+        "optional": OptionalTensors,
         "options": Options,
         "backward": BackwardOptions,
     }

@@ -1,0 +1,147 @@
+"""What a forward whose sums have an order needs beside its kernel (`core/segments.py`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.core.segments import BY_SEGMENTS
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.fake_tensors import operand, strided, vector
+from flash_mask_cute.runtime.target import Target
+
+FOLD_NAME = "fold"
+
+
+class FoldFacts(NamedTuple):
+    """Facts that determine the code of the kernel that folds segments.
+
+    dtype, sink_dtype: names of torch dtypes, of the output and of a sink. has_low: segments have
+    the rounding error of their LSE.
+    """
+
+    dtype: str
+    head_dim_v: int
+    has_lse: bool
+    has_low: bool
+    sink_dtype: str | None
+
+
+def compile_fold(facts: FoldFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
+    """The compiled kernel. `function` takes, by position: outputs of segments, their LSE, its
+    rounding error or None, sink or None, out, lse or None (shapes: `kernels/fold.py`)."""
+    return cache.get(
+        FOLD_NAME,
+        facts._asdict,
+        lambda: build_fold(facts, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=facts,
+    )
+
+
+def build_fold(facts: FoldFacts, target: Target) -> Compiled:
+    """Compile now."""
+    from flash_mask_cute.kernels.fold import Fold
+
+    arguments: list[Any] = [
+        operand("float32", 5, facts.head_dim_v),
+        strided(4, "float32"),
+        strided(4, "float32") if facts.has_low else None,
+        vector(facts.sink_dtype),
+        operand(facts.dtype, 4, facts.head_dim_v),
+        strided(3, "float32") if facts.has_lse else None,
+        fake_tensors.stream(),
+    ]
+    return compile_object(Fold(facts.head_dim_v), arguments, options_of(target))
+
+
+class FoldedForward:
+    """Segments that any CTA computes: their scratch memory, and the launch that folds them.
+
+    As `CombinedForward`.
+    """
+
+    __slots__ = ("_function", "_is_packed", "_num_blocks", "_splits", "is_wide")
+
+    counts = True
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        assert plan.splits is not None and plan.segments is not None
+        problem = plan.problem
+        self._splits = plan.splits
+        self._num_blocks = plan.segments.num_blocks
+        self._is_packed = problem.varlen_q
+        self.is_wide = plan.out_dtype != problem.dtype
+        facts = FoldFacts(
+            plan.out_dtype,
+            problem.head_dim_v,
+            problem.needs_lse,
+            plan.splits.has_low,
+            problem.sink_dtype,
+        )
+        self._function = compile_fold(facts, plan.target).function
+
+    def new_partials(self, like: Tensor) -> tuple[Any, ...]:
+        """Scratch memory, as the attention kernel takes it."""
+        splits = self._splits
+        out = like.new_empty(splits.out_shape, dtype=torch.float32)
+        lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
+        low = torch.empty_like(lse) if splits.has_low else None
+        return out, lse, low, None, splits.number, self._num_blocks
+
+    def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
+        """A tensor in the dtype of q and the shape of out, of which the kernel reads the shape."""
+        of_out = partials[0][0, 0] if self._is_packed else partials[0][0]
+        return of_out.view(q.dtype)[..., : of_out.shape[-1]]
+
+    def __call__(
+        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None
+    ) -> None:
+        """Fold the segments in the scratch memory."""
+        of_out, of_lse, of_low, *_ = partials
+        if self._is_packed:
+            out = out.unsqueeze(0)
+            lse = None if lse is None else lse.unsqueeze(0)
+        lse = None if lse is None else lse.transpose(-1, -2)
+        self._function(of_out, of_lse, of_low, sink, out, lse)
+
+
+class InTurnForward:
+    """Segments that a CTA computes one after the other: the memory between two of them."""
+
+    __slots__ = ("_num_blocks", "_shape")
+
+    counts = True
+    is_wide = False
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        assert plan.segments is not None
+        tiles, head_dim_v = plan.fwd_choice.tiles, plan.problem.head_dim_v
+        self._shape = plan.segments.memory_shape(tiles, head_dim_v, plan.target.num_sms)
+        self._num_blocks = plan.segments.num_blocks
+
+    def new_partials(self, like: Tensor) -> tuple[Any, ...]:
+        """Scratch memory, as the attention kernel takes it."""
+        return like.new_empty(self._shape, dtype=torch.float32), self._num_blocks
+
+    def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
+        raise NotImplementedError("an output wider than q is folded by another launch")
+
+    def __call__(
+        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None
+    ) -> None:
+        """The kernel has done all."""
+
+
+def segments_of(plan: ExecutionPlan) -> FoldedForward | InTurnForward | None:
+    """For a forward whose sums have an order; None for a single segment."""
+    assert plan.segments is not None
+    if plan.problem.split == BY_SEGMENTS:
+        return FoldedForward(plan)
+    return None if plan.segments.number == 1 else InTurnForward(plan)

@@ -1,0 +1,104 @@
+"""The products of the Hopper backward that sum dV, dK and dQ, of one query block."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_operands import Fragments
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
+
+
+@dataclass(frozen=True)
+class BlockProducts:
+    """An MMA warpgroup's products after P and dS. They are issued in the order dV, dQ, dK; between
+    two CTAs that sum dQ together, a part of dK comes before dQ."""
+
+    traits: cutlass.Constexpr[BwdTraits]
+    channels: Channels
+    fragments: Fragments
+
+    def add_dv(
+        self, accs: list, words: cute.Tensor, block: Int32, accumulate: bool | Boolean
+    ) -> None:
+        """Start adding to dV; words: P."""
+        stage = self.channels.do.index(block)
+        self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
+
+    def add_dq_and_dk(
+        self,
+        accs: list,
+        words: cute.Tensor,
+        block: Int32,
+        accumulate: bool | Boolean,
+        issue_dQ: Callable[[int], list],
+    ) -> tuple[list, int]:
+        """Start the first part of dQ, and adding to dK, behind dV; words: dS. Returns the
+        accumulators of dQ, and the number of products issued after it."""
+        operands, stage = self.fragments.dk_q, self.channels.q.index(block)
+        if not self.traits.cta_pair:
+            acc_dQ = issue_dQ(0)
+            self._issue_sums(accs, words, operands, stage, accumulate)
+            return acc_dQ, len(accs)
+        # the other CTA's dS is needed late, and dO no longer than for dV
+        self._issue_sums(accs[:-1], words, operands[:-1], stage, accumulate)
+        acc_dQ = issue_dQ(0)
+        # dV is complete when these are left
+        warpgroup.wait_group(len(accs[:-1]) + len(acc_dQ))
+        self.channels.do.release(block)
+        self.channels.grads.wait(block)
+        peer_ds = self.fragments.peer_ds[None, None, None, 0]
+        for acc, peer_k in zip(acc_dQ, self.fragments.peer_k, strict=True):
+            pair = peer_ds, peer_k[None, None, None, 0]
+            wgmma.issue_sum(self.traits.mma_dq(wgmma.num_cols(acc)), acc, [pair], True)
+        self._issue_sums(accs[-1:], words, operands[-1:], stage, accumulate)
+        return acc_dQ, 1
+
+    def issue_dq(self, block: Int32, tile: Int32, groups: tuple[Int32, ...], part: int) -> list:
+        """Start this warpgroup's products of a part of dQ = dS K, over the keys of groups; returns
+        their accumulators."""
+        traits, accs = self.traits, []
+        stage = traits.ds_stage(block)
+        row_group = mma_warpgroup_idx() if traits.num_row_groups > 1 else Int32(0)
+        products = traits.columns.products_dq(part)
+        for (columns, _), operand in zip(products, self.fragments.dq_k[part], strict=True):
+            width = columns.width
+            acc_dQ, pairs = wgmma.make_accumulator(width), []  # (64 queries, width)
+            for group in groups:
+                unit = traits.ds_unit(stage, group, row_group)
+                ds_tile = self.fragments.dq_ds[None, None, None, unit]
+                k_tile = operand[None, None, None, traits.keys_unit(tile, group)]
+                pairs.append((ds_tile, k_tile))
+            wgmma.issue_sum(traits.mma_dq(width), acc_dQ, pairs, False)
+            accs.append(acc_dQ)
+        return accs
+
+    @cute.jit
+    def send_grads(self, block: Int32):
+        """Send dS to the other CTA, if there is one; one warp does so when all have written it."""
+        if const_expr(self.traits.cta_pair):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
+                self.channels.grads.send(block)
+
+    def release_summed(self, block: Int32) -> None:
+        """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
+        they share dQ, otherwise dO."""
+        if self.traits.cta_pair:
+            self.channels.grads.release(block)
+        else:
+            self.channels.do.release(block)
+
+    def _issue_sums(
+        self, accs: list, words: cute.Tensor, operands_b: tuple, stage: Int32, accumulate
+    ) -> None:
+        """Start adding to the parts of dV or dK, a commit group each."""
+        operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
+        for acc, operand_b in zip(accs, operands_b, strict=True):
+            mma = self.traits.mma_keys(wgmma.num_cols(acc))
+            tile = operand_b[None, None, None, stage]
+            wgmma.issue(mma, acc, operand_a, tile, accumulate)

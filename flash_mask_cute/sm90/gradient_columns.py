@@ -1,0 +1,118 @@
+"""The columns of dQ, dK and dV that the MMA warpgroups of the Hopper backward sum."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from flash_mask_cute.core.row_blocks import (
+    ColumnPart,
+    are_uneven,
+    dq_columns,
+    dq_parts,
+    shared_parts,
+    uneven_parts,
+)
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+NUM_MMA_WARPGROUPS = 2
+# what leaves together of dQ: columns of a warpgroup at most
+MAX_DQ_COLS = 64
+# what a warpgroup computes of dK before dQ, or behind it: columns at most
+MAX_DK_COLS = 64
+
+Share = TypeVar("Share")
+
+
+@dataclass(frozen=True)
+class GradientColumns:
+    """Columns of a CTA's products, in tiles with tile_d columns of queries and keys and tile_dv of
+    values.
+
+    num_ctas: they sum dQ together. shares_keys: both warpgroups have the same keys, and each a part
+    of the columns of dK and dV. own_warpgroup: the MMA warpgroup whose code these columns are for,
+    where the two have code of their own (`is_uneven`); None otherwise.
+    """
+
+    tile_m: int
+    tile_d: int
+    tile_dv: int
+    num_ctas: int
+    shares_keys: bool
+    own_warpgroup: int | None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the warpgroups have different numbers of columns, and so code of their own."""
+        return are_uneven(self.tile_d, self.num_ctas)
+
+    def _own(self, shares: tuple[Share, ...]) -> tuple[Share, ...]:
+        """What this MMA warpgroup has of a share for each; of shares for both, all."""
+        return shares if self.own_warpgroup is None else (shares[self.own_warpgroup],)
+
+    @property
+    def dk(self) -> tuple[ColumnPart, ...]:
+        """The columns of this MMA warpgroup's products that sum dK.
+
+        If they are uneven, the first warpgroup has the wider part of dQ, and the narrower of dK.
+        The last product is computed behind dQ.
+        """
+        if not self.shares_keys:
+            return (ColumnPart(0, self.tile_d, 1),)
+        if not self.is_uneven:
+            return shared_parts(self.tile_d)
+        (part,) = self._own(uneven_parts(self.tile_d)[::-1])
+        starts = range(part.first, part.end, MAX_DK_COLS)
+        return tuple(ColumnPart(x, min(MAX_DK_COLS, part.end - x), 1) for x in starts)
+
+    @property
+    def dv(self) -> tuple[ColumnPart, ...]:
+        """The columns of this MMA warpgroup's products that sum dV."""
+        if not self.shares_keys:
+            return (ColumnPart(0, self.tile_dv, 1),)
+        if not self.is_uneven:
+            return shared_parts(self.tile_dv)
+        return self._own(uneven_parts(self.tile_dv))
+
+    @property
+    def parts_dq(self) -> tuple[tuple[ColumnPart, ...], ...]:
+        """The parts of a CTA's dQ, which leave in turn, by the columns of their products in the
+        first CTA.
+
+        If a block has 64 rows, the warpgroups share its columns.
+        """
+        if self.tile_m > ROWS_PER_WARPGROUP:
+            return ((ColumnPart(0, self.tile_d, 1),),)
+        # the columns of the first CTA are the first ones
+        columns = [x for x in dq_parts(self.tile_d, self.num_ctas) if x.end <= self.cols_dq]
+        parts: list[tuple[ColumnPart, ...]] = [()]
+        for part in columns:
+            if sum(x.num_cols for x in (*parts[-1], part)) > NUM_MMA_WARPGROUPS * MAX_DQ_COLS:
+                parts.append(())
+            parts[-1] += (part,)
+        return tuple(parts)
+
+    def products_dq(self, part: int) -> tuple[tuple[ColumnPart, int], ...]:
+        """This MMA warpgroup's products of a part of dQ: the columns in the first CTA, and where
+        the product's sums begin among those of the part."""
+        products, first = [], 0
+        for columns in self.parts_dq[part]:
+            products.append((columns, first))
+            first += columns.num_cols * self.tile_m
+        return self._own(tuple(products))
+
+    @property
+    def sizes_dq(self) -> tuple[int, ...]:
+        """Sums of dQ in each part."""
+        return tuple(
+            sum(columns.num_cols for columns in part) * self.tile_m for part in self.parts_dq
+        )
+
+    @property
+    def cols_dq(self) -> int:
+        """Columns of dQ that a CTA sums."""
+        return dq_columns(self.tile_d, self.num_ctas)
+
+    @property
+    def second_dq(self) -> int:
+        """The first column of dQ that the second of two CTAs sums. The first CTA may have its first
+        columns, too: the second one does not send them."""
+        return self.tile_d - self.cols_dq

@@ -1,0 +1,165 @@
+"""One row has one set of bits on a Hopper GPU: decoded, in chunks, in pages, in training, anywhere.
+
+`tests/sim/test_segments_sim.py` has the same over few keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+import pytest
+import torch
+from torch import Tensor
+
+from flash_mask_cute import builders, flash_attn_func, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.gpu
+SEQLEN, KEYS = 20000, 2048
+ROWS = (1, 2047, 2048, 2049, 4097, 12345, 20000)
+# chunks of 1, 64 and 500 rows that begin anywhere
+CHUNKS = ((4999, 1), (7001, 64), (12307, 500))
+NEIGHBOURS = 255
+
+
+def checks(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return (k <= q) & ((k % 5 != 2) | (q % 3 == 0))
+
+
+def distance(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score - (q - k).to(cutlass.Float32) * 0.001
+
+
+def documents() -> Tensor:
+    return builders.causal_document([3000, 9100, 7900], device="cuda").startend_row_indices
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def of(result: Any) -> Results:
+        out, lse = result
+        return Results(out.detach(), lse.detach())
+
+    def rows(self, first: int, count: int) -> Results:
+        return Results(self.out[:, first : first + count], self.lse[..., first : first + count])
+
+    def has_bits_of(self, other: Results) -> bool:
+        return all(
+            torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+            for kind, a, b in (
+                (torch.int16, self.out, other.out),
+                (torch.int32, self.lse, other.lse),
+            )
+        )
+
+
+class Rows(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+
+    @staticmethod
+    def create(dims: tuple[int, int], heads: tuple[int, int], **options: Any) -> Rows:
+        torch.manual_seed(dims[0] + heads[0])
+        q, k, v = (
+            torch.randn(1, SEQLEN, of, d, dtype=torch.bfloat16, device="cuda")
+            for of, d in ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
+        )
+        if options.pop("has_sink", False):
+            options["learnable_sink"] = torch.randn(heads[0], device="cuda")
+        if options.pop("has_documents", False):
+            options["startend_row_indices"] = documents()
+        options = {"causal": True, "seqlen_k_per_split": KEYS, "return_lse": True} | options
+        return Rows(q, k, v, options)
+
+    def whole(self, records: bool) -> Results:
+        q = self.q.clone().requires_grad_() if records else self.q
+        return Results.of(flash_attn_func(q, self.k, self.v, **self.options))
+
+    def chunk(self, first: int, count: int) -> Results:
+        end = first + count
+        q, k, v = self.q[:, first:end], self.k[:, :end], self.v[:, :end]
+        options = dict(self.options)
+        if "startend_row_indices" in options:
+            options["startend_row_indices"] = options["startend_row_indices"][:, :, :end]
+        return Results.of(flash_attn_func(q, k, v, q_start="end", **options))
+
+    def decoded(self, end: int, neighbours: int, page_size: int | None) -> Results:
+        """The row before `end`, as one of a batch at a place that `end` gives."""
+        place, size = end % (neighbours + 1), page_size or SEQLEN
+        pools, max_pages = [], -(-SEQLEN // size)
+        q = torch.randn(neighbours + 1, 1, *self.q.shape[2:], device="cuda").bfloat16()
+        q[place] = self.q[0, end - 1 : end]
+        lengths = torch.randint(1, SEQLEN, (neighbours + 1,), device="cuda").int()
+        lengths[place] = end
+        table = torch.randperm((neighbours + 1) * max_pages, device="cuda").int()
+        table = table.view(neighbours + 1, max_pages)
+        for x in (self.k, self.v):
+            pool = torch.randn(table.numel(), size, *x.shape[2:], device="cuda").bfloat16()
+            own = x.new_full((max_pages * size, *x.shape[2:]), float("nan"))
+            own[:end] = x[0, :end]
+            pool[table[place].long()] = own.view(max_pages, size, *x.shape[2:])
+            pools.append(pool if page_size else pool[table[:, 0].long()])
+        more = {"page_table": table} if page_size else {}
+        result = flash_attn_with_kvcache(q, *pools, cache_seqlens=lengths, **self.options, **more)
+        out, lse = result
+        return Results(out[place : place + 1], lse[place : place + 1])
+
+
+CASES: dict[str, Callable[[], Rows]] = {
+    "d128-group8": lambda: Rows.create((128, 128), (8, 1)),
+    "d64-window-sink-group3": lambda: Rows.create(
+        (64, 64), (6, 2), window_size=(5000, 0), has_sink=True
+    ),
+    "d64-score_mod": lambda: Rows.create((64, 64), (2, 2), score_mod=distance),
+    "d128-mask_mod": lambda: Rows.create((128, 128), (2, 2), mask_mod=checks, causal=False),
+    "d128-documents": lambda: Rows.create((128, 128), (4, 1), has_documents=True),
+    "d192-softcap": lambda: Rows.create((192, 128), (2, 1), softcap=20.0),
+    "d256-group3": lambda: Rows.create((256, 256), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_has_one_set_of_bits(case: str) -> None:
+    rows = CASES[case]()
+    whole = rows.whole(records=False)
+    assert whole.has_bits_of(rows.whole(records=True))
+    unlike = [
+        (first, count)
+        for first, count in CHUNKS
+        if not whole.rows(first, count).has_bits_of(rows.chunk(first, count))
+    ]
+    # intervals have a row for each query of the whole sequence, and a cache one for each of its own
+    ways = [(0, None), (NEIGHBOURS, None), (3, 1), (3, 16), (3, 128)]
+    for end in () if "startend_row_indices" in rows.options else ROWS:
+        for way in ways if end == ROWS[-2] else ways[::3]:
+            if not whole.rows(end - 1, 1).has_bits_of(rows.decoded(end, *way)):
+                unlike.append((end, way))
+    assert not unlike
+
+
+def test_cuts_are_in_the_bits_and_a_graph_has_them() -> None:
+    rows = Rows.create((128, 128), (8, 1))
+    whole = rows.whole(records=False)
+    other = rows._replace(options=rows.options | {"seqlen_k_per_split": 4096})
+    assert not whole.has_bits_of(other.whole(records=False))
+    cache = [x.clone() for x in (rows.k, rows.v)]
+    q, lengths = torch.empty_like(rows.q[:, :1]), torch.ones(1, dtype=torch.int32, device="cuda")
+
+    def step() -> Any:
+        return flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, **rows.options)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    for end in ROWS:
+        q.copy_(rows.q[:, end - 1 : end])
+        lengths.fill_(end)
+        graph.replay()
+        assert whole.rows(end - 1, 1).has_bits_of(Results.of(result))

@@ -1,0 +1,161 @@
+"""A choice of key blocks for each query on a GPU, against the dense mask that it states."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from drawn_choices import Drawn, dense_attention, draw
+from torch import Tensor
+
+from flash_mask_cute import (
+    SelectedBlocks,
+    compile_count,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+pytestmark = pytest.mark.gpu
+
+# FLASH_MASK_SELECTED_DRAWS=2000: once, for a change of the kernels
+DRAWS = int(os.environ.get("FLASH_MASK_SELECTED_DRAWS", "48"))
+HEAD_DIMS = 64, 128
+
+
+def on_gpu(drawn: Drawn, dtype: torch.dtype) -> Drawn:
+    q, k, v = (x.to("cuda", dtype) for x in drawn[:3])
+    chosen = SelectedBlocks(drawn.selected.indices.cuda(), drawn.selected.block_size)
+    keywords = {
+        name: x.cuda() if isinstance(x, Tensor) else x for name, x in drawn.keywords.items()
+    }
+    visible = [x.cuda() for x in drawn.visible]
+    return drawn._replace(q=q, k=k, v=v, selected=chosen, keywords=keywords, visible=visible)
+
+
+def attend(drawn: Drawn, **more: Any) -> Any:
+    call = flash_attn_varlen_func if drawn.is_packed else flash_attn_func
+    given = drawn.keywords | {"block_sparse_tensors": drawn.selected} | more
+    return call(drawn.q, drawn.k, drawn.v, **given)
+
+
+def results_of(function: Any, drawn: Drawn) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in drawn[:3]]
+    out = function(drawn._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+    gen = torch.Generator().manual_seed(7)
+    dout = torch.randn(out.shape, generator=gen).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_draws(head_dim: int) -> None:
+    for seed in range(head_dim, head_dim + DRAWS // len(HEAD_DIMS)):
+        drawn = draw(seed, head_dim, (16, 32, 64, 128), 600)
+        in_bf16 = on_gpu(drawn, torch.bfloat16)
+        exact = [x.double() for x in in_bf16[:3]]
+        wanted = results_of(
+            lambda x: dense_attention(x)[0],
+            in_bf16._replace(q=exact[0], k=exact[1], v=exact[2]),
+        )
+        eager = results_of(lambda x: dense_attention(x)[0], in_bf16)
+        for more in ({}, {"deterministic": True}):
+            got = results_of(lambda x, more=more: attend(x, **more), in_bf16)
+            for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
+                unit = of[1].abs().amax().item() * 2.0**-8
+                worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
+                assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
+
+
+def family(n: int, heads: tuple[int, int] = (16, 1), block: int = 128, k: int = 16) -> Any:
+    gen = torch.Generator().manual_seed(n)
+    q, key, v = (
+        torch.randn(1, n, h, 128, generator=gen).bfloat16().cuda()
+        for h in (heads[0], heads[1], heads[1])
+    )
+    own = (torch.arange(n) // block)[:, None]
+    choice = torch.randint(0, n // block + 1, (n, k), generator=gen).minimum(own)
+    return q, key, v, choice.expand(1, heads[1], n, k).clone().cuda()
+
+
+def test_no_synchronization_and_no_compilation_for_other_contents() -> None:
+    """Nor for other lengths and other numbers of chosen blocks."""
+    q, k, v, choice = family(1024)
+
+    def step(choice: Tensor, n: int) -> None:
+        leaf = q[:, :n].detach().requires_grad_()
+        chosen = SelectedBlocks(choice[:, :, :n], 128)
+        out = flash_attn_func(leaf, k[:, :n], v[:, :n], causal=True, block_sparse_tensors=chosen)
+        out.sum().backward()
+
+    step(choice, 1024)
+    before = compile_count()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(choice.flip(2), 1024)
+        step(choice[..., :3], 1024)
+        step(choice, 640)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compile_count() == before
+
+
+def test_a_graph_reads_the_choice_anew() -> None:
+    q, k, v, choice = family(1024)
+    chosen = SelectedBlocks(choice, 128)
+
+    def run() -> Tensor:
+        return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        choice.copy_(torch.randint(-1, 9, choice.shape, device="cuda"))
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+def test_numbers_that_do_not_exist() -> None:
+    """They stand for nothing, and never become an address."""
+    q, k, v, choice = family(512, k=4)
+    wild = torch.tensor([2**62, -(2**62), 4, 1 << 31], device="cuda")
+    far = torch.cat((choice, wild.expand(*choice.shape[:3], 4)), -1)
+    outs = [
+        flash_attn_func(q, k, v, causal=True, block_sparse_tensors=SelectedBlocks(x, 128))
+        for x in (choice, far)
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_decoding_over_pages(page_size: int, queries: int) -> None:
+    gen = torch.Generator().manual_seed(page_size)
+    batch, n = 3, 2048
+    pages = n // page_size
+    table = torch.randperm(batch * pages, generator=gen).view(batch, pages)
+    k, v = (torch.randn(batch, n, 4, 128, generator=gen).bfloat16() for _ in range(2))
+    used = torch.tensor([2048, 700, 5], dtype=torch.int32)
+    pools = []
+    for x in (k, v):
+        pool = torch.empty(batch * pages, page_size, 4, 128, dtype=torch.bfloat16)
+        pool[table] = x.unflatten(1, (pages, page_size))
+        pools.append(pool.cuda())
+    q = torch.randn(batch, queries, 64, 128, generator=gen).bfloat16()
+    choice = torch.randint(-1, 17, (batch, 4, queries, 6), generator=gen).int()
+    given: dict[str, Any] = {"causal": True}
+    in_pages = {
+        "cache_seqlens": used.cuda(),
+        "page_table": table.int().cuda(),
+        "block_sparse_tensors": SelectedBlocks(choice.cuda(), 128),
+    }
+    out = flash_attn_with_kvcache(q.cuda(), *pools, **given, **in_pages)
+    in_rows = {"cache_seqlens": used, "block_sparse_tensors": SelectedBlocks(choice, 128)}
+    wanted = flash_attn_with_kvcache(*(x.double() for x in (q, k, v)), **given, **in_rows)
+    assert (out.cpu().double() - wanted).abs().amax() < 2e-2

@@ -1,0 +1,228 @@
+"""Keys and values in fp8 on the software GPU: the bits of a call over the same numbers in 16."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import ACTIVE_ARCH
+from cutlass import Int32
+from fp8_caches import Fp8Case, make_call
+from planned import forward_call
+from quiet_runs import quiet_run
+from simulated_forward import run_on_simulator
+from torch import Tensor
+
+from flash_mask_cute import builders
+from flash_mask_cute.call.run.append import Append, append, check_append
+from flash_mask_cute.runtime.target import Target
+from flash_mask_cute.utils import scalar_to_ssa
+
+ARCH = "sm_90a"
+assert ACTIVE_ARCH
+pytestmark = pytest.mark.sim
+
+
+def _hides_every_third(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k % scalar_to_ssa(3, Int32) != scalar_to_ssa(1, Int32)
+
+
+def _doubles(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + score
+
+
+SINK = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0, 1.5])
+BAND = {"causal": True, "window_size_left": 150, "learnable_sink": SINK, "softcap": 20.0}
+INT32 = {"dtype": torch.int32}
+# of 64 rows, as those of keys in fp8
+SMALL = {"config": {"tile_m": 64}}
+CASES = (
+    Fp8Case("one query"),
+    Fp8Case("without scales", 64, scales=("none", "none")),
+    Fp8Case("fp16 without scales", 64, scales=("none", "none"), dtype=torch.float16),
+    Fp8Case(
+        "fp16", 64, seqlen_q=2, scales=("expanded", "head"), dtype=torch.float16, keywords=BAND
+    ),
+    Fp8Case("shares", 64, lengths=(700, 90, 0), capacity=720, scales=("token", "token")),
+    Fp8Case(
+        "shares of pages",
+        lengths=(650, 520),
+        capacity=704,
+        page_size=64,
+        seqlen_q=4,
+        scales=("token", "token"),
+        keywords={"causal": True},
+    ),
+    Fp8Case(
+        "splits",
+        lengths=(650, 20),
+        capacity=704,
+        page_size=16,
+        scales=("token", "head"),
+        keywords={"num_splits": 3},
+    ),
+    Fp8Case("pages of one", 96, page_size=1, scales=("head", "token")),
+    Fp8Case(
+        "pages of seven", 80, page_size=7, seqlen_q=3, scales=("token", "token"), keywords=BAND
+    ),
+    Fp8Case(
+        "padding",
+        64,
+        page_size=16,
+        lengths=(40, 60, 200),
+        used=(150, 0, 31),
+        scales=("token", "token"),
+        keywords={
+            "kv_batch_idx": torch.tensor([2, 0, 1], **INT32),
+            "leftpad_k": torch.tensor([3, 0, 17], **INT32),
+        },
+    ),
+    Fp8Case(
+        "wide pages",
+        192,
+        128,
+        seqlen_q=2,
+        page_size=256,
+        capacity=512,
+        scales=("token", "head"),
+        keywords=SMALL | {"causal": True},
+    ),
+    Fp8Case("192", 192, 192, scales=("head", "token"), keywords=SMALL),
+    Fp8Case(
+        "256",
+        256,
+        seqlen_q=2,
+        page_size=128,
+        capacity=256,
+        lengths=(256, 17),
+        scales=("token", "token"),
+        keywords=SMALL | {"num_splits": 2},
+    ),
+    Fp8Case(
+        "prefill",
+        64,
+        seqlen_q=200,
+        heads=(2, 1),
+        lengths=(310, 205),
+        scales=("token", "head"),
+        keywords=SMALL | {"causal": True},
+    ),
+    Fp8Case(
+        "prefill of pages",
+        seqlen_q=150,
+        heads=(2, 2),
+        page_size=16,
+        scales=("token", "token"),
+        keywords=SMALL | {"causal": True, "window_size_left": 100},
+    ),
+    Fp8Case(
+        "segments",
+        64,
+        lengths=(1100, 600),
+        capacity=1104,
+        scales=("token", "head"),
+        keywords={"seqlen_k_per_split": 512},
+    ),
+    Fp8Case(
+        "segments of pages",
+        lengths=(1030, 40),
+        capacity=1104,
+        page_size=16,
+        seqlen_q=3,
+        scales=("head", "token"),
+        keywords={"seqlen_k_per_split": 512, "causal": True},
+    ),
+    Fp8Case(
+        "masks of users",
+        64,
+        seqlen_q=2,
+        page_size=16,
+        scales=("token", "token"),
+        keywords={"mask_mod": _hides_every_third, "score_mod": _doubles},
+    ),
+    Fp8Case(
+        "intervals",
+        64,
+        seqlen_q=2,
+        lengths=(320, 320),
+        scales=("head", "token"),
+        keywords={
+            "startend_row_indices": builders.sink_window(320, 4, 100),
+            "q_start": "end",
+            "causal": True,
+        },
+    ),
+)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+def assert_same_bits(simulator: ModuleType, case: Fp8Case, seed: int, **config: Any) -> None:
+    call = make_call(case, seed)
+    results = []
+    for (k, v), more in ((call.numbers, {}), (call.codes, call.descales)):
+        with quiet_run(simulator, seed):
+            made = forward_call(call.q, k, v, **call.keywords, **more, **config)
+            out, lse = run_on_simulator(made)
+        assert lse is not None and out.isfinite().all(), case.name
+        results.append((out, lse))
+    for wide, fp8 in zip(*results, strict=True):
+        assert torch.equal(bits(wide), bits(fp8)), case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_bits_of_16(simulator: ModuleType, case: Fp8Case) -> None:
+    assert_same_bits(simulator, case, 1)
+
+
+@pytest.mark.parametrize("scales", [("none", "head"), ("token", "token"), ("head", "token")])
+@pytest.mark.parametrize("rotates", [None, True, False])
+def test_an_append_is_its_three_steps(
+    simulator: ModuleType, scales: tuple[str, str], rotates: bool | None
+) -> None:
+    """Rotated and rounded to 16 bits as the kernel does for a cache in 16 bits, then quantised as
+    on the CPU. rotates: pairs that are neighbours, or that span the halves; None: none."""
+    dim, page_size = (80, 16) if rotates is None else (48, None)
+    case = Fp8Case(
+        "append", dim, 96, lengths=(9, 30, 0), capacity=48, scales=scales, page_size=page_size,
+        dtype=torch.float16 if rotates else torch.bfloat16,
+    )  # fmt: skip
+    call = make_call(case)
+    generator = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(3, 2, 2, d, generator=generator).to(case.dtype) for d in (dim, 96))
+    k[0, 1, 0], v[1, 0] = 0.0, v[1, 0] * 500
+    more: dict[str, Any] = {"page_table": call.keywords.get("page_table")}
+    if rotates is not None:
+        cos, sin = (torch.randn(48, 16, generator=generator) for _ in "cs")
+        more |= {"cos": cos, "sin": sin, "interleaved": rotates}
+    used, target = call.keywords["seqused_k"], Target(ARCH, num_sms=2)
+    wide = [torch.zeros_like(x, dtype=case.dtype) for x in call.codes]
+    with quiet_run(simulator, 1, launches=1):
+        append(Append(*wide, k, v, call.q, used, **more), target)
+    results = []
+    # the rows of 16 bits have been rotated
+    turned = [_rows_of(x, used, more["page_table"]) for x in wide]
+    plain = {"page_table": more["page_table"]}
+    for rows, how, by in ((turned, plain, None), ((k, v), more, target)):
+        codes = [x.clone() for x in call.codes]
+        descales = {x: None if y is None else y.clone() for x, y in call.descales.items()}
+        given = Append(*codes, *rows, call.q, used, **how, **descales)
+        check_append(given)
+        append(given, by)
+        numbers = [y.nan_to_num() for y in descales.values() if y is not None]
+        results.append([x.view(torch.uint8) for x in codes] + numbers)
+    assert all(map(torch.equal, *results))
+
+
+def _rows_of(cache: Tensor, first: Tensor, page_table: Tensor | None) -> Tensor:
+    """The two rows of each sequence from the first one on."""
+    rows = first[:, None].long() + torch.arange(2)
+    entry = torch.arange(len(first))[:, None].expand_as(rows)
+    if page_table is not None:
+        size = cache.shape[1]
+        entry, rows = page_table.long().gather(1, rows // size), rows % size
+    return cache[entry, rows]
