@@ -1,9 +1,9 @@
 """Pairs of CTAs in the Blackwell backward: what a CTA of a pair loads, and what it tells the other.
 
-Two CTAs of a cluster have neighbouring keys, and walk over the same query blocks. Products have the
-256 keys of both as rows. Operands B are shared: each CTA loads half of the queries of a block, for S
-and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums over the keys of both: each
-CTA has half of the queries, the dS of these for all keys, and half of the columns of all keys.
+Two CTAs of a cluster have neighbouring keys, and walk over the same query blocks. Products have
+the 256 keys of both as rows. Operands B are shared: each CTA loads half of the queries of a block,
+for S and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums over the keys of both:
+each CTA has half of the queries, the dS of these for all keys, and half of the columns of all keys.
 
 TMA completes on mbarriers of its own CTA. The CTA that does not issue products passes on each
 arrival to the one that does (`Arrivals`).
@@ -163,7 +163,8 @@ class PairLoads:
         barrier = self._expect(channels.do, number, do_bytes)
         self._copy(work, False, rows.do_atom, rows.do, tiles.do, head, own_row, 0, 0, barrier)
         self._copy(
-            work, False, columns.do_atom, columns.do, tiles.do_columns, head, row, column, 0, barrier
+            work, False, columns.do_atom, columns.do, tiles.do_columns, head, row, column, 0,
+            barrier,
         )  # fmt: skip
         if is_first:
             self._copy(work, True, rows.v_atom, rows.v, tiles.v, kv_head, key, 0, 0, barrier)
