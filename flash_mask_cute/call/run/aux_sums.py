@@ -65,7 +65,7 @@ def values_of(words: Tensor) -> Tensor:
     flags = words[exact_words.FLAGS]
     for flag, value in _NOT_FINITE:
         # inf - inf is NaN, as in a sum of fp32 numbers
-        total += torch.where((flags & flag) != 0, value, 0.0)
+        total += torch.zeros_like(total).masked_fill_((flags & flag) != 0, value)
     return total
 
 
