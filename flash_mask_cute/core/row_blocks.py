@@ -124,13 +124,25 @@ def are_uneven(cols: int, num_ctas: int) -> bool:
     return num_ctas > 1 and len(column_parts(dq_columns(cols, num_ctas))) > 1
 
 
+# columns of dQ of which a thread has registers for all
+MAX_TURN_COLS = 96
+
+
+def sums_in_turn(cols: int, num_ctas: int) -> bool:
+    """Whether a warpgroup sums all columns of dQ of every second block of 64 rows: if halves would
+    be several products for each warpgroup, which read dS once each."""
+    return num_ctas == 1 and 64 < cols <= MAX_TURN_COLS
+
+
 def dq_parts(cols: int, num_ctas: int) -> tuple[ColumnPart, ...]:
     """The split of dQ's columns if a block has 64 rows, in the order of the sums in scratch memory.
 
-    :param cols: a multiple of 32, for two CTAs 160, 192 or 256
+    :param cols: a multiple of 32, for two CTAs 160, 192 or 256; with `sums_in_turn` one of 16
     :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's,
         without those that the first one has, too.
     """
+    if sums_in_turn(cols, num_ctas):
+        return (ColumnPart(0, cols, 1),)
     own = dq_columns(cols, num_ctas)
     parts = uneven_parts(own) if are_uneven(cols, num_ctas) else shared_parts(own)
     if num_ctas == 1:

@@ -534,14 +534,56 @@ class FlashAttentionBackwardSm90:
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
         hidden from the block, and add only 0 to its dQ.
         """
-        traits, channels, block = products.traits, products.channels, state.block
+        compute = partial(scores.clear, state)
+        if sums is not None:
+            compute = partial(scores.compute, kind, state)
         following_cut = state.cut + int(kind == Kind.PARTIAL)
-        # -- S and dP, P and dS; dV begins
-        if sums is None:
-            scores.clear(state)
+        add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
+
+        def compute_and_add(sums_dq: bool) -> Peeked:
+            compute()
+            return add(sums_dq)
+
+        if not products.traits.columns.in_turn:
+            return compute_and_add(True)
+        is_turn = products.traits.sums_dq(state.block)
+        if scores.chain.is_empty:
+            # a branch behind P and dS would take registers
+            return self._by_turn(is_turn, compute_and_add)
+        # with a branch before S, the compiler would copy it while its product is in flight
+        compute()
+        return self._by_turn(is_turn, add)
+
+    @cute.jit
+    def _by_turn(
+        self, is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]
+    ) -> Peeked:
+        """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+
+        Each case has code of its own: a branch while products are in flight would serialise them.
+        """
+        peeked = Peeked.nothing()
+        if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
+            peeked = step(True)
         else:
+            peeked = step(False)
+        return peeked
+
+    def _add(
+        self,
+        kind: Kind,
+        tiles: Tiles,
+        products: BlockProducts,
+        scores: BlockScores,
+        state: MainloopState,
+        following_cut: Int32,
+        sums: tuple[list, list, Boolean] | None,
+        sums_dq: bool,
+    ) -> Peeked:
+        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well."""
+        traits, channels, block = products.traits, products.channels, state.block
+        if sums is not None:
             acc_dV, acc_dK, accumulate = sums
-            scores.compute(kind, state)
             products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
@@ -552,7 +594,7 @@ class FlashAttentionBackwardSm90:
         groups = tuple(Int32(group) for group in range(traits.key_groups))
         if sums is None:
             groups = (1 - traits.warpgroup_idx(),)
-        issue_dQ = partial(products.issue_dq, block, state.tile, groups)
+        issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
         if sums is None:
             acc_dQ, num_behind = issue_dQ(0), 0
         else:
@@ -575,7 +617,8 @@ class FlashAttentionBackwardSm90:
         # -- dQ is complete, part by part: its sums go to the staging memory
         warpgroup.wait_group(num_behind)
         products.release_summed(block)
-        stage_dQ(0, acc_dQ)
+        if sums_dq:
+            stage_dQ(0, acc_dQ)
         for i in range(1, len(traits.columns.parts_dq)):
             if not scores.chain.is_empty:
                 # too few registers to have it beside dK
@@ -587,6 +630,7 @@ class FlashAttentionBackwardSm90:
         channels.q.release(block)
         return peeked
 
+    @cute.jit
     def _pass_over(
         self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
     ):
@@ -597,11 +641,20 @@ class FlashAttentionBackwardSm90:
         channels.do.release(block)
         scores.discard_bits(cut)
         traits = scores.traits
-        for i in range(len(traits.columns.parts_dq)):
-            nothing = [
-                wgmma.make_accumulator(part.width) for part, _ in traits.columns.products_dq(i)
-            ]
+        if const_expr(traits.columns.in_turn):
+            if traits.sums_dq(block):
+                self._stage_nothing(traits, tiles, channels, block)
+        else:
+            self._stage_nothing(traits, tiles, channels, block)
+        channels.q.release(block)
+
+    def _stage_nothing(
+        self, traits: BwdTraits, tiles: Tiles, channels: Channels, block: Int32
+    ) -> None:
+        """Send a dQ of 0."""
+        columns = traits.columns
+        for i in range(len(columns.parts_dq)):
+            nothing = [wgmma.make_accumulator(part.width) for part, _ in columns.products_dq(i)]
             for acc in nothing:
                 acc.fill(0.0)
             stage_dq(traits, tiles, channels.dq, block, i, nothing)
-        channels.q.release(block)

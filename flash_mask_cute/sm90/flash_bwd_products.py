@@ -60,9 +60,11 @@ class BlockProducts:
         return acc_dQ, 1
 
     def issue_dq(self, block: Int32, tile: Int32, groups: tuple[Int32, ...], part: int) -> list:
-        """Start this warpgroup's products of a part of dQ = dS K, over the keys of groups; returns
-        their accumulators."""
+        """Start this warpgroup's products of a part of dQ = dS K, over the keys of groups, if there
+        are any; returns their accumulators."""
         traits, accs = self.traits, []
+        if not groups:
+            return accs
         stage = traits.ds_stage(block)
         row_group = mma_warpgroup_idx() if traits.num_row_groups > 1 else Int32(0)
         products = traits.columns.products_dq(part)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -30,7 +30,7 @@ from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import stats_words
+from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
@@ -184,6 +184,8 @@ class BwdTraits:
             return next(cols for cols in PAIR_WIDTHS if cols >= self.head_dim)
         if self.num_row_groups > 1:
             return tile_columns(self.head_dim)
+        if not self.shares_keys and sums_in_turn(STEP_COLS * self.steps_d, self.num_ctas):
+            return STEP_COLS * self.steps_d
         return _shared_width(self.head_dim)
 
     @property
@@ -265,12 +267,16 @@ class BwdTraits:
 
     @property
     def fragment_registers(self) -> int:
-        """Registers of a thread for dK, dV, S and dP."""
+        """Registers of a thread for dK and dV, and for S and dP or what follows them."""
         if self.columns.is_uneven and self.own_warpgroup is None:
             of_each = (self.for_warpgroup(i) for i in range(NUM_MMA_WARPGROUPS))
             return max(traits.fragment_registers for traits in of_each)
         cols = sum(part.width for part in (*self.columns.dk, *self.columns.dv))
-        return cols // 2 + self.tile_m
+        in_flight = self.tile_m
+        if self.columns.in_turn:
+            # all of dQ beside P and dS in 16 bits takes more than S and dP
+            in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
+        return cols // 2 + in_flight
 
     @property
     def value_steps(self) -> int:
@@ -489,20 +495,20 @@ class BwdTraits:
         """(64 keys, 64 queries, 1), queries contiguous."""
         return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
-    def shape_dq(self, width: int) -> tuple[int, int, int, int]:
-        """(4, lane, column group, warp): sums of dQ of a width as the threads hold them, of both
-        warpgroups or of the one that has them (`first_warp`)."""
-        return (
-            4,
-            32,
-            width // 8,
-            self.num_mma_warps if self.own_warpgroup is None else WARPS_PER_WARPGROUP,
-        )
-
     @property
-    def first_warp(self) -> int:
-        """The first of the warps that run an MMA warpgroup's code."""
-        return Role.MMA + WARPS_PER_WARPGROUP * (self.own_warpgroup or 0)
+    def staging_warps(self) -> int:
+        """Warps that stage a product's sums of dQ: one warpgroup's if the other one has columns or
+        blocks of its own."""
+        is_shared = self.own_warpgroup is None and not self.columns.in_turn
+        return self.num_mma_warps if is_shared else WARPS_PER_WARPGROUP
+
+    def shape_dq(self, width: int) -> tuple[int, int, int, int]:
+        """(4, lane, column group, warp): sums of dQ of a width as the threads hold them."""
+        return 4, 32, width // 8, self.staging_warps
+
+    def sums_dq(self, block: Int32) -> Boolean:
+        """Whether it is this MMA warpgroup's turn to sum dQ of a query block."""
+        return (block + mma_warpgroup_idx()) % NUM_MMA_WARPGROUPS == 0
 
     def keys_unit(self, tile: Int32, key_group: Int32 | int) -> Int32:
         """Last coordinate in `layout_k` and `layout_v`, of keys of a work tile."""
@@ -607,6 +613,7 @@ class BwdTraits:
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         num_walkers = 1 + self.num_mask_warps
+        num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
             storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
             predecessors=predecessors, fields=lengths.work_fields,
@@ -619,7 +626,7 @@ class BwdTraits:
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            dq=channel(storage.dq_barriers, 1, mma_warps, loads),
+            dq=channel(storage.dq_barriers, 1, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             ring=ring,
             walk=walk,

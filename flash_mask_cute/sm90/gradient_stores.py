@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks
@@ -119,7 +119,9 @@ def stage_dq(
     """Write this warp's sums of a part of dQ, for each width, to the staging memory from which the
     load warp adds them."""
     lane = cute.arch.lane_idx()
-    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - traits.first_warp
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    if const_expr(traits.staging_warps < traits.num_mma_warps):
+        warp_idx = warp_idx % traits.staging_warps
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):

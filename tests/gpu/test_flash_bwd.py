@@ -403,6 +403,29 @@ WIDE_CASES = (
 )  # fmt: skip
 
 
+# The warpgroups sum dQ of heads as wide as these in turn.
+TURN_CASES = (
+    Case("full", 2, 700, 900, 3, 3, head_dim=80),
+    Case("causal-gqa4-sink", 2, 1000, 1300, 8, 2, head_dim=96, causal=True, sink=FP32),
+    Case("causal-long", 1, 4000, 4000, 8, 4, head_dim=72, causal=True),
+    Case("window-fp16", 1, 900, 900, 2, 1, head_dim=88, dtype=FP16, window_left=200,
+         window_right=9),
+    Case("varlen-causal", head_dim=72, causal=True, lengths_q=(63, 0, 1029, 1),
+         lengths_k=(63, 9, 1029, 0)),
+    Case("seqused", 2, 300, 400, head_dim=80, seqused_q=(100, 0), seqused_k=(400, 65)),
+    Case("columns-2", 2, 500, 700, head_dim=96, column="stepped2"),
+    Case("softcap", 1, 500, 700, head_dim=80, softcap=15.0),
+    Case("head-bias", 1, 500, 700, head_dim=96, score_mod="head_bias"),
+    Case("dv160", 1, 500, 700, head_dim=96, head_dim_v=160),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", TURN_CASES, ids=lambda case: case.id)
+def test_heads_whose_dq_is_summed_in_turn(case: Case) -> None:
+    check(make_inputs(case, "cuda"))
+
+
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
 def test_wide_heads(case: Case) -> None:

@@ -37,8 +37,9 @@ def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     check(simulator, case, name, DELAY_SEEDS)
 
 
-def test_every_block_of_sequences_without_keys(simulator: ModuleType) -> None:
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_every_block_of_sequences_without_keys(simulator: ModuleType, head_dim: int) -> None:
     """Work tiles without scores, of several query blocks that nobody leaves out."""
-    case = Case("unused", 3, 130, 150, 1, 1, head_dim=64, seqused_q=(130, 0, 70),
+    case = Case("unused", 3, 130, 150, 1, 1, head_dim=head_dim, seqused_q=(130, 0, 70),
                 seqused_k=(0, 150, 100))  # fmt: skip
     check(simulator, case, "key_bias", (1,), config={"skip_blocks": False})

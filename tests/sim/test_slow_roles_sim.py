@@ -82,6 +82,12 @@ BACKWARDS = {
         ISLANDS | {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 192},
         {"cta_pair": False, "clears_dq": False},
     ),
+    "sums-in-turn": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 260, "heads_q": 5, "head_dim": 80}
+    ),
+    "pairs-with-uneven-columns": Slowed(
+        ISLANDS | {"batch": 1, "seqlen_q": 70, "seqlen_k": 300, "head_dim": 160}
+    ),
     "pairs-of-ctas": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 70, "seqlen_k": 300, "head_dim": 256}
     ),

@@ -110,6 +110,22 @@ def test_columns_of_wide_heads() -> None:
         assert choice.tiles.cta_pair and choice.tile_d == cols
 
 
+def test_columns_of_heads_whose_dq_is_summed_in_turn() -> None:
+    """In steps of 16 columns, of which a warpgroup sums all, for every second block."""
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    for dim, cols in ((72, 80), (80, 80), (88, 96), (96, 96)):
+        choice = select_bwd_config(dim, dim, "full")
+        assert (choice.tiles.tile_m, choice.tile_d) == (64, cols)
+        traits = BwdTraits(BFloat16, dim, dim, 64)
+        assert traits.columns.in_turn and traits.columns.sizes_dq == (64 * cols,)
+        assert traits.staging_warps == 4
+        assert not BwdTraits(BFloat16, dim, dim, 128).columns.in_turn
+    assert not any(BwdTraits(BFloat16, dim, dim, 64).columns.in_turn for dim in (64, 104, 128))
+
+
 def test_products_end_with_the_head_dims() -> None:
     from cutlass import BFloat16
 

@@ -10,16 +10,17 @@ from flash_mask_cute.core.row_blocks import (
     dq_columns,
     dq_parts,
     shared_parts,
+    sums_in_turn,
     uneven_parts,
 )
 
 WIDTHS = range(32, 257, 32)
-SHARED = [(cols, 1) for cols in WIDTHS] + [(cols, 2) for cols in (160, 192, 256)]
+SHARED = [(cols, 1) for cols in (80, *WIDTHS)] + [(cols, 2) for cols in (160, 192, 256)]
 
 
 def may_begin(first: int, width: int, cols: int) -> bool:
     """A product begins with a block of swizzled memory, or lies in one."""
-    block = 64 if cols % 64 == 0 else 32
+    block = next(block for block in (64, 32, 16) if cols % block == 0)
     return first % block == 0 or first % block + width <= block
 
 
@@ -54,3 +55,10 @@ def test_a_warpgroup_of_two_ctas_has_one_product_of_dq() -> None:
         assert [part.width for part in dq_parts(cols, 2)[:2]] == [64, 32]
     assert not are_uneven(256, 2) and not any(are_uneven(cols, 1) for cols in WIDTHS)
     assert dq_parts(256, 2)[0] == shared_parts(128)[0] and column_parts(128) == (64,)
+
+
+def test_a_warpgroup_sums_blocks_in_turn_where_halves_are_several_products() -> None:
+    for cols in (80, 96):
+        assert sums_in_turn(cols, 1) and dq_parts(cols, 1) == ((0, cols, 1),)
+    assert not any(sums_in_turn(cols, 1) for cols in WIDTHS if cols != 96)
+    assert not any(sums_in_turn(cols, 2) for cols in WIDTHS)
