@@ -38,6 +38,9 @@ complete, dS(j-1) is no longer read in either place. docs/backward_sm100.md give
 
 If dV, dK and dQ do not fit into TMEM together, there are two launches: one makes dV, and has no dP,
 dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`BwdTraits.launches`).
+
+With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
+mma warp of the first one issues the products of both (`flash_bwd_pairs`).
 """
 
 import copy
