@@ -224,7 +224,6 @@ BLACKWELL_BACKWARDS = (
     *(f"bwd-d{d}-{mask}" for d in (64, 96, 128) for mask in ("full", "causal")),
     *(f"bwd-d128-{mask}" for mask in ("window", "varlen", "columns2", "mask_mod", "score_mod")),
     *(f"bwd-d128-{x}" for x in ("softcap", "deterministic", "list_bits", "learned_bias")),
-    *(f"bwd-d{d}-{mask}" for d in ("192v128", 256) for mask in ("full", "causal")),
 )
 
 

@@ -38,6 +38,9 @@ complete, dS(j-1) is no longer read in either place. docs/backward_sm100.md give
 
 If dV, dK and dQ do not fit into TMEM together, there are two launches: one makes dV, and has no dP,
 dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`BwdTraits.launches`).
+
+With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
+mma warp of the first one issues the products of both (`flash_bwd_pairs`).
 """
 
 import copy
@@ -67,13 +70,13 @@ from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_fragments import pair_products, products
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
 from flash_mask_cute.sm100.flash_bwd_pairs import (
     Arrivals,
     PairLoads,
     PairOperands,
-    pair_products,
 )
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
@@ -368,11 +371,11 @@ class FlashAttentionBackwardSm100:
             elif warp_idx == Role.MMA:
                 together = bool(self.wants_aux) or traits.is_serial
                 if const_expr(not traits.cta_pair):
-                    products = traits.products(tiles)
-                    BlockProducts(traits, together, products, tiles, channels).run()
+                    fragments = products(traits, tiles)
+                    BlockProducts(traits, together, fragments, tiles, channels).run()
                 elif traits.group.is_leader():
-                    products = pair_products(traits, storage)
-                    BlockProducts(traits, together, products, tiles, channels).run()
+                    fragments = pair_products(traits, storage)
+                    BlockProducts(traits, together, fragments, tiles, channels).run()
                 else:
                     Arrivals(traits, tiles, channels).follow()
             elif warp_idx == Role.SCHEDULE:

@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import swizzled
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.query_loads import BwdOperands
@@ -29,11 +27,8 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_traits import (
-    HALVES,
     BwdTraits,
     Channels,
-    PartOfDq,
-    Products,
     Tiles,
 )
 
@@ -64,49 +59,6 @@ class PairOperands(NamedTuple):
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
         return (*self.rows[:8:2], *self.columns[:6:2])
-
-
-def pair_products(traits: BwdTraits, storage) -> Products:
-    """`BwdTraits.products` of a pair: the layouts of its operands as products see them, in the same
-    bytes as TMA does."""
-    scores, of_dq = traits.mma_scores(), traits.mma_dq(traits.tile_d)
-    by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
-    rows, keys = traits.group.rows, traits.cluster_tile_n
-
-    def operand_a(mma, memory, m: int, n: int, k: int) -> cute.Tensor:
-        layout = blackwell.make_smem_layout_a(mma, (m, n, k), traits.dtype, 1)
-        return mma.make_fragment_A(swizzled(memory, layout, traits.dtype))
-
-    def operand_b(mma, memory, m: int, n: int, k: int) -> cute.Tensor:
-        layout = blackwell.make_smem_layout_b(mma, (m, n, k), traits.dtype, 1)
-        return mma.make_fragment_B(swizzled(memory, layout, traits.dtype))
-
-    def halves(mma, n: int, first: int) -> tuple[cute.Tensor, ...]:
-        layout = blackwell.make_smem_layout_a(mma, (rows, n, traits.queries), traits.dtype, 1)
-        return tuple(
-            umma.operand_a(mma, layout, traits.dtype, first + half * traits.queries)
-            for half in range(HALVES)
-        )
-
-    of_s, of_dp = (rows, traits.tile_m, traits.tile_d), (rows, traits.tile_m, traits.tile_dv)
-    dq_shape = traits.tile_m, traits.tile_d
-    dq_k = operand_b(of_dq, storage.k_columns, *dq_shape, keys)
-    return Products(
-        s=umma.accumulator(scores, of_s[:2], traits.column_s),
-        s_k=operand_a(scores, storage.k, *of_s)[None, None, None, 0],
-        s_q=operand_b(scores, storage.q, *of_s),
-        dp=umma.accumulator(scores, of_dp[:2], traits.column_dp),
-        dp_v=operand_a(scores, storage.v, *of_dp)[None, None, None, 0],
-        dp_do=operand_b(scores, storage.do, *of_dp),
-        dv=umma.accumulator(by_dv, (rows, traits.tile_dv), traits.column_dv),
-        p=halves(by_dv, traits.tile_dv, traits.column_s),
-        dv_do=operand_b(by_dv, storage.do_columns, rows, traits.tile_dv, traits.tile_m),
-        dk=umma.accumulator(by_d, (rows, traits.tile_d), traits.column_dk),
-        ds=halves(by_d, traits.tile_d, traits.column_dp),
-        dk_q=operand_b(by_d, storage.q_columns, rows, traits.tile_d, traits.tile_m),
-        dq=(PartOfDq(umma.accumulator(of_dq, dq_shape, traits.column_dq), dq_k),),
-        dq_ds=operand_a(of_dq, storage.ds, *dq_shape, keys),
-    )
 
 
 @dataclass(frozen=True)

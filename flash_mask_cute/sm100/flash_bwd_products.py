@@ -15,8 +15,9 @@ from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_fragments import Products
 from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Products, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
 # would be computed once, before all blocks, for which a thread has no registers

@@ -155,36 +155,6 @@ class Tiles(NamedTuple):
     k_columns: cute.Tensor | None = None  # (128, 64, CTAs)
 
 
-class PartOfDq(NamedTuple):
-    """A product of dQ: result, and keys as operand B."""
-
-    acc: cute.Tensor  # (tile_m queries, columns)
-    k: cute.Tensor
-
-
-class Products(NamedTuple):
-    """Fragments of the products that a launch computes; names are result, then operand.
-
-    p, ds: in TMEM, one for each half of the queries. s_k, dp_v: with one stage, in TMEM if
-    `BwdTraits.holds_keys`. dq: by `BwdTraits.widths_dq`.
-    """
-
-    s: cute.Tensor  # (128 keys, tile_m queries)
-    s_k: cute.Tensor
-    s_q: cute.Tensor
-    dp: cute.Tensor | None  # (128 keys, tile_m queries)
-    dp_v: cute.Tensor | None
-    dp_do: cute.Tensor | None
-    dv: cute.Tensor | None  # (128 keys, tile_dv)
-    p: tuple[cute.Tensor, ...] | None  # (128 keys, tile_m / 2 queries) each
-    dv_do: cute.Tensor | None
-    dk: cute.Tensor | None  # (128 keys, tile_d)
-    ds: tuple[cute.Tensor, ...] | None  # (128 keys, tile_m / 2 queries) each
-    dk_q: cute.Tensor | None
-    dq: tuple[PartOfDq, ...] | None
-    dq_ds: cute.Tensor | None
-
-
 @dataclass(frozen=True)
 class BwdTraits:
     """Shape of one CTA's work: 128 keys, and a walk over blocks of tile_m queries.
@@ -680,53 +650,6 @@ class BwdTraits:
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
             **of_pair,
-        )
-
-    def products(self, tiles: Tiles) -> Products:
-        scores = self.mma_scores()
-        by_d, by_dv = self.mma_sums(self.tile_d), self.mma_sums(self.tile_dv)
-        shape_s, shape_d, shape_dv = (ROWS, self.tile_m), (ROWS, self.tile_d), (ROWS, self.tile_dv)
-        of_dv, of_dk = self.makes_dv, self.makes_dk
-        return Products(
-            s=umma.accumulator(scores, shape_s, self.column_s),
-            s_k=self._keys(scores, tiles.k, self.column_k, self.tile_d),
-            s_q=umma.smem_operand_b(scores, tiles.q),
-            dp=umma.accumulator(scores, shape_s, self.column_dp) if of_dk else None,
-            dp_v=self._keys(scores, tiles.v, self.column_v, self.tile_dv) if of_dk else None,
-            dp_do=umma.smem_operand_b(scores, tiles.do) if of_dk else None,
-            dv=umma.accumulator(by_dv, shape_dv, self.column_dv) if of_dv else None,
-            p=self._halves(by_dv, self.tile_dv, self.column_s) if of_dv else None,
-            dv_do=umma.smem_operand_b(by_dv, umma.transposed(tiles.do)) if of_dv else None,
-            dk=umma.accumulator(by_d, shape_d, self.column_dk) if of_dk else None,
-            ds=self._halves(by_d, self.tile_d, self.column_dp) if of_dk else None,
-            dk_q=umma.smem_operand_b(by_d, umma.transposed(tiles.q)) if of_dk else None,
-            dq=self._parts_of_dq(tiles) if of_dk else None,
-            dq_ds=umma.smem_operand_a(self.mma_dq(self.widths_dq[0]), tiles.ds) if of_dk else None,
-        )
-
-    def _parts_of_dq(self, tiles: Tiles) -> tuple[PartOfDq, ...]:
-        keys, parts, first = umma.transposed(tiles.k), [], 0
-        for i, width in enumerate(self.widths_dq):
-            mma = self.mma_dq(width)
-            acc = umma.accumulator(mma, (self.tile_m, width), self.column_dq + i * umma.HALF_LANES)
-            columns = cute.local_tile(keys, (width, self.tile_n, 1), (first // width, 0, 0))
-            parts.append(PartOfDq(acc, umma.smem_operand_b(mma, columns)))
-            first += width
-        return tuple(parts)
-
-    def _keys(self, mma: cute.TiledMma, smem: cute.Tensor, first: int, cols: int) -> cute.Tensor:
-        """K or V as operand A of the scores."""
-        if self.holds_keys:
-            layout = blackwell.make_smem_layout_a(mma, (ROWS, self.tile_m, cols), self.dtype, 1)
-            return umma.operand_a(mma, layout, self.dtype, first)
-        return umma.smem_operand_a(mma, smem)[None, None, None, 0]
-
-    def _halves(self, mma: cute.TiledMma, n: int, first: int) -> tuple[cute.Tensor, ...]:
-        """P or dS in TMEM, of both halves of the queries."""
-        layout = blackwell.make_smem_layout_a(mma, (ROWS, n, self.queries), self.dtype, 1)
-        return tuple(
-            umma.operand_a(mma, layout, self.dtype, first + half * self.queries)
-            for half in range(HALVES)
         )
 
 

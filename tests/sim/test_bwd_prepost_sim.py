@@ -463,7 +463,7 @@ def postprocess_of(
 def cols_of(head_dim: int, tile_m: int, order: str) -> int:
     """Columns of the tile, of Hopper or, by lanes, of Blackwell."""
     if order == "lanes":
-        return next(cols for cols in (64, 96, 128) if cols >= head_dim)
+        return next(cols for cols in (64, 96, 128, 192, 256) if cols >= head_dim)
     return tile_cols(head_dim, tile_m)
 
 
@@ -546,9 +546,14 @@ def test_postprocess(simulator: ModuleType, head_dim: int, tile_m: int, seqs: Se
 
 
 @pytest.mark.parametrize("seqs", [DENSE, PACKED], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
-def test_postprocess_by_lanes(simulator: ModuleType, head_dim: int, seqs: Sequences) -> None:
-    check_postprocess(simulator, seqs, head_dim, 128, order="lanes")
+@pytest.mark.parametrize(
+    ("head_dim", "tile_m"),
+    [(8, 128), (64, 128), (72, 128), (128, 128), (40, 64), (136, 64), (192, 64), (256, 64)],
+)
+def test_postprocess_by_lanes(
+    simulator: ModuleType, head_dim: int, tile_m: int, seqs: Sequences
+) -> None:
+    check_postprocess(simulator, seqs, head_dim, tile_m, order="lanes")
 
 
 @pytest.mark.parametrize("arrange", [by_heads, with_gaps])
