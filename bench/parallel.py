@@ -7,7 +7,8 @@ A case is a mask and a length, of one sequence with 32 heads, 8 of keys, head di
 bf16. First each rank compares its rows of the output and of the gradients with those of one GPU.
 Then a rank's time is that of a forward, or of a forward and its backward, between two barriers, and
 the time of the group is that of its slowest rank. The rate is that of one GPU, which rank 0 times
-in the same process, over that of the group times its ranks.
+in the same process, over that of the group times its ranks. Of one causal sequence there are rows
+"torch" and "torch, ours": torch's own context_parallel, on its flash attention and on our kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +117,6 @@ def why_wrong(found: tuple[Any, ...], expected: tuple[Any, ...]) -> str | None:
 def measure(case: Case, rank: int, world: int) -> list[Json]:
     """The rows of a case, the same in all ranks."""
     import torch
-    import torch.distributed as dist
 
     from flash_mask_cute import flash_attn_func, parallel
 
@@ -134,24 +134,56 @@ def measure(case: Case, rank: int, world: int) -> list[Json]:
     one = {name: milliseconds(call) for name, call in of_one.items()}
     own, own_dout = [plan.shard(x, rank).contiguous() for x in whole], plan.shard(dout, rank)
     attend = parallel.context_parallel_attention
+    common: Json = {"kind": "parallel", "case": case.name, "world": world}
+    of_plan = {"imbalance": round(load.imbalance, 3), "keys_received": max(load.keys)}
     rows = []
     for method in METHODS:
         calls = calls_of(lambda *x, m=method: attend(*x, on_gpu, plan, method=m), own, own_dout)
-        why: list[str | None] = [None] * world
-        dist.all_gather_object(why, why_wrong(calls["both"](), expected))
-        row: Json = {
-            "kind": "parallel", "case": case.name, "world": world, "method": method,
-            "imbalance": round(load.imbalance, 3), "keys_received": max(load.keys),
-        }  # fmt: skip
-        if any(why):
-            rows.append(row | {"note": f"failed: {'; '.join(x for x in why if x)}"})
-            continue
-        for name, call in calls.items():
-            ms = milliseconds(call)
-            row |= {f"{name}_ms": round(ms, 3), f"{name}_one_ms": round(one[name], 3)}
-            row[f"{name}_rate"] = round(one[name] / (world * ms), 3)
-        rows.append(row)
+        rows.append(common | {"method": method} | of_plan | timed(calls, expected, one))
+    if not case.documents:
+        rows += [common | row for row in by_torch(whole, dout, of_one["both"](), one)]
     return rows
+
+
+def timed(calls: dict[str, Call], expected: tuple[Any, ...], one: dict[str, float]) -> Json:
+    """Times and rates; or why the results of some rank are wrong, or are not there."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    why: list[str | None] = [None] * world
+    try:
+        wrong = why_wrong(calls["both"](), expected)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        wrong = str(error)
+    dist.all_gather_object(why, wrong)
+    if any(why):
+        return {"note": f"failed: {'; '.join(x for x in why if x)}"}
+    row: Json = {}
+    for name, call in calls.items():
+        ms = milliseconds(call)
+        row |= {f"{name}_ms": round(ms, 3), f"{name}_one_ms": round(one[name], 3)}
+        row[f"{name}_rate"] = round(one[name] / (world * ms), 3)
+    return row
+
+
+def by_torch(
+    whole: list[Any], dout: Any, expected: tuple[Any, ...], one: dict[str, float]
+) -> Iterator[Json]:
+    """Rows of torch's own context_parallel. expected: of one GPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from bench import torch_ring
+
+    world, seqlen = dist.get_world_size(), dout.shape[1]
+    mesh = init_device_mesh("cuda", (world,))
+    for name, is_ours in torch_ring.WAYS.items():
+        with torch_ring.ring(mesh, seqlen, is_ours=is_ours) as own:
+            *tensors, own_dout = (x.index_select(1, own) for x in (*whole, dout))
+            calls = calls_of(torch_ring.attend, tensors, own_dout)
+            of_rows = tuple(x.index_select(1, own) for x in expected)
+            found = timed(calls, of_rows, one)
+        yield {"method": name, "imbalance": 1.0, "keys_received": seqlen - len(own)} | found
 
 
 def shown(row: Json) -> str:

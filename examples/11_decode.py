@@ -2,6 +2,7 @@
 
     python examples/11_decode.py
     python examples/11_decode.py --same-bits
+    python examples/11_decode.py --fp8
 
 A small model of Llama's shape with random weights: RMS norms, grouped heads, rotary positions, a
 gated MLP. One call of `flash_attn_with_kvcache` rotates, writes the new keys into the pages of each
@@ -10,8 +11,10 @@ graph and replayed while the sequences grow: pages and lengths are read on the d
 are held against the same model with dense attention in float64 over everything that was generated,
 and the time of a step is printed beside that of torch's SDPA over a contiguous cache. With
 --same-bits sums are cut at fixed keys (`seqlen_k_per_split`): rows that are decoded, in pages and
-among others, have the bits of a forward over a whole sequence. Runs on a Hopper GPU where there is
-one, else on the CPU. Ends with an error if the result is wrong.
+among others, have the bits of a forward over a whole sequence. With --fp8 the cache is in
+float8_e4m3fn, with a scale for each token and head, which the call writes; the dense model rounds
+its keys and values alike. Runs on a Hopper GPU where there is one, else on the CPU. Ends with an
+error if the result is wrong.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch.nn import functional as F
 from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
 
 PAGE_SIZE, VOCABULARY = 16, 257
+FP8, LARGEST_CODE = torch.float8_e4m3fn, 448.0
 SEQLEN_K_PER_SPLIT = 2048
 PROMPTS = (37, 5, 20)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -89,17 +93,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
+def as_in_fp8(x: Tensor) -> Tensor:
+    """Rows (..., head_dim) as a cache in fp8 has them, with a scale for each."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    scales = torch.where(largest > 0, largest / LARGEST_CODE, 1.0)
+    return ((x.float() / scales).to(FP8).float() * scales).to(x.dtype)
+
+
 class PagedCache:
     """Keys and values of all layers, in pages that lie anywhere."""
 
     def __init__(
-        self, model: Model, batch: int, capacity: int, keys_per_split: int | None = None
+        self,
+        model: Model,
+        batch: int,
+        capacity: int,
+        keys_per_split: int | None = None,
+        in_fp8: bool = False,
     ) -> None:
         self.keys_per_split = keys_per_split
         pages, s = -(-capacity // PAGE_SIZE), model.shape
         self.model = model
         shape = (s.layers, batch * pages, PAGE_SIZE, s.heads_kv, s.head_dim)
-        self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in "kv")
+        dtype = FP8 if in_fp8 else model.dtype
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=model.device) for _ in "kv")
+        self.scales: dict[str, Tensor] = {}
+        if in_fp8:
+            for name in ("k_descale", "v_descale"):
+                self.scales[name] = torch.ones(shape[:-1], device=model.device)
         table = torch.randperm(batch * pages, device=model.device)
         self.page_table = table.view(batch, pages).int()
         self.seqlens = torch.zeros(batch, dtype=torch.int32, device=model.device)
@@ -119,37 +140,49 @@ class PagedCache:
             rotary_cos=self.model.cos, rotary_sin=self.model.sin, rotary_interleaved=False,
             cache_seqlens=self.seqlens, page_table=self.page_table, causal=True,
             cu_seqlens_q=starts, cu_seqlens_k_new=starts, max_seqlen_q=longest,
-            seqlen_k_per_split=self.keys_per_split,
+            seqlen_k_per_split=self.keys_per_split, **self.scales_of(layer),
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
 
+    def scales_of(self, layer: int) -> dict[str, Any]:
+        return {name: scales[layer] for name, scales in self.scales.items()}
+
+    def numbers(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The pools of a layer in the dtype of the model."""
+        k, v = self.k[layer], self.v[layer]
+        if self.scales:
+            scales = self.scales_of(layer).values()
+            k, v = (x.float() * s[..., None] for x, s in zip((k, v), scales, strict=True))
+        return k.to(self.model.dtype), v.to(self.model.dtype)
+
     def rows_unlike_a_forward(self) -> int:
         """How many of the last rows of all sequences, decoded together over the first layer's keys,
         have other bits than in a forward over a whole sequence."""
-        unlike, lengths = 0, self.seqlens.tolist()
+        unlike, lengths, pools = 0, self.seqlens.tolist(), self.numbers(0)
         whole = [torch.randn(1, n, self.model.shape.heads, self.k.shape[-1]) for n in lengths]
-        whole = [x.to(self.k) for x in whole]
+        whole = [x.to(pools[0]) for x in whole]
         options: Any = {"causal": True, "seqlen_k_per_split": self.keys_per_split}
         decoded = flash_attn_with_kvcache(
             torch.stack([q[0, -1:] for q in whole]), self.k[0], self.v[0],
             cache_seqlens=self.seqlens, page_table=self.page_table, **options,
+            **self.scales_of(0),
         )  # fmt: skip
         assert isinstance(decoded, Tensor)
         for row, q, pages, n in zip(decoded, whole, self.page_table.long(), lengths, strict=True):
-            k, v = (pool[0, pages].flatten(0, 1)[None, :n] for pool in (self.k, self.v))
+            k, v = (pool[pages].flatten(0, 1)[None, :n] for pool in pools)
             unlike += not torch.equal(flash_attn_func(q, k, v, **options)[0, -1], row[0])
         return unlike
 
 
 def generate(
-    model: Model, prompts: list[Tensor], keys_per_split: int | None
+    model: Model, prompts: list[Tensor], keys_per_split: int | None, in_fp8: bool
 ) -> tuple[Tensor, Tensor, float]:
     """The new tokens (batch, steps), the most likely ones of logits (batch, steps, vocabulary); and
     seconds of a step."""
     batch, steps = len(prompts), model.shape.steps
     lengths = torch.tensor([len(x) for x in prompts], dtype=torch.int32, device=model.device)
-    cache = PagedCache(model, batch, max(PROMPTS) + steps, keys_per_split)
+    cache = PagedCache(model, batch, max(PROMPTS) + steps, keys_per_split, in_fp8)
     starts = F.pad(lengths.cumsum(0), (1, 0)).int()
     packed = torch.cat(prompts)
     of_prompts = model(packed, lambda *x: cache.attend(starts, max(PROMPTS), *x))
@@ -221,12 +254,15 @@ def run_steps(
     return first.elapsed_time(last) * 1e-3 / (count - 2)
 
 
-def dense_logits(model: Model, tokens: Tensor) -> Tensor:
-    """Of a whole sequence, with attention in float64 and no cache."""
+def dense_logits(model: Model, tokens: Tensor, in_fp8: bool) -> Tensor:
+    """Of a whole sequence, with attention in float64 and no cache. in_fp8: over the numbers of a
+    cache in fp8."""
     at = torch.arange(len(tokens), device=model.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = (rotate(x, model.cos[at], model.sin[at]) for x in (q, k))
+        if in_fp8:
+            k, v = as_in_fp8(k), as_in_fp8(v)
         group = model.shape.heads // model.shape.heads_kv
         q, k, v = q.double(), *(x.double().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -240,18 +276,23 @@ def dense_logits(model: Model, tokens: Tensor) -> Tensor:
 def main(*arguments: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--same-bits", action="store_true")
-    keys_per_split = SEQLEN_K_PER_SPLIT if parser.parse_args(arguments).same_bits else None
+    parser.add_argument("--fp8", action="store_true")
+    given = parser.parse_args(arguments)
+    keys_per_split = SEQLEN_K_PER_SPLIT if given.same_bits else None
     device = pick_device()
     on_gpu = device.type == "cuda"
     shape = Shape(4, 1024, 16, 4, 64, 100) if on_gpu else Shape(2, 64, 4, 2, 16, 20)
     torch.manual_seed(0)
-    model = Model(shape, torch.bfloat16 if on_gpu else torch.float32, device)
+    in_16_bits = on_gpu or given.fp8
+    model = Model(shape, torch.bfloat16 if in_16_bits else torch.float32, device)
     prompts = [torch.randint(VOCABULARY, (n,), device=device) for n in PROMPTS]
-    tokens, logits, seconds = generate(model, prompts, keys_per_split)
+    tokens, logits, seconds = generate(model, prompts, keys_per_split, given.fp8)
 
-    worst, tolerance, as_dense = 0.0, 2e-2 if on_gpu else 1e-4, 0
+    worst, as_dense = 0.0, 0
+    # a number that rounds to another code than in the dense model moves logits further
+    tolerance = 4e-2 if given.fp8 else 2e-2 if in_16_bits else 1e-4
     for prompt, new, found in zip(prompts, tokens, logits, strict=True):
-        exact = dense_logits(model, torch.cat([prompt, new]))[len(prompt) - 1 : -1]
+        exact = dense_logits(model, torch.cat([prompt, new]), given.fp8)[len(prompt) - 1 : -1]
         worst = max(worst, (found - exact).abs().max().item())
         as_dense += int((exact.argmax(-1) == new).sum())
     print(f"{as_dense} of {tokens.numel()} tokens as of dense attention; largest error {worst:.1e}")

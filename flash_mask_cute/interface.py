@@ -184,13 +184,13 @@ def _flash_attn_fwd(
 
 def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call; key_of_masks as in `key_of_fwd`."""
-    if call.options.seqlen_k_per_split is not None:
-        # 4096.0 would find the prepared call of 4096
-        check_segment_keys(call.options.seqlen_k_per_split)
     prepared, key = find(_prepared_fwd, key_of_fwd, call, key_of_masks)
     if prepared is None:
         prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared, call)
+    elif call.options.seqlen_k_per_split is not None:
+        # 4096.0 finds the prepared call of 4096
+        check_segment_keys(call.options.seqlen_k_per_split)
     return prepared(call.tensors, call.masks)
 
 

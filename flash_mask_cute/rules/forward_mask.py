@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
@@ -101,6 +102,23 @@ class ForwardMask(MaskRules):
         segment_idx = work.head_idx // num_heads
         work = work._replace(head_idx=work.head_idx - segment_idx * num_heads, place=segment_idx)
         return self.within_segment(work, segment_idx, segment_blocks)
+
+    def has_blocks(self, work: Work) -> Boolean:
+        """Whether a segment, or another split, of a work tile has key blocks."""
+        assert work.first_block is not None and work.end_block is not None
+        return work.first_block < work.end_block
+
+    @cute.jit
+    def leave_unseen(self, work: Work, partials: Partials, queries_are_packed: cutlass.Constexpr):
+        """Record that the rows of a work tile see nothing of a segment. Run by a whole warp."""
+        info, heads = self.block_info, self.block_info.qhead_per_kvhead_packgqa
+        low = None if partials.low is None else Float32(0.0)
+        for i in cutlass.range_constexpr(info.tile_m // WORD):
+            row = work.block * info.tile_m + i * WORD + cute.arch.lane_idx()
+            if (row // heads < work.slot) & (row % heads < self.group_size):
+                head_idx = head_of_row(work, row, heads, self.group_size)
+                place = partials.row(work, queries_are_packed, head_idx, row // heads, Int32(0))
+                partials.store_lse(place, -Float32.inf, low)
 
     def within_segment(self, work: Work, segment_idx: Int32, segment_blocks: Int32) -> Work:
         """A work tile with only those of its key blocks that lie in a segment."""

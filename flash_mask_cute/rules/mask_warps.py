@@ -24,13 +24,11 @@ def send_walks(
     walk: WalkRing,
     claims_late: Boolean | None = None,
     num_splits: Int32 | None = None,
-    segment_blocks: Int32 | None = None,
 ) -> None:
     """Choose work tiles and the blocks that they visit, and announce both. Run by one warp.
 
     num_splits: splits of each work tile; the scheduler counts them as heads, split by split. None:
-    work tiles are computed as a whole. segment_blocks: the splits are segments of so many key
-    blocks. claims_late: a work tile is claimed when the last chunk of
+    work tiles are computed as a whole. claims_late: a work tile is claimed when the last chunk of
     the previous one's walk is read, not as soon as the ring has room; None: it never is.
     """
     is_by_keys = isinstance(rules, BackwardMask)
@@ -39,9 +37,7 @@ def send_walks(
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
         work = describe(tile, lengths, is_by_keys)
-        if const_expr(segment_blocks is not None):
-            work = rules.segment(work, scheduler.params.num_heads // num_splits, segment_blocks)
-        elif const_expr(num_splits is not None):
+        if const_expr(num_splits is not None):
             work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
         ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
         chunks = rules.send_walk(walk, chunks, work)

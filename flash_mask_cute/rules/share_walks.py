@@ -222,6 +222,40 @@ def send_segments(
     ring.write(entries, NO_WORK)
 
 
+@cute.jit
+def send_any_segments(
+    scheduler: TileScheduler,
+    rules: ForwardMask,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
+    partials: Partials,
+    num_heads: Int32,
+    segment_blocks: Int32,
+) -> None:
+    """As `send_walks`: choose segments of any work tiles, which the scheduler counts as heads,
+    segment by segment. Those that a tile does not see are left out."""
+    blocks_of = partial(rules.num_blocks, lengths), rules.first_block
+    is_packed = const_expr(lengths.cu_seqlens_q is not None)
+    claims, entries, chunks = Int32(0), Int32(0), Int32(0)
+    tile, search = scheduler.locate(scheduler.start(), *blocks_of)
+    while tile.is_valid:
+        work = describe(tile, lengths, False)
+        work = rules.segment(work, num_heads, segment_blocks)
+        if rules.has_blocks(work):
+            ring.write(entries, work)
+            chunks = rules.send_walk(walk, chunks, work)
+            entries += 1
+            # claimed as late as can be: another CTA may be free for it sooner
+            ring.acquire(entries)
+        else:
+            rules.leave_unseen(work, partials, is_packed)
+        tile, search = scheduler.locate(scheduler.advance(search, claims), *blocks_of)
+        claims += 1
+    scheduler.finish()
+    ring.write(entries, NO_WORK)
+
+
 def schedule_forward(
     kernel: Any,
     rules: ForwardMask,
@@ -255,16 +289,15 @@ def schedule_forward(
         scheduler = TileScheduler(
             params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored
         )
-        num_splits = None if partials is None else partials.num_splits
-        blocks = None if partials is None else partials.segment_blocks
-        if kernel.split == IN_TURN:
-            assert blocks is not None
+        if isinstance(partials, RunningSums):
+            blocks = partials.segment_blocks
             send_segments(scheduler, rules, lengths, *rings, blocks, claims_late=late)
+        elif partials is not None and partials.segment_blocks is not None:
+            of_segments = schedule.num_heads, partials.segment_blocks
+            send_any_segments(scheduler, rules, lengths, *rings, partials, *of_segments)
         else:
-            send_walks(
-                scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits,
-                segment_blocks=blocks,
-            )  # fmt: skip
+            num_splits = None if partials is None else partials.num_splits
+            send_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
 
 
 def _has_few_tiles(params: ScheduleParams) -> Boolean:

@@ -63,6 +63,19 @@ def test_decoding_with_the_bits_of_a_forward(
         module.main("--same-bits")
 
 
+def test_decoding_over_a_cache_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (x for x in EXAMPLES if x.stem == "11_decode")
+    module = load(path, monkeypatch)
+    module.main("--fp8", "--same-bits")
+    assert "largest error" in capsys.readouterr().out
+    # a dense model that does not round is told apart
+    monkeypatch.setattr(module, "as_in_fp8", lambda x: x)
+    with pytest.raises(SystemExit, match="a logit is off by"):
+        module.main("--fp8")
+
+
 def in_a_process(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, on a machine that has no GPU as far as it can see."""
     path = os.pathsep.join(map(str, (ROOT / "examples", ROOT)))

@@ -16,6 +16,7 @@ import simulated_backward
 import torch
 from common_keys import CommonKeys
 from conftest import ACTIVE_ARCH, HOPPER, SMS
+from mask_cases import MASK_MODS
 from placed_attention import PlacedCall
 from planned import forward_call, planned
 from quiet_runs import quiet_run
@@ -117,33 +118,38 @@ def test_the_gradient_of_a_table_by_sequence(simulator: ModuleType) -> None:
     assert_as_good("daux", daux[0], *gradients, call.name)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_views_of_one_entry_are_read_where_they_are(simulator: ModuleType, is_packed: bool) -> None:
-    """Of a stride of 0 over the batch."""
+@pytest.mark.parametrize("way", ["dense", "packed", "stored_bits"])
+def test_views_of_one_entry_are_read_where_they_are(simulator: ModuleType, way: str) -> None:
+    """Of a stride of 0 over the batch; also beside bits of a mask_mod by batch entry, which were
+    stored before attention."""
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(3, 70, 4, 64, generator=generator).bfloat16()
     k, v = torch.randn(2, 1, 150, 2, 64, generator=generator).bfloat16()
     views = k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1)
-    keywords: dict[str, Any] = {"causal": True}
-    rows = q
-    if is_packed:
-        rows = q.flatten(0, 1)
-        keywords["cu_seqlens_q"] = torch.arange(0, 211, 70, dtype=torch.int32)
-        keywords["max_seqlen_q"] = 70
+    rows, keywords = q, {"causal": True}
+    visible = torch.ones(70, 150, dtype=torch.bool).tril(80).expand(3, 1, -1, -1)
+    if way == "packed":
+        starts = torch.arange(0, 211, 70, dtype=torch.int32)
+        rows, keywords = q.flatten(0, 1), {"causal": True, "cu_seqlens_q": starts}
+    elif way == "stored_bits":
+        prefixes, mod = torch.tensor([3, 90, 150], dtype=torch.int32), MASK_MODS["prefix_lm"]
+        keywords = {"mask_mod": mod.cute, "aux_tensors": [prefixes], "pack_gqa": False}
+        at = torch.arange(70)[:, None], torch.arange(150)
+        visible = torch.stack([mod.dense(b, 0, *at, [prefixes]) for b in range(3)])[:, None]
     call = forward_call(rows, *views, **keywords)
-    assert planned(call, Target(ARCH, num_sms=SMS)).problem.common_kv
+    plan = planned(call, Target(ARCH, num_sms=SMS))
+    assert plan.problem.common_kv
+    assert (plan.mask_bits is not None) == (way == "stored_bits" and ARCH == HOPPER)
     with quiet_run(simulator, 1):
         out, lse = run_on_simulator(call)
-    exact, eager = (_causal(q.to(x), k.to(x), v.to(x)) for x in (torch.float64, torch.bfloat16))
-    assert lse is not None and lse.isfinite().all()
-    assert_as_good("out", out.view(q.shape), exact, eager, "views")
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads = (x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v))
-    keys, values = heads
-    scores = q.transpose(1, 2) @ keys.mT * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(
-        scores.shape[-1] - scores.shape[-2] + 1
+    exact, eager = (
+        _attend(q.to(x), k.to(x), v.to(x), visible) for x in (torch.float64, torch.bfloat16)
     )
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+    assert lse is not None and lse.isfinite().all()
+    assert_as_good("out", out.view(q.shape), exact, eager, way)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v))
+    scores = (q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)

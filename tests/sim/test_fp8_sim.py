@@ -8,18 +8,30 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACTIVE_ARCH
+from cutlass import Int32
 from fp8_caches import Fp8Case, make_call
 from planned import forward_call
 from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 from torch import Tensor
 
+from flash_mask_cute import builders
 from flash_mask_cute.call.run.append import Append, append, check_append
 from flash_mask_cute.runtime.target import Target
+from flash_mask_cute.utils import scalar_to_ssa
 
 ARCH = "sm_90a"
 assert ACTIVE_ARCH
 pytestmark = pytest.mark.sim
+
+
+def _hides_every_third(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k % scalar_to_ssa(3, Int32) != scalar_to_ssa(1, Int32)
+
+
+def _doubles(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + score
+
 
 SINK = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0, 1.5])
 BAND = {"causal": True, "window_size_left": 150, "learnable_sink": SINK, "softcap": 20.0}
@@ -104,6 +116,43 @@ CASES = (
         page_size=16,
         scales=("token", "token"),
         keywords=SMALL | {"causal": True, "window_size_left": 100},
+    ),
+    Fp8Case(
+        "segments",
+        64,
+        lengths=(1100, 600),
+        capacity=1104,
+        scales=("token", "head"),
+        keywords={"seqlen_k_per_split": 512},
+    ),
+    Fp8Case(
+        "segments of pages",
+        lengths=(1030, 40),
+        capacity=1104,
+        page_size=16,
+        seqlen_q=3,
+        scales=("head", "token"),
+        keywords={"seqlen_k_per_split": 512, "causal": True},
+    ),
+    Fp8Case(
+        "masks of users",
+        64,
+        seqlen_q=2,
+        page_size=16,
+        scales=("token", "token"),
+        keywords={"mask_mod": _hides_every_third, "score_mod": _doubles},
+    ),
+    Fp8Case(
+        "intervals",
+        64,
+        seqlen_q=2,
+        lengths=(320, 320),
+        scales=("head", "token"),
+        keywords={
+            "startend_row_indices": builders.sink_window(320, 4, 100),
+            "q_start": "end",
+            "causal": True,
+        },
     ),
 )
 

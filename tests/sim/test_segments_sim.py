@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 import cutlass
 import pytest
 import torch
+from cases import BF16, FP16, FP32, Case
+from inputs import make_inputs
 from oracle import reference_attention
 from planned import forward_call, planned
 from quiet_runs import quiet_run
+from simulated_forward import run_sim
+from split_cases import SplitCase
 from torch import Tensor
 
 from flash_mask_cute.call import prepare
@@ -52,6 +56,28 @@ def distance(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def some_far(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Rows whose largest score is near 0, beside rows whose largest one is far from it."""
     return score + (q % 3).to(cutlass.Float32) * (-1e7)
+
+
+ORACLE_CASES = (
+    SplitCase(
+        Case(
+            "ragged", 5, 2, 700, 4, 1, head_dim=64, causal=True, seqused_k=(700, 0, 130, 1, 513),
+            sink=FP32,
+        )
+    ),
+    SplitCase(
+        Case(
+            "packed", heads_q=4, heads_kv=1, lengths_q=(1, 70, 0, 3), lengths_k=(600, 513, 9, 0),
+            causal=True, head_dim=64, sink=BF16, seqused_q=(1, 65, 0, 2),
+        )
+    ),
+    SplitCase(Case("chunk-group7", 1, 150, 1100, 7, 1, causal=True, dtype=FP16), sms=3),
+    SplitCase(Case("window", 2, 3, 900, 2, 2, window_left=600, window_right=2)),
+    SplitCase(Case("lists", 1, 200, 1024, 2, 2, blocks=(128, 128), causal=True)),
+    SplitCase(Case("columns", 1, 700, 700, 1, 1, column="documents1", causal=True), sms=2),
+    SplitCase(Case("score_mod", 1, 200, 700, 4, 2, score_mod="alibi", causal=True), sms=2),
+    SplitCase(Case("mask_mod", 1, 4, 700, 4, 2, mask_mod="causal_offset")),
+)  # fmt: skip
 
 
 class Rows(NamedTuple):
@@ -194,6 +220,13 @@ def test_an_output_in_float32_is_that_before_rounding(simulator: ModuleType) -> 
         found = rows.run(rows.q[:, 1000:1025], rows.k[:, :1025], rows.v[:, :1025], out=wide)
     assert found.kind == BY_SEGMENTS and part.has_bits_of(whole.rows(1000, 1025))
     assert torch.equal(wide.bfloat16(), part.out) and torch.equal(found.lse, part.lse)
+
+
+@pytest.mark.parametrize("split", ORACLE_CASES, ids=lambda split: split.case.id)
+def test_against_oracle(simulator: ModuleType, split: SplitCase) -> None:
+    """Every form of lengths and masks, in segments by each way that their shapes choose."""
+    inputs = make_inputs(split.case)
+    run_sim(simulator, inputs, (1,), sms=split.sms, seqlen_k_per_split=KEYS)
 
 
 # -- planted faults ------------------------------------------------------------------------------

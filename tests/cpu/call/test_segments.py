@@ -101,6 +101,19 @@ def test_refusals(
         function(q, k, v, **keywords)
 
 
+def test_a_prepared_call_is_not_found_by_a_number_of_another_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (1, 1100, 1100))
+    # as on a GPU, where prepared calls are kept
+    monkeypatch.setattr(interface, "may_be_kept", lambda prepared: True)
+    _flash_attn_fwd(q, k, v, seqlen_k_per_split=512)
+    _flash_attn_fwd(q, k, v, seqlen_k_per_split=512)
+    wrong: Any = 512.0
+    with pytest.raises(TypeError, match="seqlen_k_per_split must be an int"):
+        _flash_attn_fwd(q, k, v, seqlen_k_per_split=wrong)
+
+
 def test_nothing_is_written_before_a_refusal() -> None:
     cache, new = torch.zeros(2, 1, 1100, 2, 16), torch.ones(3, 1, 1, 2, 16)
     with pytest.raises(ValueError, match="at least 512, got 100"):

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import attention
 from torch_oracle import band, dense_attention
 
+from bench import torch_ring
 from flash_mask_cute.integrations import aten_flash
 from flash_mask_cute.integrations.torch import kernels_run
 
@@ -63,6 +66,43 @@ def compare(rank: int, causal: bool, is_balanced: bool) -> None:
         )
 
 
+def compare_public(rank: int) -> None:
+    """By `context_parallel` of torch, which has no ring for what torch calls on the CPU: what its
+    function calls on a GPU takes its place."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+
+    def scaled_dot_product_attention(
+        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
+    ) -> Tensor:
+        return operator(query, key, value, 0.0, is_causal)[0]
+
+    ring._cp_options.enable_load_balance = True
+    torch.manual_seed(1)
+    q, k, v, grad_out = (torch.randn(1, SEQLEN, n, 16) for n in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    repeated = (
+        x.repeat_interleave(n, 2).transpose(1, 2) for x, n in zip(leaves, (1, 2, 2), strict=True)
+    )
+    expected = dense_attention(*repeated, band(SEQLEN, SEQLEN, right=0)).out.transpose(1, 2)
+    wanted = expected, *torch.autograd.grad(expected, leaves, grad_out.double())
+    torchs = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        with torch_ring.ring(init_device_mesh("cpu", (WORLD,)), SEQLEN) as rows:
+            own = [x.detach()[:, rows].requires_grad_() for x in leaves]
+            out = torch_ring.attend(*own)
+            gradients = torch.autograd.grad(out, own, grad_out[:, rows])
+    finally:
+        F.scaled_dot_product_attention = torchs
+    assert rows.tolist() == rows_of(rank, is_balanced=True).tolist()
+    for actual, dense in zip((out, *gradients), wanted, strict=True):
+        torch.testing.assert_close(
+            actual.double(), dense.detach()[:, rows].double(), atol=4e-6, rtol=4e-6
+        )
+
+
 def run_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -70,9 +110,12 @@ def run_rank(rank: int, store: str) -> None:
     with kernels_run() as ran:
         for causal, is_balanced in CALLS:
             compare(rank, causal, is_balanced)
+    with kernels_run() as ran_in_public:
+        compare_public(rank)
     handle.remove()
     # forward and backward of both steps; without balance the first rank skips what comes later
     assert len(ran) == 12 - 2 * (rank == 0) and {x.kernel for x in ran} == {"flash_mask_cute"}
+    assert {x.kernel for x in ran_in_public} == {"flash_mask_cute"}
     dist.destroy_process_group()
 
 

@@ -1,0 +1,132 @@
+"""Keys and values in fp8 on a Hopper GPU: the bits of a call over the same numbers in 16."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from fp8_caches import Fp8Call, Fp8Case, make_call
+from torch import Tensor
+
+from flash_mask_cute import compile_count, flash_attn_with_kvcache
+from flash_mask_cute.interface import _flash_attn_fwd
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+# of 64 rows, as those of keys in fp8
+SMALL = {"config": {"tile_m": 64}}
+CASES = (
+    Fp8Case("heads", heads=(32, 8)),
+    Fp8Case("tokens", heads=(32, 8), scales=("token", "token"), page_size=16),
+    Fp8Case("pages of one", 64, heads=(16, 2), scales=("token", "head"), page_size=1),
+    Fp8Case("queries", seqlen_q=4, heads=(32, 8), scales=("expanded", "token"), page_size=64,
+            dtype=torch.float16, keywords={"causal": True}),
+    Fp8Case("256", 256, heads=(24, 2), scales=("none", "token"), page_size=16,
+            keywords=SMALL | {"num_splits": 5}),
+    Fp8Case("192", 192, 128, seqlen_q=2, heads=(16, 2), page_size=128,
+            keywords=SMALL | {"num_splits": 3, "causal": True}),
+    Fp8Case("80", 80, heads=(4, 4), scales=("token", "token"), page_size=7),
+    Fp8Case("prefill", 64, seqlen_q=300, heads=(4, 2), scales=("token", "token"), page_size=16,
+            keywords=SMALL | {"causal": True}),
+    Fp8Case("segments", heads=(32, 8), scales=("head", "token"), page_size=16,
+            keywords={"seqlen_k_per_split": 512, "causal": True}),
+)  # fmt: skip
+
+
+def drawn(case: Fp8Case, rng: random.Random) -> Fp8Call:
+    batch, size = rng.choice((1, 2, 5)), case.page_size or 1
+    capacity = -(-rng.choice((600, 2000, 4000)) // size) * size
+    least = max(case.seqlen_q, 1)
+    lengths = tuple(rng.choice((rng.randint(least, capacity), capacity)) for _ in range(batch))
+    fields = {**case.__dict__, "lengths": lengths, "capacity": capacity}
+    return make_call(Fp8Case(**fields), rng.randint(0, 1 << 20))
+
+
+def on_cuda(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if 0 in x.stride() or x.is_contiguous():
+        return x[:1, :1].to(CUDA).expand(x.shape) if 0 in x.stride() else x.to(CUDA)
+    new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
+    return new.copy_(x)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_bits_of_16(case: Fp8Case) -> None:
+    rng = random.Random(case.name)
+    for _ in range(12):
+        call = drawn(case, rng)
+        keywords = {name: on_cuda(x) for name, x in call.keywords.items()}
+        descales = {name: on_cuda(x) for name, x in call.descales.items()}
+        q, *pairs = (on_cuda(x) for x in (call.q, *call.numbers, *call.codes))
+        wide = _flash_attn_fwd(q, *pairs[:2], **keywords)
+        fp8 = _flash_attn_fwd(q, *pairs[2:], **keywords, **descales)
+        for a, b in zip(wide, fp8, strict=True):
+            assert a is not None and b is not None and b.isfinite().all()
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_lengths_batches_pages_and_scales_compile_nothing() -> None:
+    counts = []
+    for batch, capacity in ((2, 2000), (3, 2000), (2, 4000)):
+        case = Fp8Case("again", heads=(32, 8), lengths=(capacity - 9,) * batch, capacity=capacity,
+                       scales=("token", "head"), page_size=16)  # fmt: skip
+        call = make_call(case, batch)
+        keywords = {name: on_cuda(x) for name, x in call.keywords.items()}
+        descales = {name: on_cuda(x) for name, x in call.descales.items()}
+        _flash_attn_fwd(*map(on_cuda, (call.q, *call.codes)), **keywords, **descales)
+        counts.append(compile_count())
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_one_graph_for_every_length_and_scale() -> None:
+    call = make_call(Fp8Case("graph", heads=(32, 8), lengths=(4000, 4000), capacity=4000,
+                             scales=("token", "head")))  # fmt: skip
+    q, *codes = (on_cuda(x) for x in (call.q, *call.codes))
+    descales = {name: on_cuda(x) for name, x in call.descales.items()}
+    used = torch.tensor([9, 9], dtype=torch.int32, device=CUDA)
+
+    def attend() -> Tensor:
+        out = flash_attn_with_kvcache(q, *codes, cache_seqlens=used, causal=True, **descales)
+        assert isinstance(out, Tensor)
+        return out
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for step in range(100):
+        used.copy_(torch.tensor([1 + 39 * step, 4000 - step]))
+        for x in descales.values():
+            x.mul_(0.99)
+        graph.replay()
+        assert torch.equal(out, attend())
+
+
+@pytest.mark.parametrize("scales", [("token", "token"), ("head", "none")])
+def test_an_append_is_that_of_the_cpu(scales: tuple[str, str]) -> None:
+    case = Fp8Case("append", heads=(32, 8), lengths=(9, 30, 0), capacity=48, scales=scales,
+                   page_size=16)  # fmt: skip
+    call = make_call(case)
+    new = [torch.randn(3, 2, 8, 128).bfloat16() for _ in "kv"]
+    used, table = call.keywords["seqused_k"], call.keywords["page_table"]
+    results = []
+    for device in ("cpu", "cuda"):
+        codes = [x.to(device, copy=True) for x in call.codes]
+        descales = {
+            name: x if x is None else x.to(device, copy=True) for name, x in call.descales.items()
+        }
+        out = flash_attn_with_kvcache(
+            call.q.to(device), *codes, *(x.to(device) for x in new),
+            cache_seqlens=used.to(device), page_table=table.to(device), causal=True, **descales,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        written = [x.view(torch.uint8).cpu() for x in codes]
+        written += [x.cpu().nan_to_num() for x in descales.values() if x is not None]
+        results.append((out.float().cpu(), written))
+    (expected, by_cpu), (out, by_gpu) = results
+    assert all(map(torch.equal, by_cpu, by_gpu))
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
