@@ -81,7 +81,7 @@ def compile_mask_bits(
     tiles of an entry, query_chunk (`mask_prep/mask_bits_documents_kernel.py`).
 
     mask_inputs: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for
-    what the problem does not have. window: its left and its right side. query_chunk: a pair
+    what the problem does not have. window: its sides, None if both are open. query_chunk: a pair
     (`MaskBitsArgs`). `meta`: what `compile_object` returns.
     """
     identity = callable_key(mask_mod)
@@ -112,7 +112,7 @@ def _build(
     mask_inputs = (
         fake_tensors.block_bits(problem),
         fake_tensors.aux_tensors(problem),
-        fake_tensors.window(problem),
+        fake_tensors.window(problem) if any(band[1:]) else None,
     )
     if form == "entries":
         arguments += [*fake_tensors.int32_pair(), *mask_inputs]
@@ -187,13 +187,14 @@ MakeMaskBits: TypeAlias = Callable[[Tensor, MaskInputs], Iterator[MaskBits]]
 WORD_BYTES = 4
 
 
-Window: TypeAlias = tuple[int | None, int | None]
+# None: open on both sides
+Window: TypeAlias = tuple[int | None, int | None] | None
 
 
 @dataclass(frozen=True)
 class _MaskBitsPlan:
     """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). problem: for
-    `compile_mask_bits`. window: the window sides for its function."""
+    `compile_mask_bits`. window: for its function."""
 
     shape: tuple[int, int, int, int, int]
     problem: MaskBitsProblem

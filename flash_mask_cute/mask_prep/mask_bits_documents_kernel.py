@@ -47,7 +47,7 @@ class DocumentMaskBits:
         mBegins: cute.Tensor,
         block_bits,
         aux_tensors,
-        window: tuple,
+        window: tuple | None,
         tiles: Int32,
         query_chunk: tuple,
         stream,

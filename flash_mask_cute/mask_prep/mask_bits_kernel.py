@@ -114,7 +114,7 @@ class MaskBitsKernel:
         seqlen_k: Int32,
         block_bits,
         aux_tensors,
-        window: tuple,
+        window: tuple | None,
         query_chunk: tuple,
         stream,
     ):
@@ -125,7 +125,7 @@ class MaskBitsKernel:
         :param seqlen_q, seqlen_k: of each sequence
         :param block_bits: of all logical blocks, the same for all heads (`BitArgs`), or None
         :param aux_tensors: what the callable reads
-        :param window: the sides of that of attention, Int32 or None
+        :param window: the sides of that of attention, Int32 or None; None if both are open
         :param query_chunk: the query blocks that mask_bit_tensors covers: the first one, and their
             number
         """
@@ -138,10 +138,9 @@ class MaskBitsKernel:
             grid=(batch * m_blocks * n_blocks, 1, 1), block=(lines, 1, 1), stream=stream
         )
 
-    def masks_of(self, block_bits, aux_tensors, window: tuple) -> MaskArgs:
-        return MaskArgs.create(
-            self, WindowArgs(*window), None, Int32(1), None, block_bits, aux_tensors
-        )
+    def masks_of(self, block_bits, aux_tensors, window: tuple | None) -> MaskArgs:
+        sides = WindowArgs(*(window or (None, None)))
+        return MaskArgs.create(self, sides, None, Int32(1), None, block_bits, aux_tensors)
 
     @cute.kernel
     def kernel(

@@ -39,7 +39,7 @@ class SequenceMaskBits:
         mCuSeqlensK: cute.Tensor,
         block_bits,
         aux_tensors,
-        window: tuple,
+        window: tuple | None,
         query_chunk: tuple,
         stream,
     ):

@@ -176,7 +176,7 @@ def _run(
     key = kind, callable_key(mod), layout, wants_aux
     compiled = _find(key, mod, checked=False)
     targets = tuple((sums or {}).values()) or None
-    given = values, batch_idx, head_idx, q_idx, k_idx, aux
+    given = values, (batch_idx, head_idx, q_idx, k_idx), aux
     if compiled.reads is not None:
         ends = batch_idx + 1, head_idx + 1, _end_of(q_idx), _end_of(k_idx)
         if all_inside(compiled.reads, aux or (), ends):
@@ -235,10 +235,7 @@ def _compile(
         functools.partial(_KINDS[kind].evaluate, wants_aux) if wants_aux else _KINDS[kind].evaluate,
         mod,
         tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
-        cutlass.Int32(0),
-        cutlass.Int32(0),
-        tensor(cutlass.Int32, 1),
-        tensor(cutlass.Int32, 1),
+        (cutlass.Int32(0), cutlass.Int32(0), tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 1)),
         aux,
     )
     record = tensor(cutlass.Int64, 1)
@@ -366,7 +363,6 @@ def _loop() -> Any:
     """The function to compile; made on demand, because its decorator needs the DSL."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass import Int32
 
     from flash_mask_cute.mods.aux_reads import CheckedAux
 
@@ -375,14 +371,12 @@ def _loop() -> Any:
         evaluate: cutlass.Constexpr,
         mod: cutlass.Constexpr,
         values: Any,
-        batch_idx: Int32,
-        head_idx: Int32,
-        q_idx: Any,
-        k_idx: Any,
+        indices: Any,
         aux_tensors: Any,
         record: Any,
         targets: Any,
     ) -> None:
+        batch_idx, head_idx, q_idx, k_idx = indices
         checked = CheckedAux.create(aux_tensors, record)
         for i in range(cute.size(q_idx)):
             for j in range(cute.size(k_idx)):

@@ -106,6 +106,8 @@ def choose_mask_bits(
     limits: Limits,
 ) -> MaskBitsPlan | None:
     """The plan for the bits that all heads share; None if there is no room for them."""
+    if window == (None, None):
+        window = None
     mask_mod, lists = masks.mask_mod, masks.block_lists
     assert mask_mod is not None
     bits_problem = MaskBitsProblem(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Gradients, Tensors
+from flash_mask_cute.call.build.kernel_operands import FORWARD, STREAM
 from flash_mask_cute.call.choose import plan as plan_module
 from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.call.choose.packed import rows_follow
@@ -35,6 +36,8 @@ from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
 DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
+# its place in a launch of a forward, after that of the mask bits
+QUERY_CHUNK = [x.argument for x in FORWARD if x.argument != STREAM].index("query_chunk")
 
 
 def apart(case: Case) -> Inputs:
@@ -119,11 +122,12 @@ def test_documents_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     launch, calls, call = recorded(DOCUMENTS)
     launch(call.tensors, call.masks)
     stores, mains = calls[::2], calls[1::2]
-    # the last ones of attention: lse_low, max_scores, q_start and partial results
-    assert [x[-1] for x in stores] == [x[-5] for x in mains] == [(0, 34), (34, 34), (68, 34)]
+    chunks = [x[QUERY_CHUNK] for x in mains]
+    assert [x[-1] for x in stores] == chunks == [(0, 34), (34, 34), (68, 34)]
     assert all(x[-2] == 44 for x in stores)
     for i in range(3):
-        assert len({x[0][i].data_ptr() for x in (*stores, *((x[-6],) for x in mains))}) == 1
+        bits = *(x[0] for x in stores), *(x[QUERY_CHUNK - 1] for x in mains)
+        assert len({x[i].data_ptr() for x in bits}) == 1
     assert len({x[1].data_ptr() for x in stores} | {x[6].data_ptr() for x in mains}) == 1
     x, masks = call.tensors, call.masks
     told = explain(x.q, x.k, x.v, mask_mod=masks.mask_mod, aux_tensors=masks.aux_tensors)
@@ -156,7 +160,7 @@ def recorded(case: Case, **more: Any) -> tuple[Any, list[tuple[Any, ...]], Atten
 def test_what_a_forward_passes_on() -> None:
     launch, calls, call = recorded(DOCUMENTS)
     out, lse = launch(call.tensors, call.masks)
-    (mask_bits, cu_seqlens, spans, bounds, begins, logical, aux, _, _, most, part), main = calls
+    (mask_bits, cu_seqlens, spans, bounds, begins, logical, aux, _, most, part), main = calls
     assert part == (0, 88) and most == 44
     tiles, states, places = mask_bits
     assert tiles.shape[:3] == states.shape and places.shape == (4, 2)
@@ -166,7 +170,8 @@ def test_what_a_forward_passes_on() -> None:
     assert (q.shape, rows.shape, lse_rows.shape) == ((1400, 4, 128), (1400, 4, 128), (4, 1400))
     assert q.data_ptr() == call.tensors.q.data_ptr() and out.data_ptr() == rows.data_ptr()
     assert main[6] is main[7] is cu_seqlens
-    assert main[-6] is mask_bits and main[-5] is part and main[-4:] == (None,) * 4
+    assert main[QUERY_CHUNK - 1] is mask_bits and main[QUERY_CHUNK] is part
+    assert not any(main[QUERY_CHUNK + 1 :])
     assert (out.shape, lse.shape) == ((2, 700, 4, 128), (2, 4, 700))
     by_sequence = rearrange(lse_rows, "h (b q) -> b h q", b=2).contiguous()
     assert torch.equal(lse.view(torch.int32), by_sequence.view(torch.int32))

@@ -224,8 +224,8 @@ def test_what_the_backward_passes_on() -> None:
     store = partial(bits_plan.query_chunks, lambda *args: mask_bits.append(args))
     kernels = BwdKernels(lambda *args: None, lambda *args: main.append(args), lambda *args: None)
     KernelBackward(found, kernels, store)(call.tensors, call.masks)
-    (((tiles, states), *_, logical, aux, left, right, query_chunk),) = mask_bits
-    assert left is right is None
+    (((tiles, states), *_, logical, aux, window, query_chunk),) = mask_bits
+    assert window is None
     assert (tiles.shape[:3], states.shape) == ((1, 4, 2), (1, 4, 2))
     assert (query_chunk, logical[2:], len(aux)) == ((0, 4), (48, 80), 1)
     ((*_, aux_tensors, _, _, _, logical_of_main, _, mask_bits_of_main, _),) = main
@@ -264,7 +264,7 @@ def test_packed_sequences() -> None:
     main = Recorder()
     store = partial(bits_plan.query_chunks, lambda *args: calls.append(args))
     KernelForward(call, main, store)(given.tensors, given.masks)
-    (((tiles, states, places), starts_q, starts_k, logical, aux, _, _, query_chunk),) = calls
+    (((tiles, states, places), starts_q, starts_k, logical, aux, _, query_chunk),) = calls
     assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
     assert starts_q is given.tensors.lengths.cu_seqlens_q
     assert starts_k is given.tensors.lengths.cu_seqlens_k
