@@ -283,7 +283,7 @@ def forward_row_of(name: str) -> Json:
     return {"name": name, **kept, "dims": dims, "plan": plan, "roles": count_softmax(text)}
 
 
-# -- wide heads, by arithmetic alone --------------------------------------------------------------
+# -- pairs and wide heads, by arithmetic alone ----------------------------------------------------
 
 # blocks of 64 queries; a launch for dV of its own above 448 columns
 WIDE = ((192, 128), (192, 192), (256, 256))
@@ -312,24 +312,36 @@ def wide_launches(d: int, d_v: int) -> list[Launch]:
     return [_launch(x) for x in BwdTraits(BFloat16, d, d_v, tiles.tile_m, *stages).launches()]
 
 
+def pair_launch() -> Launch:
+    """The same of a CTA of a pair, which has 128 columns and blocks of 128 queries."""
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
+
+    return _launch(BwdTraits(BFloat16, BLOCK, BLOCK, cta_pair=True))
+
+
 def _launch(x: Any) -> Launch:
+    """A CTA's part of a block. Of a pair, it reads half of each operand B."""
     d, d_v, of_dv, of_dk = x.tile_d, x.tile_dv, x.makes_dv, x.makes_dk
     order = "S dK' dQ' dV dP"
     if x.is_serial:
         order = " ".join(["S", *["dP"] * of_dk, *["dV"] * of_dv, *["dK", "dQ"] * of_dk])
-    column = 2 * x.tile_m * BLOCK // TENSOR
-    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": 2 * d}
+    column, ctas = 2 * x.tile_m * BLOCK // TENSOR, x.group.size
+    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": (2 if x.is_wide else 1) * d}
     # operands: K, V, and K of dQ; Q, dO, and both of the sums
     keys = 2 * BLOCK * (d + of_dk * (d_v + d))
-    queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v)
+    queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v) // ctas
     grads = of_dk * 2 * x.tile_m * BLOCK * (1 + len(x.widths_dq))
     sums = of_dk * 2 * x.size_dq(d) * 4
-    loads, statistics = x.bytes_q + x.bytes_do, 2 * BLOCK * x.tile_m
+    # of a pair, half of the queries and half of the columns of all
+    loads, statistics = (x.bytes_q + x.bytes_do) * ctas, 2 * BLOCK * x.tile_m
     over = "dP" if x.dq_shares and of_dk else "S'" if x.dq_over_scores else ""
     model = Backward(
         products(order, {name: column * width for name, width in taken.items()}),
         x.tile_m * BLOCK // EXPONENTIALS, over,
-        tuple(x.size_dq(width) * 4 for width in x.parts_dq), x.held_parts, False, x.stages_do,
+        tuple(x.size_dq(width) * 4 for width in x.parts_dq * of_dk), x.held_parts, False,
+        x.stages_do,
         x.stages_q, DS_PHASE * x.tile_m // BLOCK,
     )  # fmt: skip
     return Launch(model, keys + queries + grads + sums + loads + statistics)
@@ -338,7 +350,14 @@ def _launch(x: Any) -> Launch:
 def wide_line(d: int, d_v: int) -> tuple[str, str, str, str]:
     """A line of the table of predictions: the share of the time that five products would take at
     the full rate."""
-    launches, needed = wide_launches(d, d_v), 2 * (3 * d + 2 * d_v)
+    return _plan_line(f"d{d}" if d == d_v else f"d{d}/{d_v}", d, d_v, wide_launches(d, d_v), 2)
+
+
+def _plan_line(
+    name: str, d: int, d_v: int, launches: list[Launch], column: int
+) -> tuple[str, str, str, str]:
+    """column: cycles of a product for each column of its result or its sum."""
+    needed = column * (3 * d + 2 * d_v)
     least = [
         max(x.shared // SHARED, sum(product.cycles for product in x.model.order)) for x in launches
     ]
@@ -349,8 +368,7 @@ def wide_line(d: int, d_v: int) -> tuple[str, str, str, str]:
 
     shares = " / ".join(f"{100 * needed / taken(rates):.0f}" for rates in RATES)
     # of 128 queries, as in the other lines
-    adds = 4 * BLOCK * d * 1000 // L2_ADDS
-    name = f"d{d}" if d == d_v else f"d{d}/{d_v}"
+    adds = sum(sum(x.model.part_bytes) for x in launches) * 1000 // L2_ADDS * 4 // column
     name += ", two launches" * (len(launches) > 1)
     return name, f"{needed / sum(least):.0%}", shares, str(adds)
 
@@ -393,6 +411,7 @@ def predictions(rows: Sequence[Json], forward_rows: Sequence[Json]) -> str:
         shares = _shares(tensor, least, backward_model(row), RATES)
         adds = sum(row["plan"]["part_bytes"]) * 1000 // L2_ADDS
         lines.append((_label(row["name"]), f"{tensor / least:.0%}", shares, str(adds)))
+    lines.append(_plan_line("d128, a pair", BLOCK, BLOCK, [pair_launch()], 4))
     lines += [wide_line(*dims) for dims in WIDE]
     for peer in blackwell_peer.BACKWARD:
         (d, d_v), least = peer.dims, peer.shared_cycles

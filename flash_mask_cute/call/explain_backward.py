@@ -86,7 +86,8 @@ def explain_backward(
             scratch_bytes += backward.mask_bits.num_bytes
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
-        scratch_bytes += aux_sums_bytes(backward.problem, [x.numel() for x in aux_tensors])
+        sizes = [x.numel() for x in aux_tensors]
+        scratch_bytes += aux_sums_bytes(backward.problem, sizes, backward.shapes.batch)
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,

@@ -86,11 +86,12 @@ class AttentionProblem:
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
     tensor. wants_aux: indices of those whose gradients a backward sums; exact_aux: of these, those
-    with exact sums (`mods/exact_words.py`). has_lists: block lists are
-    given; has_full_lists: also those of full blocks; has_bits: tiles do not nest in the blocks,
-    whose states are given as bits. score_functions: score_mod computes functions of scores
-    (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the results of a mask_mod
-    and block lists were stored (`plan.py`), and neither is here. deterministic, may_empty_rows
+    with exact sums (`mods/exact_words.py`); entry_aux: those with sums for each batch entry.
+    has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits: tiles do
+    not nest in the blocks, whose states are given as bits. score_functions: score_mod computes
+    functions of scores (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the
+    results of a mask_mod and block lists were stored (`plan.py`), and neither is here.
+    deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
     split: how a forward computes work tiles in splits (`splits.py`), or its segments
@@ -128,6 +129,7 @@ class AttentionProblem:
     aux: tuple[tuple[str, int], ...] = ()
     wants_aux: tuple[int, ...] = ()
     exact_aux: tuple[int, ...] = ()
+    entry_aux: tuple[int, ...] = ()
     has_lists: bool = False
     has_full_lists: bool = False
     has_bits: bool = False

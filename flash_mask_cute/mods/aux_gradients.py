@@ -43,11 +43,12 @@ class AuxSums:
     """The sums of a thread over the scores of one tile, traced as straight-line code.
 
     targets: by number of the aux tensor, fp32 tensors of the same shape, or words of exact sums,
-    whose first mode is the word.
+    whose first mode is the word. A target of one mode more has sums for each batch entry.
     """
 
-    def __init__(self, targets: Mapping[int, cute.Tensor]):
+    def __init__(self, targets: Mapping[int, cute.Tensor], batch_idx: Int32 | None = None):
         self.targets = targets
+        self._batch_idx = batch_idx
         # one for each read of the modifier, which reads as often for every score
         self._open: list[_Open] = []
 
@@ -77,6 +78,8 @@ class AuxSums:
     def _contribution(self, term: AuxTerm, grad: Float32, counts: Boolean) -> _Open:
         number, coordinates, by_element = term
         target = self.targets[number]
+        if cute.rank(target) > len(coordinates) and not _is_exact(target):
+            coordinates = (self._batch_idx, *coordinates)
         offset = offset_in(target, coordinates)
         return _Open(target, offset, cutlass.select_(counts, grad * by_element, Float32(0.0)))
 

@@ -14,3 +14,5 @@ NUM_DIGITS = 12
 NUM_WORDS = NUM_DIGITS + 1
 FLAGS = NUM_DIGITS
 IS_POSITIVE_INF, IS_NEGATIVE_INF, IS_NAN = 1, 2, 4
+# Up to so many batch entries, their sums in fp32 take less.
+MOST_ENTRIES = 2 * NUM_WORDS - 1

@@ -31,6 +31,7 @@ from flash_mask_cute.mods.read_classes import (
 )
 from flash_mask_cute.mods.spans import Span, span_of
 
+_PLACES_OF_ENTRY = {Place.HEAD, Place.QUERY, Place.KEY}
 _POSITION: Span = 0, MOST_POSITION - 1
 # Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
 # read is one of these, because no kernel writes to aux tensors.
@@ -98,10 +99,11 @@ def analyse_reads(
             is_difference = read_class is ReadClass.DIFFERENCE
             difference = values.describe(indices[0]) if is_difference else ""
             factors = tuple(_factor(factor) for _, factor in own)
-            is_once = read_class is ReadClass.PLACES and values.are_once(indices)
+            places = values.once_by(indices) if read_class is ReadClass.PLACES else set()
+            is_once, is_once_an_entry = places >= set(Place), places >= _PLACES_OF_ENTRY
             cuts = values.cuts_of(indices[0]) if is_difference else None
             found[number] = TensorReads(
-                read_class, why, needs_score, difference, factors, is_once,
+                read_class, why, needs_score, difference, factors, is_once, is_once_an_entry,
                 cuts is not None, cuts or (),
             )  # fmt: skip
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
@@ -240,9 +242,9 @@ class _Values:
         is_same = sum(n for i, n in terms if i in themselves) == 0
         return tuple(sorted(set(cuts))) if is_same else None
 
-    def are_once(self, reads: list[tuple[_Value, ...]]) -> bool:
-        """Whether no two scores read the same element, of a tensor that is read by places."""
-        return len(reads) == 1 and set(Place) <= set(self._places_of(reads[0]) or ())
+    def once_by(self, reads: list[tuple[_Value, ...]]) -> set[Place | int]:
+        """The places that are indices of the only read of a tensor."""
+        return set(self._places_of(reads[0]) or ()) if len(reads) == 1 else set()
 
     # -- values ---------------------------------------------------------------------------------
 

@@ -60,8 +60,8 @@ class TensorReads(NamedTuple):
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
-    is_once: no two scores read the same element. is_diagonal: elements are the same along a
-    diagonal of scores, between cuts.
+    is_once: no two scores read the same element; is_once_an_entry: no two of a batch entry.
+    is_diagonal: elements are the same along a diagonal of scores, between cuts.
     """
 
     read_class: ReadClass
@@ -70,6 +70,7 @@ class TensorReads(NamedTuple):
     difference: str = ""
     factors: tuple[Factor, ...] = ()
     is_once: bool = False
+    is_once_an_entry: bool = False
     is_diagonal: bool = False
     cuts: tuple[Cut, ...] = ()
 

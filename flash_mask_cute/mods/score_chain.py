@@ -161,7 +161,7 @@ class ScoreChain:
         first_col: the thread's column of the block that is column 0 of scores and grads. All
         threads of the warp must call it, for work tiles with scores.
         """
-        sums, of_walk = self._aux_sums(), self._zeros_of_walk()
+        sums, of_walk = self._aux_sums(block[0].batch_idx), self._zeros_of_walk()
         of_lines = self._zeros_of_lines(cute.size(scores, mode=[1]))
         place = partial(self._place, *block)
         for r in range(self.elements.num_rows):
@@ -205,7 +205,7 @@ class ScoreChain:
         Also add the contributions to the gradients of aux tensors, which are sums of dS times what
         does not depend on the score. All threads of the warp must call it.
         """
-        sums, of_walk = self._aux_sums(), self._zeros_of_walk()
+        sums, of_walk = self._aux_sums(work.batch_idx), self._zeros_of_walk()
         of_lines = self._zeros_of_lines(cute.size(grads, mode=[1]))
         place = partial(self._place, work, head_idx, m_block)
         are_known = (
@@ -285,10 +285,11 @@ class ScoreChain:
         """The sums of each wanted tensor, by its number."""
         return dict(zip(self.wants_aux, self.aux_grads, strict=True))
 
-    def _aux_sums(self) -> AuxSums:
+    def _aux_sums(self, batch_idx: Int32) -> AuxSums:
         """Sums of the tensors that are not summed over a walk or along lines."""
         known = {read.number for read in self._known_reads}
-        return AuxSums({n: x for n, x in self._targets().items() if n not in known})
+        targets = {n: x for n, x in self._targets().items() if n not in known}
+        return AuxSums(targets, batch_idx)
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""

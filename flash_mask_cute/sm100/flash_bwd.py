@@ -82,12 +82,9 @@ from flash_mask_cute.sm100.flash_bwd_traits import (
     ELEMENTS,
     HALVES,
     MASK_REGISTERS,
-    MORE_FOR_SCORES,
     NUM_MASK_WARPS,
-    REGISTERS,
     STORED_COLS,
     STORED_ROWS,
-    WIDE_REGISTERS,
     BwdTraits,
     Channels,
     Part,
@@ -348,12 +345,10 @@ class FlashAttentionBackwardSm100:
         tiles = traits.tiles(storage)
 
         # -- roles
-        registers = WIDE_REGISTERS if traits.is_wide else REGISTERS
         has_lists_and_more = masks.bits is not None and (
             masks.columns is not None or self.deterministic
         )
-        if const_expr(not traits.is_wide and (scales.cap is not None or has_lists_and_more)):
-            registers = MORE_FOR_SCORES
+        registers = traits.registers(scales.cap is not None or has_lists_and_more)
         if warp_idx < Role.REDUCE:
             cute.arch.setmaxregister_increase(registers.compute)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)

@@ -1,8 +1,8 @@
 """Pairs of CTAs in the Blackwell backward: what a CTA of a pair loads, and what it tells the other.
 
-Two CTAs of a cluster have neighbouring keys, and walk over the same query blocks. Products have the
-256 keys of both as rows. Operands B are shared: each CTA loads half of the queries of a block, for
-S and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums over the keys of both:
+Two CTAs of a cluster have neighbouring keys, and walk over the same query blocks. Products have
+the 256 keys of both as rows. Operands B are shared: each CTA loads half of the queries of a block,
+for S and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums over the keys of both:
 each CTA has half of the queries, the dS of these for all keys, and half of the columns of all keys.
 
 TMA completes on mbarriers of its own CTA. The CTA that does not issue products passes on each

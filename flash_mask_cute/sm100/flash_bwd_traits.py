@@ -86,6 +86,8 @@ REGISTERS = Registers(152, 96)
 # for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
 # fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
+# for products that take operands of two CTAs, whose descriptors need more registers
+PAIR_REGISTERS, PAIR_MORE_FOR_SCORES = Registers(144, 96), Registers(168, 48)
 # for half as many queries of a block
 WIDE_REGISTERS = Registers(128, 112)
 
@@ -274,6 +276,15 @@ class BwdTraits:
     def makes_dk(self) -> bool:
         """Whether dK and dQ are computed."""
         return self.part != Part.VALUES
+
+    def registers(self, needs_more: bool) -> Registers:
+        """needs_more: scores have a soft cap, or lists beside intervals or in a fixed order."""
+        if self.is_wide:
+            return WIDE_REGISTERS
+        usual, more = REGISTERS, MORE_FOR_SCORES
+        if self.cta_pair:
+            usual, more = PAIR_REGISTERS, PAIR_MORE_FOR_SCORES
+        return more if needs_more else usual
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over

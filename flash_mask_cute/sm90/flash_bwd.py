@@ -252,7 +252,8 @@ class FlashAttentionBackwardSm90:
         the other. tile_counter, column_tensors and block_bits are those of
         `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
         of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added,
-        or int64 ones with words before these dimensions (`mods.exact_words`).
+        or int64 ones with words before these dimensions (`mods.exact_words`), or fp32 ones with the
+        batch before them.
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
         in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """

@@ -2,24 +2,86 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from cases import Case
+from cases import BF16, FP16, MASK_CASES, Case
 from inputs import make_inputs
-from simulated_backward import run_sim
+from random_cases import small_case
+from simulated_backward import run_hostile, run_sim
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused_gradients
 
 ARCH = "sm_100a"
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 PAIR = {"cta_pair": True, "clears_dq": True}
+WIDE = {"head_dim": 128, "head_dim_v": 128}
 CASES = (
-    Case("full-129x300", 1, 129, 300, 1, 1, head_dim=128),
-    Case("causal-gqa2-257x300", 1, 257, 300, 2, 1, head_dim=128, causal=True),
+    Case("full-129x300", 1, 129, 300, 1, 1),
+    Case("causal-gqa2-257x300", 1, 257, 300, 2, 1, causal=True),
+    # the second CTA has no keys, or no keys in use
+    Case("fp16-70x100", 1, 70, 100, 2, 2, dtype=FP16),
+    Case("seqused", 2, 129, 300, seqused_q=(100, 0), seqused_k=(300, 65), causal=True),
+    Case("varlen-causal", lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 260, 0), causal=True),
+    Case("window-behind-3-to-150-129x300", 1, 129, 300, window_left=-3, window_right=150),
+    Case("d104-sink-empty-rows", 1, 257, 100, head_dim=104, causal=True, sink=BF16),
 )
 
 
 @pytest.mark.parametrize("position", range(len(CASES)), ids=lambda i: CASES[i].id)
 def test_against_oracle(simulator: ModuleType, position: int) -> None:
-    run_sim(simulator, make_inputs(CASES[position]), (1,), config=PAIR)
+    run_sim(simulator, make_inputs(CASES[position]), (position + 1,), config=PAIR)
+
+
+PLAIN_MASKS = tuple(
+    replace(case, pack_gqa=None, **WIDE)
+    for case in MASK_CASES
+    if case.score_mod is None and not case.softcap
+)
+
+
+@pytest.mark.parametrize("position", range(len(PLAIN_MASKS)), ids=lambda i: PLAIN_MASKS[i].id)
+def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
+    run_sim(simulator, make_inputs(PLAIN_MASKS[position]), (1,), config=PAIR)
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
+    case = replace(small_case(random.Random(2000 + number), ((128, 128),), 300), pack_gqa=None)
+    case = replace(case, score_mod=None, softcap=0.0)
+    run_sim(simulator, make_inputs(case, seed=number), (number,), config=PAIR)
+
+
+def test_work_tiles_of_pairs_together(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several work tiles of each pair, with both CTAs at a time."""
+    monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
+    case = Case("tiles", 2, 200, 520, 2, 1, causal=True)
+    run_sim(simulator, make_inputs(case), seeds=(1, 2), config=PAIR)
+
+
+# marks of rows that are cleared in the memory of both CTAs
+EMPTY = tuple(
+    replace(case, **WIDE) for case in EMPTY_CASES if case.score_mod is None and not case.softcap
+)
+UNUSED = tuple(
+    replace(case, pack_gqa=None, **WIDE)
+    for case in UNUSED_CASES
+    if case.score_mod is None and not case.softcap
+)
+
+
+@pytest.mark.parametrize("position", range(len(EMPTY)), ids=lambda i: EMPTY[i].id)
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(EMPTY[position]), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_empty(inputs, value), config=PAIR)
+
+
+@pytest.mark.parametrize("position", range(len(UNUSED)), ids=lambda i: UNUSED[i].id)
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    inputs, value = make_inputs(UNUSED[position]), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_unused_gradients(inputs, value), config=PAIR)

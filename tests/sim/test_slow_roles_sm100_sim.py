@@ -44,7 +44,7 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
 
 # More work tiles for a CTA than a ring has stages; dQ in columns of its own and in those of dP, all
 # of it in registers at once, all but its first part, and in turn; S and dP one after the other, and
-# together. Of wide heads dQ over dP and over S, and two launches.
+# together. Pairs of CTAs. Of wide heads dQ over dP and over S, and two launches.
 BACKWARDS = {
     "dq-of-its-own": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "heads_q": 6, "heads_kv": 6,
@@ -64,6 +64,10 @@ BACKWARDS = {
         ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 150, "head_dim": 64, "column": None,
                    "score_mod": "slopes"},
         more={"daux": True},
+    ),
+    "pairs-of-ctas": Slowed(
+        ISLANDS | {"lengths_q": (130, 9, 200), "lengths_k": (150, 20, 300), "head_dim": 128},
+        {"cta_pair": True, "clears_dq": True},
     ),
     **{
         f"wide-{d}-{d_v}": Slowed(

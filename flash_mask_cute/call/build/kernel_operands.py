@@ -263,7 +263,9 @@ def _aux_grads(x: AttentionProblem, _: Any) -> Any:
 
     def sums(i: int) -> Any:
         _, rank = x.aux[i]
-        return strided(rank + 1, "int64") if i in x.exact_aux else strided(rank, "float32")
+        if i in x.exact_aux:
+            return strided(rank + 1, "int64")
+        return strided(rank + int(i in x.entry_aux), "float32")
 
     return tuple(map(sums, x.wants_aux)) or None
 

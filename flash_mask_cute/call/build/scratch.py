@@ -65,11 +65,15 @@ class BwdScratch(NamedTuple):
         return _num_bytes(self.dk_parts, self.dv_parts)
 
 
-def aux_sums_bytes(problem: AttentionProblem, sizes: Sequence[int]) -> int:
+def aux_sums_bytes(problem: AttentionProblem, sizes: Sequence[int], batch: int) -> int:
     """Of the sums of the gradients of aux tensors. sizes: elements of each aux tensor."""
-    return sum(
-        sizes[i] * (8 * NUM_WORDS if i in problem.exact_aux else 4) for i in problem.wants_aux
-    )
+
+    def of_element(i: int) -> int:
+        if i in problem.exact_aux:
+            return 8 * NUM_WORDS
+        return 4 * batch if i in problem.entry_aux else 4
+
+    return sum(sizes[i] * of_element(i) for i in problem.wants_aux)
 
 
 def _num_bytes(*shapes: Shape | None) -> int:

@@ -80,6 +80,7 @@ from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
+from flash_mask_cute.mods.exact_words import MOST_ENTRIES
 from flash_mask_cute.mods.traits import computes_functions, find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import FP8, dtype_name
@@ -348,9 +349,13 @@ def _bwd_problem(
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
     exact_aux: tuple[int, ...] = ()
+    entry_aux: tuple[int, ...] = ()
     if wants_aux and masks.score_mod is not None and call.backward.deterministic:
         # sums in a fixed order are those of which the order does not matter
-        exact_aux = find_reads(masks.score_mod, problem, wants_aux).of_many
+        reads = find_reads(masks.score_mod, problem, wants_aux)
+        if not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
+            entry_aux = tuple(i for i in reads.of_many if reads.tensors[i].is_once_an_entry)
+        exact_aux = tuple(i for i in reads.of_many if i not in entry_aux)
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -359,6 +364,7 @@ def _bwd_problem(
         has_bits=problem.has_lists,
         wants_aux=wants_aux,
         exact_aux=exact_aux,
+        entry_aux=entry_aux,
         deterministic=call.backward.deterministic,
     )
 

@@ -509,34 +509,24 @@ SM90_BWD = (
 )
 
 # On Blackwell a block is always 128 queries by 128 keys (docs/backward_sm100.md says why).
-SM100_BWD = (
-    BwdRow(
-        *(128, 128, 128, 2, 1, 1, 0),
-        "two CTAs read half of the queries each, and add half as much of dQ to memory",
-        (TuningClass.FULL, TuningClass.CAUSAL),
-        above_dim=96,
-        clears_dq=True,
-        cta_pair=True,
-    ),
-    *(
-        row
-        for d, d_v, tile_m, stages_q, stages_do, reason in (
-            (64, 64, 128, 2, 2, "two query blocks in flight"),
-            (96, 96, 128, 2, 2, "two query blocks in flight, and dQ in the columns of dP"),
-            (128, 128, 128, 2, 1, "what fits beside two blocks of Q"),
-            (192, 128, 64, 2, 2, "blocks of 64 queries leave room for both sums, and dQ over dP"),
-            (192, 192, 64, 2, 1, "the same, with dQ over S"),
-            (256, 128, 64, 2, 1, "the same, with dQ over S"),
-            (128, 256, 64, 2, 1, "blocks of 64 queries leave room for both sums, and dQ over dP"),
-            (256, 256, 64, 1, 1, "a launch for dV, and one for dK and dQ, which fills the memory"),
-        )
-        for row in (
-            BwdRow(
-                *(d, d_v, tile_m, stages_q, stages_do, 1, 0),
-                f"{reason}; clearing costs once what asking for sums costs in every block",
-                clears_dq=True,
-            ),
-            BwdRow(*(d, d_v, tile_m, stages_q, stages_do, 1, 0), reason),
-        )
-    ),
+SM100_BWD = tuple(
+    row
+    for d, d_v, tile_m, stages_q, stages_do, reason in (
+        (64, 64, 128, 2, 2, "two query blocks in flight"),
+        (96, 96, 128, 2, 2, "two query blocks in flight, and dQ in the columns of dP"),
+        (128, 128, 128, 2, 1, "what fits beside two blocks of Q"),
+        (192, 128, 64, 2, 2, "blocks of 64 queries leave room for both sums, and dQ over dP"),
+        (192, 192, 64, 2, 1, "the same, with dQ over S"),
+        (256, 128, 64, 2, 1, "the same, with dQ over S"),
+        (128, 256, 64, 2, 1, "blocks of 64 queries leave room for both sums, and dQ over dP"),
+        (256, 256, 64, 1, 1, "a launch for dV, and one for dK and dQ, which fills the memory"),
+    )
+    for row in (
+        BwdRow(
+            *(d, d_v, tile_m, stages_q, stages_do, 1, 0),
+            f"{reason}; clearing costs once what asking for sums costs in every block",
+            clears_dq=True,
+        ),
+        BwdRow(*(d, d_v, tile_m, stages_q, stages_do, 1, 0), reason),
+    )
 )

@@ -15,9 +15,11 @@ def new_sums(
     wants_aux: tuple[int, ...],
     dtype: torch.dtype,
     exact_aux: tuple[int, ...] = (),
+    entries: Mapping[int, int] | None = None,
 ) -> dict[int, Tensor]:
     """Zeros for the sums of aux tensor gradients, by index. exact_aux: those with exact sums, as
-    words (`mods/exact_words.py`), the first dimension; the others have `dtype`."""
+    words (`mods/exact_words.py`), the first dimension; the others have `dtype`. entries: of those
+    with sums for each batch entry, the first dimension."""
     sums: dict[int, Tensor] = {}
     for i in wants_aux:
         x = daux[i]
@@ -25,13 +27,18 @@ def new_sums(
             continue
         if i in exact_aux:
             sums[i] = x.new_zeros((exact_words.NUM_WORDS, *x.shape), dtype=torch.int64)
+        elif entries is not None and i in entries:
+            sums[i] = x.new_zeros((entries[i], *x.shape), dtype=dtype)
         else:
             sums[i] = x.new_zeros(x.shape, dtype=dtype)
     return sums
 
 
 def write_gradients(
-    daux: Sequence[Tensor | None], sums: Mapping[int, Tensor], exact_aux: tuple[int, ...] = ()
+    daux: Sequence[Tensor | None],
+    sums: Mapping[int, Tensor],
+    exact_aux: tuple[int, ...] = (),
+    entry_aux: tuple[int, ...] = (),
 ) -> None:
     """Round the sums into their tensors; a tensor without sums, which no score_mod reads, becomes
     0."""
@@ -40,6 +47,8 @@ def write_gradients(
             continue
         if i in exact_aux:
             gradient.copy_(values_of(sums[i]))
+        elif i in entry_aux:
+            gradient.copy_(sums[i].sum(0))
         elif i in sums:
             gradient.copy_(sums[i])
         else:

@@ -39,10 +39,10 @@ class KernelBackward:
     any."""
 
     __slots__ = (
-        "_accum_shape", "_clears_dq", "_conversions", "_exact_aux", "_has_aux", "_kernels",
-        "_make_mask_bits", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
-        "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
-        "_stats_shape", "_wants_aux", "_window_left", "_window_right",
+        "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
+        "_kernels", "_make_mask_bits", "_mask_arguments", "_padding", "_partial_shapes",
+        "_parts_shape", "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
+        "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class KernelBackward:
         self._clears_dq = plan.bwd_choice.tiles.clears_dq
         self._wants_aux = problem.wants_aux
         self._exact_aux = problem.exact_aux
+        self._entry_aux = problem.entry_aux
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
@@ -137,7 +138,8 @@ class KernelBackward:
         aux_sums: dict[int, Tensor] | None = None
         aux_grads: Any = None
         if daux is not None:
-            aux_sums = new_sums(daux, self._wants_aux, torch.float32, self._exact_aux)
+            entries = dict.fromkeys(self._entry_aux, q.shape[0])
+            aux_sums = new_sums(daux, self._wants_aux, torch.float32, self._exact_aux, entries)
             aux_grads = tuple(aux_sums.values()) or None
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
@@ -167,7 +169,7 @@ class KernelBackward:
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:
-            write_gradients(daux, aux_sums, self._exact_aux)
+            write_gradients(daux, aux_sums, self._exact_aux, self._entry_aux)
         return result
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.parallel.attention import context_parallel_attention
 from flash_mask_cute.parallel.sharding import current_sharding
 
@@ -16,7 +17,6 @@ MOST_HEAD_DIM = 256  # of kernels
 # Arguments that some models give to attention, and that say more about it than is computed here.
 REFUSED = {
     "indices": "the keys that an indexer chose for each query",
-    "block_indices": "the blocks of keys that an indexer chose for each query",
     "sinks": "a sink for each query",
     "head_mask": "a factor for each head",
 }
@@ -53,6 +53,7 @@ def layer_attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
@@ -67,7 +68,9 @@ def layer_attention(
     gradients; or None. A mask says all: only without one do is_causal and sliding_window count.
     cu_seq_lens_*: documents of one packed row, which do not see each other, besides the mask.
     softcap, s_aux (a sink of each head), position_bias (added to scores after the soft cap, with
-    gradients): as in transformers.
+    gradients): as in transformers. block_indices (batch, heads, queries, k): the blocks of
+    `module.indexer.block_size` keys that an indexer chose for each query, -1 for none; the mask
+    only hides more.
 
     Returns:
         (batch, queries, heads_q, head_dim_v), and None for the weights.
@@ -89,6 +92,7 @@ def layer_attention(
     sharding = current_sharding()
     if sharding is not None:
         unknown = {"cu_seq_lens_q": cu_seq_lens_q, "position_bias": position_bias}
+        unknown["block_indices"] = block_indices
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
         _refuse_in_shards(module, unknown | {"attention_mask": mask})
         left = None if sliding_window is None else sliding_window - 1
@@ -122,6 +126,8 @@ def layer_attention(
         options = _of_table(_fitted(attention_mask, "attention_mask", shape), shape, packed, bias)
         packed = bias = None
     options |= {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    if block_indices is not None:
+        options["block_sparse_tensors"] = _chosen(module, block_indices, packed is not None)
     if bias is not None:
         if packed is not None:
             options["mask_mod"] = _mods().visible_to_all
@@ -167,6 +173,22 @@ def _refuse(
             f"{type(module).__name__} has head dimension {head_dim}, and kernels have up to "
             f"{MOST_HEAD_DIM}: load the model with attn_implementation='sdpa'"
         )
+
+
+def _chosen(module: torch.nn.Module, block_indices: Tensor, is_packed: bool) -> SelectedBlocks:
+    """The blocks of keys that a module's indexer chose."""
+    block_size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if block_size is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} gives block_indices and has no indexer.block_size, the keys "
+            "of a block: load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    if is_packed:
+        raise NotImplementedError(
+            "block_indices beside cu_seq_lens_q is not supported: blocks would count from the "
+            "start of each document; give a batch of documents, or a mask"
+        )
+    return SelectedBlocks(block_indices, block_size)
 
 
 def _refuse_in_shards(module: torch.nn.Module, given: dict[str, Tensor | None]) -> None:

@@ -183,7 +183,9 @@ def test_pairs_of_ctas_that_cannot_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", SM100_BWD, ids=lambda row: f"{row.max_dim}-{'cleared' if row.clears_dq else 'in-order'}"
+    "row",
+    SM100_BWD,
+    ids=lambda row: f"{row.max_dim}-{row.max_dim_v}-{'cleared' if row.clears_dq else 'in-order'}",
 )
 def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
     choice = select_bwd_config(
@@ -195,6 +197,33 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
     assert (choice.tile_n, choice.cluster_tile_n) == (128, 128)
+
+
+def test_pairs_of_blackwell() -> None:
+    """At 128 columns, for whoever asks for them."""
+
+    def takes_pairs(*dims: int, kind: str = "full", **more: Any) -> bool:
+        return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
+
+    asks = BwdConfig(cta_pair=True)
+    assert not takes_pairs(128, 128)
+    for kind in ("full", "causal", "other", "mask_mod"):
+        assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
+    for what, more in ALONE.items():
+        given = replace(more.get("override", BwdConfig()), cta_pair=True)
+        if what != "cta_pair=False":
+            with pytest.raises(ValueError, match=f"cta_pair=True is not for .*{what}"):
+                select_bwd_config(
+                    *(128, 128),
+                    **{"tuning_class": "full", "kernel": SM100.backward}
+                    | more
+                    | {"override": given},
+                )
+    for d in (64, 192):
+        with pytest.raises(ValueError, match=f"for tiles of 128 columns on Blackwell, got {d}/{d}"):
+            takes_pairs(d, d, override=BwdConfig(cta_pair=True))
+    with pytest.raises(ValueError, match="stages_do must be 1 with cta_pair=True"):
+        takes_pairs(128, 128, override=BwdConfig(cta_pair=True, stages_do=2))
 
 
 def test_head_dims_of_blackwell_are_rounded_up() -> None:
@@ -244,7 +273,6 @@ def test_what_blackwell_does_not_take() -> None:
         ({"stages_q": 1}, "stages_q must be 2 on Blackwell for 128/128, got 1"),
         ({"stages_kv": 2}, "stages_kv must be 1 on Blackwell, got 2"),
         ({"value_cols": 16}, "value_cols must be 0 on Blackwell, got 16"),
-        ({"cta_pair": True}, "cta_pair must be False on Blackwell, got True"),
     ):
         with pytest.raises(ValueError, match=why):
             select_bwd_config(128, 128, "full", BwdConfig(**given), kernel=SM100.backward)

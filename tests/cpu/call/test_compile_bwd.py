@@ -22,6 +22,7 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.choose.tables import SM100_BWD
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
+from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
@@ -161,6 +162,11 @@ BLACKWELL = {
         }.items()
     },
     "learned": {"score_mod": "head_bias", "aux": (("float32", 1),), "wants_aux": (0,)},
+    **{
+        f"pair-{name}": VARIANTS[name]
+        for name in ("window", "causal-more-queries", "seqused", "columns-1-causal-bits",
+                     "mask-aux")
+    },
 }  # fmt: skip
 # Bytes; the others have none. Of the launch for dK and dQ where scores are modified: the number of
 # the thread, stored once and loaded again where it is needed. More registers for a role, or fewer,
@@ -171,7 +177,7 @@ BLACKWELL_SPILLS = dict.fromkeys(
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
-    *(name for name in BLACKWELL if "-dv" in name),
+    *(name for name in BLACKWELL if "-dv" in name or name.startswith("pair")),
 )
 
 
@@ -183,12 +189,15 @@ SECOND = (
 def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
     problem, mods = problem_of(BLACKWELL[name])
     target = Target.named(arch)
+    override = BwdConfig(cta_pair=True) if name.startswith("pair") else None
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
+        override,
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
         kernel=arch_spec(target).backward,
     )
+    assert choice.tiles.cta_pair or not override
     with compile_lock():
         meta = build_bwd(problem, choice, target, mods).meta
     facts = f"{name}: {meta}"

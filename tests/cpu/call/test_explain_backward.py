@@ -164,6 +164,10 @@ def _sloped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score - aux[0][h[0]] * abs(q - k).to(Float32) + aux[1][b[0], k[0]]
 
 
+def _pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][h[0], q[0], k[0]]
+
+
 def _paired(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][b[0], k[0], q[0], h[0]]
 
@@ -199,6 +203,22 @@ def test_a_fixed_order_takes_scratch() -> None:
     told = explain(*qkv(), **keywords, deterministic=True).backward
     assert told is not None and told.scratch_bytes == plain.scratch_bytes + 4 * pairs[0].numel()
     assert "integers" not in told.aux_gradients[0].cost
+
+
+@pytest.mark.parametrize(("batch", "of_element"), [(2, 4 * 2), (25, 4 * 25), (26, 13 * 8)])
+def test_a_fixed_order_of_pairs_takes_what_is_less(batch: int, of_element: int) -> None:
+    """Sums for each batch entry, or exact ones."""
+    bias = torch.zeros(4, 200, 200, requires_grad=True)
+    given = [x.expand(batch, -1, -1, -1) for x in qkv()]
+    told, plain = (
+        explain(
+            *given, score_mod=_pairs, aux_tensors=[x], deterministic=True, target="sm_90a"
+        ).backward
+        for x in (bias, bias.detach())
+    )
+    assert told is not None and told.scratch_bytes is not None
+    assert plain is not None and plain.scratch_bytes is not None
+    assert told.scratch_bytes - plain.scratch_bytes == of_element * bias.numel()
 
 
 def test_a_backward_that_has_no_order_is_told() -> None:

@@ -310,6 +310,46 @@ def test_a_mask_for_other_extents(extents: tuple[int, int, int], said: str) -> N
         attend(*inputs(), make_mask(*extents))
 
 
+# -- blocks that an indexer chose ------------------------------------------------------------------
+
+
+class Indexed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer = torch.nn.Module()
+        self.indexer.block_size = 16  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", ["none", "columns", "bools"])
+def test_blocks_that_an_indexer_chose(kind: str) -> None:
+    """Beside no mask, one of this package, and a tensor."""
+    q, k, v = inputs(keys=48, rows=48)
+    generator = torch.Generator().manual_seed(1)
+    choice = torch.randint(-1, 3, (BATCH, HEADS_KV, 48, 2), generator=generator)
+    chosen = (choice[..., None] == torch.arange(48) // 16).any(-2)
+    chosen = chosen.repeat_interleave(HEADS // HEADS_KV, 1)
+    causal = torch.ones(48, 48, dtype=torch.bool).tril()
+    mask = None
+    if kind == "columns":
+        shown = (torch.arange(48) > 2).expand(BATCH, -1)
+        mask, causal = make_mask(BATCH, 48, 48, attention_mask=shown), causal & shown[0]
+    elif kind == "bools":
+        mask = causal = causal & (torch.arange(48) % 5 != 0)
+        mask = mask.expand(BATCH, 1, 48, 48)
+    out = attend(q, k, v, mask, module=Indexed(), block_indices=choice)
+    check(out, dense(q, k, v, chosen & causal), q, k, v)
+
+
+def test_blocks_of_packed_documents_are_refused() -> None:
+    starts = torch.tensor([0, 3, SEQ], dtype=torch.int32)
+    choice = torch.zeros(1, HEADS_KV, SEQ, 1, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="block_indices beside cu_seq_lens_q"):
+        attend(
+            *inputs(1), None, module=Indexed(), block_indices=choice, cu_seq_lens_q=starts,
+            cu_seq_lens_k=starts,
+        )  # fmt: skip
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -318,7 +358,10 @@ def test_a_mask_for_other_extents(extents: tuple[int, int, int], said: str) -> N
     [
         ({"output_attentions": True}, "output_attentions=True: .*set_attn_implementation"),
         ({"indices": torch.zeros(1)}, "Layer gives indices, the keys that an indexer chose"),
-        ({"block_indices": torch.zeros(1)}, "Layer gives block_indices"),
+        (
+            {"block_indices": torch.zeros(1, HEADS_KV, SEQ, 1).long()},
+            "Layer gives block_indices and has no indexer.block_size",
+        ),
         ({"sinks": torch.zeros(1)}, "Layer gives sinks, a sink for each query"),
         ({"head_mask": torch.ones(1)}, "Layer gives head_mask"),
     ],

@@ -437,6 +437,7 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
     ("name", "head_dim", "in_order"),
     [("slopes", 64, False), ("slopes", 96, False), ("slopes", 128, False), ("slopes", 128, True),
      ("key_bias", 128, False), ("key_bias", 128, True), ("t5", 128, False), ("t5", 128, True),
+     ("query_gain", 128, False), ("pair", 128, False), ("axial", 128, False),
      ("gain_and_bias", 128, False), ("gain_and_bias", 256, False)],
 )  # fmt: skip
 def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path) -> None:
@@ -445,6 +446,9 @@ def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path)
         "slopes": (("float32", 1),),
         "t5": (("bfloat16", 2),),
         "key_bias": (("float32", 3),),
+        "query_gain": (("float16", 2), ("float32", 2)),
+        "pair": (("bfloat16", 3),),
+        "axial": (("float32", 2), ("float32", 2)),
         "gain_and_bias": (("bfloat16", 2), ("float16", 1)),
     }[name]
     problem = AttentionProblem(

@@ -161,6 +161,15 @@ def test_which_elements_one_score_reads() -> None:
         return reads.tensors[0].is_once
 
     everything: Callable[..., Any] = lambda b, h, q, k: (b, k, q, h)  # noqa: E731
+
+    def of_entry(index: Callable[..., Any]) -> bool:
+        mod = adds(lambda b, h, q, k, ids: index(b, h, q, k))
+        tables = [torch.zeros(8, 8, 8), torch.zeros(8, dtype=torch.int32)]
+        return reads_of(mod, tables, (0,)).tensors[0].is_once_an_entry
+
+    assert of_entry(lambda b, h, q, k: (k, q, h))
+    assert not of_entry(lambda b, h, q, k: (b, q, k))
+    assert not of_entry(lambda b, h, q, k: (0, q, k))
     assert is_once(everything, dims=4)
     assert not is_once(everything, everything, dims=4)
     assert not is_once(lambda b, h, q, k: (h, q, k), dims=3)
@@ -334,6 +343,18 @@ def check_drawn(seed: int) -> None:
         assert (index == index[..., :1]).all(), told
     if drawn.name == "difference":
         check_difference(found.difference, index, told)
+    if found.is_diagonal:
+        check_diagonals(found.cuts, drawn.dense(numbers, (2, 3, 50, 60)), told)
+
+
+def check_diagonals(cuts: Sequence[Cut], index: Tensor, told: str) -> None:
+    """Neighbours along a diagonal have the same index, unless a cut is between them."""
+    q, k = torch.meshgrid(torch.arange(49), torch.arange(59), indexing="ij")
+    is_cut = torch.zeros(49, 59, dtype=torch.bool)
+    for cut in cuts:
+        is_cut |= ((k if cut.of_keys else q) + 1) % cut.size == 0
+    is_same = index[:, :, :-1, :-1] == index[:, :, 1:, 1:]
+    assert (is_same | is_cut).all(), told
 
 
 def check_difference(text: str, index: Tensor, told: str) -> None:
@@ -351,6 +372,28 @@ def test_drawn() -> None:
     print(f"FLASH_MASK_READ_SEED={SEED} FLASH_MASK_READ_DRAWS={DRAWS}")
     for i in range(DRAWS):
         check_drawn(SEED * 1000 + i)
+
+
+def test_drawn_differences_with_cuts() -> None:
+    """Of a grid with rows of 17."""
+    side = 17
+    for mod, expected in (
+        (
+            lambda q, k: (
+                (q // side - k // side) * 3 + (q - q // side * side) + k // side * side - k
+            ),
+            2,
+        ),
+        (lambda q, k: abs(q - k + (k // side) * 2) + 1, 1),
+    ):
+        found = reads_of(
+            adds(lambda b, h, q, k, ids, mod=mod: mod(q, k) + 60),
+            [torch.zeros(8), torch.zeros(8, dtype=torch.int32)],
+            (0,),
+        ).tensors[0]
+        place = torch.meshgrid(torch.arange(50), torch.arange(60), indexing="ij")
+        assert found.is_diagonal and len(found.cuts) == expected
+        check_diagonals(found.cuts, mod(*place)[None, None], str(found))
 
 
 def test_draws_have_all_classes() -> None:

@@ -164,6 +164,7 @@ class Draw:
         choices: list[Index] = [
             place,
             lambda x, *p: place(x, *p) // n,
+            lambda x, *p: place(x, *p) // (n + 15),
             lambda x, *p: place(x, *p) * n,
             lambda x, *p: x.least(place(x, *p), 3 + n),
             lambda x, *p: x.most(place(x, *p) - n, 0),
