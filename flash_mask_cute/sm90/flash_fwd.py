@@ -269,7 +269,6 @@ class FlashAttentionForwardSm90:
         `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, its rounding error.
         mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`; block
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
-
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.

@@ -135,12 +135,12 @@ class KeyConversion:
         self.k.channel.acquire(number)
         if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
             self.block_flags[self.k.channel.index(number)] = word
-        self._convert(codes.k, self.k, number, None if self.descales.k is None else scales.k)
+        self._convert(codes.k, self.k, number, self.descales.k, scales.k)
         codes.v.channel.wait(number)
         self.v.channel.acquire(number)
         # (d_v, keys) to products, (keys, d_v) here
         codes_v, v = (x._replace(smem=_transposed(x.smem)) for x in (codes.v, self.v))
-        self._convert(codes_v, v, number, None if self.descales.v is None else scales.v)
+        self._convert(codes_v, v, number, self.descales.v, scales.v)
         return following, (word & KIND_MASK) == Kind.END
 
     # -- scales ---------------------------------------------------------------------------------
@@ -190,14 +190,32 @@ class KeyConversion:
         rows, lane = WARP // self.lanes, cute.arch.lane_idx()
         return self._row(lane // rows, lane % rows)
 
-    def _convert(self, codes: Buffer, to: Buffer, number: Int32, scale: Float32 | None) -> None:
-        """Convert a stage, (keys, columns), and hand it over."""
+    def _scale_of_row(self, descale: cute.Tensor | None, own: Float32, step: int) -> Float32 | None:
+        """The scale of the row that this lane converts in a step. own: of the lane's own row."""
+        if descale is None:
+            return None
+        if cute.rank(descale) == 2:
+            return own
+        owner = step * (WARP // self.lanes) + cute.arch.lane_idx() // self.lanes
+        return cute.arch.shuffle_sync(own, owner)
+
+    def _convert(
+        self,
+        codes: Buffer,
+        to: Buffer,
+        number: Int32,
+        descale: cute.Tensor | None,
+        own: Float32,
+    ) -> None:
+        """Convert a stage, (keys, columns), and hand it over. own: the scale of the lane's own
+        row."""
         source = codes.smem[None, None, codes.channel.index(number)]
         source = cute.recast_tensor(source, Int32)
         target = to.smem[None, None, to.channel.index(number)]
         lanes, lane = self.lanes, cute.arch.lane_idx()
         of_thread = cute.size(target, mode=[1]) // UNIT // lanes
         steps = -(-self.traits.tile_n * lanes // THREADS_PER_WARPGROUP)
+        scales: dict[int, Float32 | None] = {}
         units = [(step, i) for step in range(steps) for i in range(of_thread)]
         read = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=UNIT * 8)
         write = cute.make_copy_atom(
@@ -219,14 +237,13 @@ class KeyConversion:
                 places.append((row, unit))
                 found.append(words)
             for (step, _), (row, unit), words in zip(at_once, places, found, strict=True):
-                of_row = None
-                if scale is not None:
-                    owner = step * (WARP // lanes) + lane // lanes
-                    of_row = cute.arch.shuffle_sync(scale, owner)
+                if step not in scales:
+                    scales[step] = self._scale_of_row(descale, own, step)
                 numbers = cute.make_rmem_tensor((UNIT,), self.traits.dtype)
                 pairs = cute.recast_tensor(numbers, Int32)
                 for j in range(UNIT // CODES):
-                    pairs[2 * j], pairs[2 * j + 1] = numbers_of(words[j], of_row, self.traits.dtype)
+                    two = numbers_of(words[j], scales[step], self.traits.dtype)
+                    pairs[2 * j], pairs[2 * j + 1] = two
                 cute.copy(write, numbers, cute.local_tile(target[row, None], (UNIT,), (unit,)))
         # products read through another proxy
         cute.arch.fence_proxy("async.shared", space="cta")

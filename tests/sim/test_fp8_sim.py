@@ -13,6 +13,7 @@ from fp8_caches import Fp8Case, make_call
 from planned import forward_call
 from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
+from slow_roles import SEED, with_each_role_slow
 from torch import Tensor
 
 from flash_mask_cute import builders
@@ -177,6 +178,59 @@ def assert_same_bits(simulator: ModuleType, case: Fp8Case, seed: int, **config: 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_bits_of_16(simulator: ModuleType, case: Fp8Case) -> None:
     assert_same_bits(simulator, case, 1)
+
+
+# more work tiles for a CTA than a ring has stages, whole and cut blocks
+SLOWED = (
+    Fp8Case(
+        "loads by TMA",
+        64,
+        seqlen_q=150,
+        heads=(3, 3),
+        lengths=(700, 20, 300),
+        capacity=704,
+        scales=("token", "head"),
+        keywords=SMALL | {"causal": True, "window_size_left": 400},
+    ),
+    Fp8Case(
+        "loads by rows",
+        128,
+        seqlen_q=70,
+        heads=(3, 3),
+        lengths=(400, 20, 300),
+        capacity=400,
+        page_size=5,
+        scales=("token", "token"),
+        keywords=SMALL | {"causal": True},
+    ),
+    Fp8Case(
+        "one stage of values",
+        192,
+        128,
+        seqlen_q=10,
+        heads=(3, 3),
+        lengths=(250, 20, 130),
+        capacity=256,
+        keywords=SMALL | {"causal": True},
+    ),
+)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", SLOWED, ids=lambda case: case.name)
+def test_with_each_role_slow(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Fp8Case
+) -> None:
+    call = make_call(case, 1)
+    wide, _ = run_on_simulator(forward_call(call.q, *call.numbers, **call.keywords))
+
+    def run() -> None:
+        with quiet_run(simulator, SEED):
+            made = forward_call(call.q, *call.codes, **call.keywords, **call.descales)
+            out, _ = run_on_simulator(made)
+        assert torch.equal(bits(wide), bits(out))
+
+    with_each_role_slow(simulator, monkeypatch, ["sm90.flash_fwd.kernel"], run)
 
 
 @pytest.mark.parametrize("scales", [("none", "head"), ("token", "token"), ("head", "token")])
