@@ -390,3 +390,7 @@ def test_gradients_of_an_aux_tensor(simulator: ModuleType) -> None:
         run_backward(backward_call(*seen[:3], out, dout, lse, **seen.arguments, daux=daux))
     error = (daux[0].double() - of_table).abs().amax()
     assert error < 2e-2 * of_table.abs().amax(), error
+
+
+def test_a_backward_of_wide_heads(simulator: ModuleType) -> None:
+    check_backward(draw(2, 128, (16, 64), 330), 1)
