@@ -178,6 +178,10 @@ BLACKWELL = {
 BLACKWELL_SPILLS = dict.fromkeys(
     ("d256-causal-columns-1-softcap", "d256-dv256-softcap", "d256-score"), 380
 )
+# and of pairs of CTAs, where rows may be marked
+BLACKWELL_SPILLS |= dict.fromkeys(
+    ("pair-causal-more-queries", "pair-seqused", "pair-columns-1-causal-bits", "pair-mask-aux"), 540
+)
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
