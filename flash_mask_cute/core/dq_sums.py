@@ -4,7 +4,7 @@ The summing warps write the parts of a block's dQ to staging memory in turn; one
 part to its row block. The order of additions is free or fixed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class DqSums:
 
     staged: shared memory of a part; fills of `channel` are numbered over all parts of all blocks.
     part_sizes: values of each part of a block; the parts follow each other in scratch memory.
-    share: gives the start of the only part in a row block, and its size, if they depend on the CTA.
+    share: gives the start of the parts in a row block, and their sizes, if the CTA determines them.
     deterministic: a fixed order. clears_dq: the scratch memory starts as zeros, so no CTA has to be
     first.
     """
@@ -67,7 +67,7 @@ class DqSums:
     channel: Channel
     scratch: Scratch
     lengths: Lengths
-    share: cutlass.Constexpr[Callable[[], tuple[Int32, Int32 | int]] | None] = None
+    share: cutlass.Constexpr[Callable[[], tuple[Int32, Sequence[Int32 | int]]] | None] = None
 
     @cute.jit
     def with_predecessor(self, summed: Summed) -> Summed:
@@ -106,8 +106,8 @@ class DqSums:
             staged = self.staged
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
             if const_expr(self.share is not None):
-                first, size = self.share()
-                target, sizes = target + first, (size,)
+                first, sizes = self.share()
+                target += first
             for i in cutlass.range_constexpr(len(sizes)):
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

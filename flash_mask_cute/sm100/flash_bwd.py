@@ -397,7 +397,7 @@ class FlashAttentionBackwardSm100:
                 more = tiles.dq.iterator, channels.out, scratch, lengths
                 if const_expr(traits.cta_pair):
                     # behind those of the other half of the queries
-                    more = (*more, partial(_first_of_cta, traits))
+                    more = (*more, partial(_share_of_sums, traits))
                 SumsOut(traits, channels, DqSums(sizes, *scheme, *more)).run()
         else:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
@@ -668,6 +668,7 @@ class FlashAttentionBackwardSm100:
         channels.out.publish(fill)
 
 
-def _first_of_cta(traits: BwdTraits) -> Int32:
-    """Where the sums of a CTA of a pair begin in those of a row block."""
-    return traits.group.rank() * traits.rows_of_cta * traits.tile_d
+def _share_of_sums(traits: BwdTraits) -> tuple[Int32, tuple[int, ...]]:
+    """Where the sums of a CTA of a pair begin in those of a row block, and sizes of their parts."""
+    sizes = tuple(traits.size_dq(width) for width in traits.parts_dq)
+    return traits.group.rank() * traits.rows_of_cta * traits.tile_d, sizes

@@ -178,11 +178,11 @@ class BwdLoads:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)
 
 
-def _share_of_sums(traits: BwdTraits) -> tuple[Int32, Int32 | int]:
+def _share_of_sums(traits: BwdTraits) -> tuple[Int32, tuple[Int32 | int]]:
     """The start of this CTA's columns in a row block's sums, and their size."""
     columns = traits.columns
     first, second = (n * traits.tile_m for n in (columns.cols_dq, columns.second_dq))
     size: Int32 | int = first
     if second < first:
         size = cutlass.select_(cta_pairs.rank() == cta_pairs.LEADER, Int32(first), Int32(second))
-    return cta_pairs.rank() * first, size
+    return cta_pairs.rank() * first, (size,)
