@@ -60,6 +60,7 @@ demo: $(call needs_venv,$(RUN))
 	PYTHONPATH=. $(RUN) examples/15_block_diffusion.py
 	PYTHONPATH=. $(RUN) examples/16_draft_tree.py
 	PYTHONPATH=. $(RUN) examples/17_titan_context_parallel.py
+	PYTHONPATH=. $(RUN) examples/18_selected_blocks.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
 # architecture, so there are two of it.

@@ -1,6 +1,6 @@
 """Each query chooses its key blocks: training through a choice, and a step of decoding.
 
-    python examples/17_selected_blocks.py
+    python examples/18_selected_blocks.py
 
 A router scores the key blocks for each query and KV head, here at random, and a query sees the
 first block, its own, and the two best ones. Checked against the dense mask of the same choice,
@@ -71,7 +71,7 @@ def main() -> None:
     exact = gradients(dense, q.double(), k.double(), v.double())
     eager, ours = gradients(dense, q, k, v), gradients(layer, q, k, v)
     for name, x, y, z in zip(("out", "dq", "dk", "dv"), ours, exact, eager, strict=True):
-        compare("17_selected_blocks", name, x, y, z)
+        compare("18_selected_blocks", name, x, y, z)
 
     # a step of decoding: the last token over a cache, with its own row of the choice
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
@@ -80,7 +80,7 @@ def main() -> None:
         block_sparse_tensors=SelectedBlocks(choice[:, :, -1:], BLOCK),
     )  # fmt: skip
     of_last = exact[0][:, -1:], eager[0][:, -1:]
-    compare("17_selected_blocks", "the last token", step, *of_last)
+    compare("18_selected_blocks", "the last token", step, *of_last)
 
 
 if __name__ == "__main__":
