@@ -189,28 +189,29 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
 
 
+def _backward(variant: AttentionVariant, **fields: Any) -> AttentionVariant:
+    problem = replace(variant.problem, needs_lse=False, **fields)
+    mods = variant.mods
+    with_keys = replace(problem, mask_mod=mods.mask_mod and "", score_mod=mods.score_mod and "")
+    empties = may_empty_rows(with_keys, (SEQLEN, SEQLEN), (None, None))
+    problem = replace(problem, may_empty_rows=empties)
+    return replace(variant, problem=problem, is_backward=True)
+
+
 def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     """Those of both directions, lists, sums of dQ in a fixed order, and learned aux tensors."""
 
-    def backward(variant: AttentionVariant, **fields: Any) -> AttentionVariant:
-        problem = replace(variant.problem, needs_lse=False, **fields)
-        mods = variant.mods
-        with_keys = replace(problem, mask_mod=mods.mask_mod and "", score_mod=mods.score_mod and "")
-        empties = may_empty_rows(with_keys, (SEQLEN, SEQLEN), (None, None))
-        problem = replace(problem, may_empty_rows=empties)
-        return replace(variant, problem=problem, is_backward=True)
-
     for name, variant in _both_directions():
-        yield f"bwd-{name}", backward(variant)
-    yield "bwd-d128-deterministic", backward(_variant(128, is_causal=True, deterministic=True))
-    yield "bwd-d256-deterministic", backward(_variant(256, is_causal=True, deterministic=True))
+        yield f"bwd-{name}", _backward(variant)
+    yield "bwd-d128-deterministic", _backward(_variant(128, is_causal=True, deterministic=True))
+    yield "bwd-d256-deterministic", _backward(_variant(256, is_causal=True, deterministic=True))
     for d in (64, 128):
-        split = backward(_variant(d, is_causal=True))
+        split = _backward(_variant(d, is_causal=True))
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
-    yield "bwd-d128-list_bits", backward(_variant(128, has_bits=True))
+    yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
-        yield f"bwd-d{d}-learned_bias", backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
+        yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
 
 
 def _blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:
@@ -232,6 +233,9 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     of_hopper = dict(_backwards())
     for name in BLACKWELL_BACKWARDS:
         yield f"{prefix}-{name}", replace(of_hopper[name], arch=arch)
+    for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
+        wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
+        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, arch=arch)
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:

@@ -262,6 +262,7 @@ def test_explain_says_where_sums_are_cut() -> None:
 
 
 def test_a_graph_keeps_the_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
     found: list[tuple[int, int | None]] = []
     forward = interface.forward
 
