@@ -16,6 +16,8 @@ import test_column_bounds_sim
 import test_document_bits_sim
 import test_document_split_sim
 import test_mask_bits_sim as mask_bits
+import test_segments_sim as segments
+import test_selected_sim
 import test_slow_roles_sm100_sim
 from cases import Case
 from inputs import make_inputs
@@ -30,6 +32,8 @@ from slow_roles import (
     launched,
     with_each_role_slow,
 )
+
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -128,6 +132,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "combine": (
         lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
+    ),
+    "fold-of-segments": (
+        lambda sim: segments.test_against_oracle(sim, segments.ORACLE_CASES[0]),
+        ("kernels.fold.kernel",),
+    ),
+    "bits-of-a-choice": (
+        lambda sim: test_selected_sim.test_bits(sim, QueryTiles(8, 4), 32, "int32"),
+        ("mask_prep.selected_bits_kernel.kernel",),
     ),
     "append": (
         lambda sim: test_append_sim.test_random_calls(sim, 0),
