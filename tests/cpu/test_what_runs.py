@@ -56,7 +56,7 @@ def run(folder: Path, seed: str, *arguments: str) -> tuple[list[str], str]:
 
 def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
     ran, said = run(tmp_path, "5")
-    assert "FLASH_MASK_SIM_SEED=5 draws one share of 10" in said
+    assert "FLASH_MASK_SIM_SEED=5 draws one share of 16" in said
     counts = {kind: sum(x.startswith(kind) for x in ran) for kind in ("slow", "kernel", "quick")}
     assert counts["slow"] in (2, 3) and counts["kernel"] == 4 and counts["quick"] == 1, ran
     named, _ = run(tmp_path, "5", "test_sample.py::test_slow")
@@ -67,7 +67,7 @@ def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
     assert "FLASH_MASK_SIM_SEED=today is neither a number nor 'all'" in said
 
 
-@pytest.mark.parametrize("deal", [Deal(1), Deal(3), Deal(10, together=4)])
+@pytest.mark.parametrize("deal", [Deal(1), Deal(3), Deal(16, together=4)])
 @pytest.mark.parametrize("first", [0, 20783])
 def test_consecutive_seeds_run_every_case_once(deal: Deal, first: int) -> None:
     seeds = range(first, first + deal.shares)

@@ -19,7 +19,7 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
-# Of tests whose cases compile a kernel each, for seconds, `make test` runs every other one a day.
+# Of tests whose cases compile a kernel each, for seconds, `make test` runs every fourth one a day.
 SWEEP = pytest.mark.shares(4)
 NEEDS_DISASSEMBLER = pytest.mark.skipif(
     next(disassemblers(), None) is None, reason="nothing here can read machine code"
