@@ -32,7 +32,7 @@ def test_other(i):
 def simulator():
     pass
 
-@pytest.mark.parametrize("i", range(40))
+@pytest.mark.parametrize("i", range(64))
 def test_kernel(simulator, i):
     print(f"kernel {i}")
 
