@@ -62,7 +62,7 @@ def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
     named, _ = run(tmp_path, "5", "test_sample.py::test_slow")
     assert len(named) == 7, "who names a test gets it"
     everything, _ = run(tmp_path, "all")
-    assert len(everything) == 7 + 2 + 40 + 1
+    assert len(everything) == 7 + 2 + 64 + 1
     _, said = run(tmp_path, "today")
     assert "FLASH_MASK_SIM_SEED=today is neither a number nor 'all'" in said
 
