@@ -15,33 +15,16 @@ else on the CPU (gloo). Ends with an error if the result is wrong.
 
 from __future__ import annotations
 
-import os
-import tempfile
-
 import torch
 import torch.distributed as dist
-from dense_check import attend, compare, pick_device
+from dense_check import attend, compare
+from ranks import start
 from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders, parallel
 from flash_mask_cute.parallel import context_parallel_attention
 
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 64
-
-
-def start() -> torch.device:
-    """The group of torchrun, or of this process alone."""
-    device = pick_device()
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = f"file://{tempfile.mkdtemp()}/store"
-        dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
-    return device
 
 
 def main() -> None:

@@ -17,15 +17,14 @@ an error if the result is wrong.
 from __future__ import annotations
 
 import copy
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense_check import attend, compare, pick_device
+from dense_check import attend, compare
+from ranks import start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -124,21 +123,6 @@ def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
     )
-
-
-def start() -> torch.device:
-    """The group of torchrun, or of this process alone."""
-    device = pick_device()
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = f"file://{tempfile.mkdtemp()}/store"
-        dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
-    return device
 
 
 def main() -> None:

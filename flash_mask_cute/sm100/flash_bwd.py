@@ -199,6 +199,11 @@ class FlashAttentionBackwardSm100:
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
+        if cta_pair and common_kv:
+            raise NotImplementedError(
+                "cta_pair=True does not support common_kv=True: keys of one batch entry for "
+                "several sequences"
+            )
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
