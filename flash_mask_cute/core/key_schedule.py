@@ -21,6 +21,12 @@ class KeySchedule(NamedTuple):
     group: Int32
     grid: Int32
 
+    def of_items(self, num_items: Int32, num_groups: int) -> "KeySchedule":
+        """The schedule where the items of each head are its work tiles (`core/token_lists.py`)."""
+        heads = self.params.num_heads
+        grid = cutlass.min(Int32(num_groups), num_items * heads)
+        return self._replace(params=ScheduleParams(num_items, heads, Int32(1), Int32(1)), grid=grid)
+
     @staticmethod
     def create(
         lengths: Lengths,

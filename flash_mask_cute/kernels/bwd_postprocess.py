@@ -15,6 +15,7 @@ from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
     VECTOR_32_BITS,
+    packed_rows,
     rows_of,
     rows_of_head,
     vector_of,
@@ -26,6 +27,8 @@ NUM_WARPGROUPS = 2
 BY_ACCUMULATORS, BY_LANES = "accumulators", "lanes"
 ROWS_PER_WARPGROUP = 64
 COLS_PER_GROUP = 8
+# between the two rows of which a thread has sums
+ROWS_PER_QUAD = 8
 # column groups that a thread loads before it waits for one
 IN_FLIGHT = 16
 # Makes a row an odd number of 16-byte units long, so that the 8 rows of a group of columns, which
@@ -55,6 +58,12 @@ class BwdPostprocess:
         128 or a warpgroup summed a row block alone (`sums_in_turn`)
     :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
+    :param packed_heads: query heads of a KV head that share a tile's rows, query by query; 1, or a
+        power of two from 8 to 64, with 64 rows in accumulator order. Heads of the sums are then KV
+        heads. The sums of each query, of its heads, lie together: those of 16 rows of both
+        warpgroups follow each other, and of 8 rows if packed_heads is 8. The values of lane l in
+        columns [8 g, 8 g + 8) of warpgroup w then lie at (((r * 2 + w) * (n / 8) + g) * 32 + l) * v
+        in group r of these rows, v = 4, or 2 of 8 rows.
     :raises ValueError: a size is none of these
     """
 
@@ -66,6 +75,7 @@ class BwdPostprocess:
         accum_cols: int,
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
+        packed_heads: int = 1,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -77,6 +87,7 @@ class BwdPostprocess:
             raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
         self.dtype = dtype
         self.order = order
+        self.packed_heads = packed_heads
         self.num_ctas = num_ctas
         self.tile_m = tile_m
         self.accum_cols = accum_cols
@@ -84,6 +95,15 @@ class BwdPostprocess:
         self.parts = None
         if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
             self.parts = dq_parts(accum_cols, num_ctas)
+        if packed_heads > 1 and (self.parts is None or [x.sharers for x in self.parts] != [2]):
+            raise ValueError(
+                f"packed_heads={packed_heads} needs sums of 64 rows in one part of both warpgroups"
+            )
+
+    @property
+    def vectors_per_quad(self) -> int:
+        """Vectors in which the four sums of a thread, of two rows 8 apart, lie in memory."""
+        return 2 if self.packed_heads == ROWS_PER_QUAD else 1
 
     @cute.jit
     def __call__(
@@ -112,6 +132,7 @@ class BwdPostprocess:
         seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks, _ = mdQaccum.shape
+        mdQ = packed_rows(mdQ, self.packed_heads)
         self.kernel(mdQaccum, mSemaphores, mdQ, scale, lengths).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
@@ -135,7 +156,7 @@ class BwdPostprocess:
             (self.tile_m, self.accum_cols // 2), stride=((self.accum_cols + PADDING) // 2, 1)
         )
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
-        rows = rows_of(block, lengths, self.tile_m)
+        rows = rows_of(block, lengths, self.tile_m, self.packed_heads)
         if rows.in_slot > 0:
             has_sums = Boolean(True)
             if const_expr(mSemaphores is not None):
@@ -222,6 +243,10 @@ class BwdPostprocess:
                 width = columns.width
                 groups = width // COLS_PER_GROUP
                 source = thread // WARP * groups
+                if const_expr(self.packed_heads > 1):
+                    # rows before warpgroups
+                    row_group = thread // WARP % 4 * self.vectors_per_quad
+                    source = (row_group * NUM_WARPGROUPS + warpgroup_idx) * groups
                 if const_expr(columns.sharers == 1):
                     # half of the part for each warpgroup of this kernel
                     source = thread % THREADS_PER_WARPGROUP // WARP * groups
@@ -256,8 +281,12 @@ class BwdPostprocess:
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (source_group + g) * WARP + lane
-                cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
+                size = VECTOR_32_BITS // self.vectors_per_quad
+                for i in range(self.vectors_per_quad):
+                    # the 8 rows behind are behind the sums of both warpgroups
+                    source = (source_group + i * NUM_WARPGROUPS * groups + g) * WARP + lane
+                    vector = cute.make_tensor(values.iterator + i * size, cute.make_layout(size))
+                    cute.autovec_copy(vector_of(part, source, size), vector)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):
                 pair = first_pair + g * (COLS_PER_GROUP // 2)

@@ -449,6 +449,17 @@ class BlockScores:
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
+        if self.traits.by_tokens:
+            # both statistics of a query follow each other, for all of its heads
+            heads = self.traits.packed_heads
+            shape = (2, (heads // 8, self.traits.tokens_per_block))
+            layout = cute.make_layout(shape, stride=(1, (8, 2 * heads)))
+            return Statistics(
+                *(
+                    cute.make_tensor((row + (first + start)).align(8), layout)
+                    for start in (0, heads)
+                )
+            )
         lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )

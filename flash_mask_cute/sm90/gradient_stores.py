@@ -7,18 +7,22 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP
 from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
-from flash_mask_cute.sm90.warpgroups import Role, send_rows
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
+from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
 
 
 class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
     If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
-    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks.
+    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. Of token lists each is
+    fp32 (KV head, item, sums).
     """
 
     dk: cute.Tensor
@@ -87,12 +91,15 @@ def send_gradients(
 def store_sums(
     acc: cute.Tensor,
     target: cute.Tensor,
-    blocks: RowBlocks,
+    blocks: RowBlocks | None,
     work: Work,
     has_sums: Boolean,
 ):
     """Store this warp's sums of dK or dV of a work tile, one of several with the same keys."""
-    row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
+    if const_expr(blocks is None):
+        row_block = work.place
+    else:
+        row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
     groups = wgmma.num_cols(acc) // 8
@@ -105,6 +112,22 @@ def store_sums(
             # without scores, what was loaded is another sequence's, perhaps not even finite
             values[i] = cutlass.select_(has_sums, quads[i, g], Float32(0.0))
         cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+
+
+def _layout_by_tokens(traits: BwdTraits, width: int) -> cute.Layout:
+    """(2 columns, rows 8 apart, lane, column group, warp) of sums of dQ, of which those of a listed
+    query lie together: those of 16 rows of both warpgroups, or of 8 if a query has as many heads
+    (`BwdPostprocess`)."""
+    groups, in_group = width // 8, WARP * 2
+    if traits.packed_heads == ROWS_PER_WARP // 2:
+        rows = groups * in_group * NUM_MMA_WARPGROUPS
+        stride = (1, rows, 2, in_group, (2 * rows, groups * in_group))
+    else:
+        in_group *= 2
+        rows = groups * in_group * NUM_MMA_WARPGROUPS
+        stride = (1, 2, 4, in_group, (rows, groups * in_group))
+    shape = (2, 2, WARP, groups, (WARPS_PER_WARPGROUP, NUM_MMA_WARPGROUPS))
+    return cute.make_layout(shape, stride=stride)
 
 
 @cute.jit
@@ -125,10 +148,17 @@ def stage_dq(
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
-        layout = cute.make_layout(traits.shape_dq(columns.width))
-        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-        quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
-        for g in cutlass.range_constexpr(columns.width // 8):
-            cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
+        if const_expr(traits.by_tokens):
+            layout = _layout_by_tokens(traits, columns.width)
+            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
+            for g in cutlass.range_constexpr(columns.width // 8):
+                cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
+        else:
+            layout = cute.make_layout(traits.shape_dq(columns.width))
+            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
+            for g in cutlass.range_constexpr(columns.width // 8):
+                cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
     cute.arch.fence_proxy("async.shared", space="cta")
     channel.publish(number)

@@ -7,7 +7,13 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
-from flash_mask_cute.call.build.kernel_operands import BACKWARD, fakes, num_stats, stats_words
+from flash_mask_cute.call.build.kernel_operands import (
+    BACKWARD,
+    fakes,
+    leaves_sums,
+    num_stats,
+    stats_words,
+)
 from flash_mask_cute.call.choose.arch import DqOrder, arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
 from flash_mask_cute.call.choose.plan import GradientFacts
@@ -32,8 +38,9 @@ class BwdKernels(NamedTuple):
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: the operands of the table `BACKWARD` but the stream.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, if a group's heads are split (dk and dv of main are then partial sums): partial sums
-    of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
+    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then partial
+    sums): partial sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k, the first item of each key
+    tile (`core/token_lists.py`).
     zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
@@ -59,7 +66,7 @@ class RowFacts(NamedTuple):
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
     row (`BwdTraits`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
-    both matter only after.
+    both matter only after. packed_heads: query heads that share the rows of a row block.
     """
 
     dtype: str
@@ -76,6 +83,7 @@ class RowFacts(NamedTuple):
     has_lse_low: bool = False
     order: DqOrder = "accumulators"
     num_ctas: int = 1
+    packed_heads: int = 1
 
 
 class PartFacts(NamedTuple):
@@ -88,6 +96,7 @@ class PartFacts(NamedTuple):
     tile_dv: int
     varlen_k: bool
     has_seqused_k: bool
+    by_items: bool = False
 
 
 _Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
@@ -116,10 +125,13 @@ def compile_bwd(
     marked_dim = problem.head_dim if problem.may_empty_rows else None
     statistics = num_stats(problem), facts.has_lse_low
     of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
+    packed = {"packed_heads": problem.packed_heads}
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, **packed)
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
-    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
+    after = RowFacts(
+        problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas, **packed
+    )
 
     def by_facts(name: str, own: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
@@ -142,9 +154,10 @@ def compile_bwd(
     )
     postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
     add_parts = None
-    if choice.tiles.splits_group:
+    if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
-        parts = PartFacts(problem.dtype, *sizes, problem.varlen_k, problem.has_seqused_k)
+        of_keys = problem.varlen_k, problem.has_seqused_k, problem.token_lists
+        parts = PartFacts(problem.dtype, *sizes, *of_keys)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts).function
     zero_padding = None
     if any(facts.padding):
@@ -168,6 +181,7 @@ def build_bwd(
     tiles = asdict(choice.tiles)
     if not arch_spec(target).backward.splits_groups:
         del tiles["splits_group"]
+    by_tokens = {"packed_heads": problem.packed_heads} if problem.token_lists else {}
     kernel = arch_spec(target).backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -182,6 +196,7 @@ def build_bwd(
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
         common_kv=problem.common_kv,
+        **by_tokens,
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)
@@ -199,6 +214,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.dim,
         facts.tile_m,
         has_reference=facts.num_stats == 3,
+        packed_heads=facts.packed_heads,
     )
     arguments = [
         operand(facts.dtype, rank, facts.dim),
@@ -233,6 +249,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.tile_d,
         facts.order,
         facts.num_ctas,
+        facts.packed_heads,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),
@@ -275,6 +292,7 @@ def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
         fake_tensors.stream(),
         int32_vector(facts.varlen_k),
         int32_vector(facts.has_seqused_k),
+        strided(2) if facts.by_items else None,
     ]
     kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols)
     return compile_object(kernel, arguments, options_of(target))

@@ -1,0 +1,91 @@
+"""Whether a backward of each query's choice of key blocks gathers the queries of each block.
+
+Token lists have, for each key block, the queries that chose it. The kernel then visits these queries
+alone, with all heads of a group at once, so what neighbouring queries share does not matter. Calls
+that this rule leaves out take the choice as bits, which all backward kernels read. `explain` tells
+which of both it is, and why.
+"""
+
+from __future__ import annotations
+
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.choose.arch import ArchSpec
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.settings import given_fields
+from flash_mask_cute.mask_prep.token_lists import ListExtents, ListFacts
+
+# as `BwdTraits` says: query heads of a group
+GROUPS = (8, 16, 32, 64)
+# keys of a work tile of these head dimensions
+TILE_N = 128
+# a warpgroup sums half of the columns of dQ
+_DIMS = "head_dim up to 64, or from 97 to 128, and head_dim_v up to 128"
+# so that 32 bits number entries
+_MOST_ENTRIES = 1 << 31
+
+
+def why_bits(
+    call: AttentionCall,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    spec: ArchSpec,
+) -> str | None:
+    """The reason why a backward with a choice takes it as bits, or None: it takes token lists."""
+    selected = masks.selected
+    assert selected is not None
+    group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 0
+    d, d_v = problem.head_dim, problem.head_dim_v
+    gradients = call.tensors.gradients
+    entries = selected.by_entry.shape[2] * selected.by_entry.shape[3]
+    if not problem.varlen_q:
+        entries *= shapes.batch
+    reasons = {
+        f"on {spec.name}": not spec.backward.gathers_tokens,
+        "deterministic=True": problem.deterministic,
+        f"groups of {group} query heads, not {', '.join(map(str, GROUPS))}": group not in GROUPS,
+        "a choice by query head": selected.heads not in (1, shapes.heads_kv),
+        f"blocks of {selected.block_size} keys, not a multiple of {TILE_N}": (
+            selected.block_size % TILE_N != 0
+        ),
+        f"head dimensions {d}/{d_v}, not {_DIMS}": max(d, d_v) > 128 or 64 < d <= 96,
+        "a mask_mod": problem.mask_mod is not None,
+        "a score_mod": problem.score_mod is not None,
+        "column intervals": problem.intervals is not None,
+        "the gradient of a sink": gradients.dsink is not None,
+        "one batch entry of keys for all sequences": problem.common_kv,
+        "config": bool(given_fields(call.config)),
+        f"{entries} entries": entries >= _MOST_ENTRIES,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def list_facts(problem: AttentionProblem) -> ListFacts:
+    """What determines the code of the kernels that make lists."""
+    return ListFacts(
+        problem.is_causal,
+        problem.has_window_left,
+        problem.has_window_right,
+        problem.varlen_q,
+        problem.varlen_k,
+        problem.has_seqused_q,
+        problem.has_seqused_k,
+        problem.q_start,
+    )
+
+
+def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> ListExtents:
+    """What the sizes of the lists follow from."""
+    selected = masks.selected
+    assert selected is not None
+    return ListExtents(
+        batch=shapes.batch,
+        rows=shapes.total_q if problem.varlen_q else shapes.seqlen_q,
+        keys=shapes.total_k if problem.varlen_k else shapes.seqlen_k,
+        most_keys=shapes.seqlen_k,
+        heads=selected.heads,
+        k=selected.indices.shape[-1],
+        block_size=selected.block_size,
+        tile_n=TILE_N,
+    )

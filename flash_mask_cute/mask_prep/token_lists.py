@@ -1,0 +1,252 @@
+"""The queries that chose each key block, as lists, and the work that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.limits import AT_END
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
+from flash_mask_cute.rules.band import Band
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+
+KERNEL_NAME = "token_lists"
+# as in the device code, which a host that has no compiler cannot import
+CHUNK_ROWS, SEGMENT, ITEM_WORDS, WORD = 256, 1024, 4, 32
+# rows of a choice whose bits a thread makes; of the bits of tiles nothing is read
+_TILES = QueryTiles(64, 1)
+
+
+@dataclass(frozen=True)
+class ListFacts:
+    """Facts that determine the code of the kernels: which masks and lengths there are. q_start: as
+    in `AttentionProblem`."""
+
+    is_causal: bool = False
+    has_window_left: bool = False
+    has_window_right: bool = False
+    varlen_q: bool = False
+    varlen_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+    q_start: str | None = None
+
+
+class ListExtents(NamedTuple):
+    """What the sizes of lists follow from, known without a look at values.
+
+    rows: queries of a sequence, or of all if they are packed; keys alike. most_keys: of the longest
+    sequence. k: entries of a query. block_size: a multiple of tile_n, the keys of a work tile.
+    """
+
+    batch: int
+    rows: int
+    keys: int
+    most_keys: int
+    heads: int
+    k: int
+    block_size: int
+    tile_n: int
+
+    def num_blocks(self, keys: int, size: int, is_packed: bool) -> int:
+        """Blocks of `size` rows of all sequences, as `core/row_blocks.py` numbers them."""
+        return keys // size + self.batch if is_packed else self.batch * -(-keys // size)
+
+    def entries(self, is_packed: bool) -> int:
+        """Entries of the lists of a head, at most."""
+        return (self.rows if is_packed else self.rows * self.batch) * self.k
+
+    def num_words(self, facts: ListFacts) -> int:
+        """int32 words that lists of all heads take, with the bits and counts they are made with."""
+        tiles = self.num_blocks(self.keys, self.tile_n, facts.varlen_k)
+        blocks = self.num_blocks(self.keys, self.block_size, facts.varlen_k)
+        chunks = self.num_blocks(self.rows, CHUNK_ROWS, facts.varlen_q)
+        words = -(-self.most_keys // self.block_size // WORD)
+        rows = self.entries(facts.varlen_q) // max(self.k, 1)
+        of_lists = self.entries(facts.varlen_q) + self.items(facts) * ITEM_WORDS + tiles + blocks
+        return self.heads * (of_lists + (chunks * WORD + rows) * words)
+
+    def items(self, facts: ListFacts) -> int:
+        """Key tiles and segments of their lists, at most."""
+        tiles = self.num_blocks(self.keys, self.tile_n, facts.varlen_k)
+        entries = self.entries(facts.varlen_q) * (self.block_size // self.tile_n)
+        return tiles + entries // SEGMENT
+
+
+class MadeLists(NamedTuple):
+    """tokens (heads, entries), items (heads, items, ITEM_WORDS), and first_item (heads, key tiles +
+    1): int32, as `core/token_lists.py` says."""
+
+    tokens: Tensor
+    items: Tensor
+    first_item: Tensor
+
+
+class ListLengths(NamedTuple):
+    """Lengths of a call, as its kernels take them. q_start: a tensor, a number, or None."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    q_start: Tensor | int | None = None
+
+
+class TokenListMaker:
+    """Makes the lists of a choice, for calls with the same facts and extents."""
+
+    __slots__ = ("_arch", "_extents", "_facts", "_function")
+
+    def __init__(self, facts: ListFacts, extents: ListExtents, arch: str) -> None:
+        self._facts, self._extents, self._arch = facts, extents, arch
+        self._function: Any = None
+
+    def __call__(self, by_entry: Tensor, lengths: ListLengths) -> MadeLists:
+        """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64.
+
+        On a GPU a launch for bits and four for lists on the current stream read everything when
+        they run; a replayed CUDA graph reads it again.
+        """
+        facts, extents = self._facts, self._extents
+        if not by_entry.is_cuda:
+            return lists_by_torch(by_entry, facts, extents, lengths)
+        num_blocks = -(-extents.most_keys // extents.block_size)
+        bits = selected_bits(by_entry, num_blocks, _TILES, lengths.cu_seqlens_q).rows
+        if self._function is None:
+            self._function = compile_token_lists(facts, self._arch).function
+        made = empty_lists(by_entry, facts, extents)
+        fill_lists(self._function, bits, made, facts, extents, lengths)
+        return made
+
+
+def empty_lists(like: Tensor, facts: ListFacts, extents: ListExtents) -> MadeLists:
+    """Memory for lists."""
+    heads = extents.heads
+    tiles = extents.num_blocks(extents.keys, extents.tile_n, facts.varlen_k)
+    shapes = (
+        (heads, max(extents.entries(facts.varlen_q), 1)),
+        (heads, extents.items(facts), ITEM_WORDS),
+        (heads, tiles + 1),
+    )
+    return MadeLists(*(like.new_empty(shape, dtype=torch.int32) for shape in shapes))
+
+
+def fill_lists(
+    function: Any, bits: Tensor, made: MadeLists, facts: ListFacts, extents: ListExtents,
+    lengths: ListLengths,
+) -> None:  # fmt: skip
+    """Run the compiled kernels."""
+    chunks = extents.num_blocks(extents.rows, CHUNK_ROWS, facts.varlen_q)
+    blocks = extents.num_blocks(extents.keys, extents.block_size, facts.varlen_k)
+    counts = bits.new_empty((extents.heads, chunks, bits.shape[-1] * WORD))
+    starts = bits.new_empty((extents.heads, blocks + 1))
+    x = lengths
+    function(
+        bits, counts, starts, *made, extents.block_size, extents.tile_n, extents.rows,
+        extents.keys, x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.window_left,
+        x.window_right, x.q_start,
+    )  # fmt: skip
+
+
+def compile_token_lists(facts: ListFacts, arch: str, cache: CompileCache = CACHE) -> Compiled:
+    """The compiled kernels, from the cache or built now; see `fill_lists`."""
+    return cache.get(
+        KERNEL_NAME,
+        lambda: asdict(facts),
+        lambda: _build(facts, arch),
+        arch=arch,
+        options=options_for(arch),
+        token=facts,
+    )
+
+
+def _build(facts: ListFacts, arch: str) -> Compiled:
+    from flash_mask_cute.mask_prep.token_lists_kernel import MakeTokenLists
+
+    arguments = [
+        *(fake_tensors.strided(rank) for rank in (4, 3, 2, 2, 3, 2)),
+        *fake_tensors.int32_pair(),
+        *fake_tensors.int32_pair(),
+        fake_tensors.stream(),
+        *map(
+            fake_tensors.int32_vector,
+            (facts.varlen_q, facts.varlen_k, facts.has_seqused_q, facts.has_seqused_k),
+        ),
+        *fake_tensors.window(facts),
+        fake_tensors.q_start(facts),
+    ]
+    return compile_object(MakeTokenLists(facts.is_causal), arguments, options_for(arch))
+
+
+def lists_by_torch(
+    by_entry: Tensor, facts: ListFacts, extents: ListExtents, lengths: ListLengths
+) -> MadeLists:
+    """The same lists, of tensors on the CPU. Behind the lists and items that exist there is -1."""
+    made = MadeLists(*(x.fill_(-1) for x in empty_lists(by_entry, facts, extents)))
+    size, tile_n = extents.block_size, extents.tile_n
+    for head in range(extents.heads):
+        lists: list[int] = []
+        items: list[tuple[int, int, int, int]] = []
+        number = 0
+        for b in range(extents.batch):
+            band, offset_q = _band_of(b, facts, extents, lengths)
+            first_tile, num_tiles = _tiles_of(b, facts, extents, lengths)
+            made.first_item[head, number : first_tile + 1] = len(items)
+            of_sequence = by_entry[min(b, by_entry.shape[0] - 1), head][offset_q:]
+            span, found = (0, 0), -1
+            for tile in range(num_tiles):
+                block = tile * tile_n // size
+                if tile * tile_n < band.seqlen_k and block != found:
+                    keys = block * size, min((block + 1) * size, band.seqlen_k)
+                    lo, hi = band.q_range(keys[0])[0], band.q_range(keys[1] - 1)[1]
+                    chose = (of_sequence[: band.seqlen_q] == block).any(-1).nonzero()[:, 0].tolist()
+                    queries = [x for x in chose if lo <= x < hi]
+                    span, found = (len(lists), len(lists) + len(queries)), block
+                    lists += queries
+                begin, end = span if tile * tile_n < band.seqlen_k else (0, 0)
+                cuts = range(begin, end, SEGMENT)
+                items += [(b, tile, x, min(x + SEGMENT, end)) for x in cuts]
+                made.first_item[head, first_tile + tile + 1] = len(items)
+            number = first_tile + num_tiles
+        made.first_item[head, number:] = len(items)
+        made.tokens[head, : len(lists)] = torch.tensor(lists, dtype=torch.int32)
+        if items:
+            made.items[head, : len(items)] = torch.tensor(items, dtype=torch.int32)
+    return made
+
+
+def _band_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[Band, int]:
+    """The band of a sequence, and where its queries start in a line of the choice."""
+    offset_q, seqlen_q, seqlen_k = 0, extents.rows, extents.keys
+    if x.cu_seqlens_q is not None:
+        offset_q = int(x.cu_seqlens_q[b])
+        seqlen_q = int(x.cu_seqlens_q[b + 1]) - offset_q
+    if x.cu_seqlens_k is not None:
+        seqlen_k = int(x.cu_seqlens_k[b + 1]) - int(x.cu_seqlens_k[b])
+    if x.seqused_q is not None:
+        seqlen_q = min(int(x.seqused_q[b]), seqlen_q)
+    if x.seqused_k is not None:
+        seqlen_k = int(x.seqused_k[b])
+    start = x.q_start
+    if isinstance(start, Tensor):
+        start = int(start[b])
+    elif start == AT_END:
+        start = None
+    right = 0 if facts.is_causal else x.window_right
+    return Band(seqlen_q, seqlen_k, x.window_left, right, start), offset_q
+
+
+def _tiles_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[int, int]:
+    """The number of the first key tile of a sequence, and how many it has."""
+    if x.cu_seqlens_k is None:
+        num_tiles = -(-extents.keys // extents.tile_n)
+        return b * num_tiles, num_tiles
+    start, end = int(x.cu_seqlens_k[b]), int(x.cu_seqlens_k[b + 1])
+    return start // extents.tile_n + b, -(-(end - start) // extents.tile_n)
