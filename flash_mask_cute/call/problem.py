@@ -102,8 +102,8 @@ class AttentionProblem:
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. token_lists: a backward takes
     the choice as token lists (`choose/token_lists.py`), of which all heads of a group are packed.
 
-    The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists only as
-    bits.
+    The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
+    only as bits.
     """
 
     dtype: str

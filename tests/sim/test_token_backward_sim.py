@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from drawn_choices import Drawn, dense_choice, draw, draw_choice
 from test_selected_sim import Composed, check_backward, positions
-from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks
 

@@ -125,12 +125,12 @@ def compile_bwd(
     marked_dim = problem.head_dim if problem.may_empty_rows else None
     statistics = num_stats(problem), facts.has_lse_low
     of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
-    packed = {"packed_heads": problem.packed_heads}
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, **packed)
+    packed = problem.packed_heads
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, packed_heads=packed)
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(
-        problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas, **packed
+        problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas, packed_heads=packed
     )
 
     def by_facts(name: str, own: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:

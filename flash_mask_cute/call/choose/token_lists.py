@@ -1,6 +1,6 @@
 """Whether a backward of each query's choice of key blocks gathers the queries of each block.
 
-Token lists have, for each key block, the queries that chose it. The kernel then visits these queries
+Token lists have, for each key block, the queries that chose it. The kernel visits these queries
 alone, with all heads of a group at once, so what neighbouring queries share does not matter. Calls
 that this rule leaves out take the choice as bits, which all backward kernels read. `explain` tells
 which of both it is, and why.

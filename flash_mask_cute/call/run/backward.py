@@ -134,7 +134,7 @@ class KernelBackward:
         first_item = None
         if self._make_lists is not None:
             assert masks is not None
-            *bits, first_item = self._make_lists(
+            made = self._make_lists(
                 masks.block_sparse_tensors_torch.by_entry,
                 ListLengths(
                     *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
@@ -142,7 +142,7 @@ class KernelBackward:
                     q_starts if self._reads_q_starts else self._q_start,
                 ),
             )
-            bits = tuple(bits)
+            bits, first_item = (made.tokens, made.items), made.first_item
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:

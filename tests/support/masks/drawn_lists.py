@@ -109,8 +109,8 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
 
 
 def extents_of(drawn: DrawnLists, b: int) -> tuple[int, int, int, int, int]:
-    """Of a sequence: its first query in a line of the choice, queries and keys in use, keys, and the
-    number of its first key tile."""
+    """Of a sequence: its first query in a line of the choice, queries and keys in use, keys, and
+    the number of its first key tile."""
     x, extents = drawn.lengths, drawn.extents
     offset_q, n_q, n_k = 0, extents.rows, extents.keys
     first_tile = b * -(-n_k // extents.tile_n)
