@@ -65,7 +65,7 @@ from flash_mask_cute.call.choose.splits import (
     decode_rows,
     refuse_splits,
 )
-from flash_mask_cute.call.choose.token_lists import why_bits
+from flash_mask_cute.call.choose.token_lists import with_token_lists
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
@@ -413,8 +413,8 @@ def _choose_tiles(
         seqlens = shapes.seqlen_q, shapes.seqlen_k
         empties = may_empty_rows(problem, seqlens, (window_left, window_right))
         problem = replace(problem, may_empty_rows=empties)
-        if masks.selected is not None and not shapes.is_empty:
-            problem = _with_token_lists(call, problem, shapes, masks, target)
+        if masks.selected is not None:
+            problem = with_token_lists(call, problem, shapes, masks, arch_spec(target))
             empties = problem.may_empty_rows
         choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
         if empties or call.tensors.gradients.dsink is not None:
@@ -604,21 +604,6 @@ def _bwd_chooser(
         return split_group(choice, problem, shapes, window, target.num_sms, splits)
 
     return choose
-
-
-def _with_token_lists(
-    call: AttentionCall,
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    target: Target,
-) -> AttentionProblem:
-    """The problem of a backward with a choice, by token lists if it may be."""
-    if why_bits(call, problem, shapes, masks, arch_spec(target)) is not None:
-        return problem
-    # a query in a list sees something
-    group = shapes.heads_q // shapes.heads_kv
-    return replace(problem, token_lists=True, packed_heads=group, may_empty_rows=False)
 
 
 def _gradient_facts(

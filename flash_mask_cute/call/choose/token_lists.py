@@ -8,6 +8,8 @@ which of both it is, and why.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.choose.arch import ArchSpec
 from flash_mask_cute.call.choose.masks import ResolvedMasks
@@ -59,6 +61,21 @@ def why_bits(
         f"{entries} entries": entries >= _MOST_ENTRIES,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def with_token_lists(
+    call: AttentionCall,
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    spec: ArchSpec,
+) -> AttentionProblem:
+    """The problem of a backward with a choice, which it takes as token lists if it can."""
+    if why_bits(call, problem, shapes, masks, spec) is not None:
+        return problem
+    # a query in a list sees something
+    group = shapes.heads_q // shapes.heads_kv
+    return replace(problem, token_lists=True, packed_heads=group, may_empty_rows=False)
 
 
 def list_facts(problem: AttentionProblem) -> ListFacts:
