@@ -206,7 +206,7 @@ class BwdPreprocess:
     :param has_reference: for scores of any magnitude, see mStats
     :param packed_heads: query heads of a KV head that share a tile's rows, query by query. Heads of
         scratch tensors are then KV heads, and the statistics of a query, of all its heads, follow
-        each other; without references, marks and sinks.
+        each other; without references and marks.
     :raises ValueError: a size is none of these
     """
 
@@ -305,7 +305,9 @@ class BwdPreprocess:
         head_idx = cta - block * mStats.shape[0]
         smem = cutlass.memory.SmemAllocator()
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
-        sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
+        # parts of a warp's rows or, of packed heads, of each row
+        num_parts = self.padded_rows // (WARP if self.packed_heads == 1 else 1)
+        sParts = smem.allocate_tensor(Float32, cute.make_layout(num_parts))
         if const_expr(mQ is not None):
             # a bit for each row that may see nothing, and what such rows hold
             sEmpty = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows // WARP))
@@ -316,7 +318,7 @@ class BwdPreprocess:
             if thread == 0:
                 mSemaphores[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
-            sink = mSink[head_idx].to(Float32)
+            sink = mSink[self._query_head(head_idx, thread)].to(Float32)
         if const_expr(mQ is not None):
             marks = marks_of(
                 mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
@@ -355,8 +357,12 @@ class BwdPreprocess:
                     self._store_sink_part(sParts, of_row, delta, sink, thread)
             if const_expr(mSink is not None):
                 cute.arch.sync_threads()
-                for i in range_constexpr(self.padded_rows // WARP):
-                    sink_part += sParts[i]
+                if const_expr(self.packed_heads == 1):
+                    for i in range_constexpr(self.padded_rows // WARP):
+                        sink_part += sParts[i]
+                else:
+                    for i in range_constexpr(self.tile_m // self.packed_heads):
+                        sink_part += sParts[i * self.packed_heads + thread % self.packed_heads]
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
             lse_at, delta_at = self._places(thread)
@@ -368,8 +374,14 @@ class BwdPreprocess:
                 if thread < self.padded_rows // WARP:
                     marks[thread] = Int32(0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
-            if thread == 0:
-                args.mSinkParts[head_idx, block] = sink_part
+            if thread < self.packed_heads:
+                args.mSinkParts[self._query_head(head_idx, thread), block] = sink_part
+
+    def _query_head(self, head_idx: Int32, row: Int32) -> Int32:
+        """The query head of a row, where head_idx may be a KV head."""
+        if self.packed_heads == 1:
+            return head_idx
+        return head_idx * self.packed_heads + row % self.packed_heads
 
     @cute.jit
     def _read_lse(
@@ -425,15 +437,19 @@ class BwdPreprocess:
     def _store_sink_part(
         self, sParts: cute.Tensor, of_row: LseOfRow, delta: Float32, sink: Float32, thread: Int32
     ):
-        """Store the contribution of a warp's rows to the gradient of their head's sink."""
+        """Store the contribution of a warp's rows to the gradient of their head's sink, or of each
+        row, of packed heads."""
         exponent = (sink - of_row.lse) * LOG2_E
         if const_expr(of_row.low is not None):
             exponent = (sink - of_row.lse - of_row.low) * LOG2_E
         part = -cute.math.exp2(exponent, fastmath=True) * delta
         part = cutlass.select_(of_row.sees_something, part, Float32(0.0))
-        part = cute.arch.warp_reduction_sum(part)
-        if thread % WARP == 0:
-            sParts[thread // WARP] = part
+        if const_expr(self.packed_heads > 1):
+            sParts[thread] = part
+        else:
+            part = cute.arch.warp_reduction_sum(part)
+            if thread % WARP == 0:
+                sParts[thread // WARP] = part
 
     def _row_value(
         self, tensor: cute.Tensor, head_idx: Int32, rows: BlockRows, row: Int32

@@ -100,13 +100,18 @@ class ListLengths(NamedTuple):
 
 
 class TokenListMaker:
-    """Makes the lists of a choice, for calls with the same facts and extents."""
+    """Makes the lists of a choice, for calls with the same facts and extents.
 
-    __slots__ = ("_arch", "_extents", "_facts", "_function")
+    arch: of the GPU whose tensors it gets; None: they are on the CPU.
+    """
 
-    def __init__(self, facts: ListFacts, extents: ListExtents, arch: str) -> None:
-        self._facts, self._extents, self._arch = facts, extents, arch
+    __slots__ = ("_extents", "_facts", "_function")
+
+    def __init__(self, facts: ListFacts, extents: ListExtents, arch: str | None) -> None:
+        self._facts, self._extents = facts, extents
         self._function: Any = None
+        if arch is not None:
+            self._function = compile_token_lists(facts, arch).function
 
     def __call__(self, by_entry: Tensor, lengths: ListLengths) -> MadeLists:
         """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64.
@@ -115,12 +120,10 @@ class TokenListMaker:
         they run; a replayed CUDA graph reads it again.
         """
         facts, extents = self._facts, self._extents
-        if not by_entry.is_cuda:
+        if self._function is None:
             return lists_by_torch(by_entry, facts, extents, lengths)
         num_blocks = -(-extents.most_keys // extents.block_size)
         bits = selected_bits(by_entry, num_blocks, _TILES, lengths.cu_seqlens_q).rows
-        if self._function is None:
-            self._function = compile_token_lists(facts, self._arch).function
         made = empty_lists(by_entry, facts, extents)
         fill_lists(self._function, bits, made, facts, extents, lengths)
         return made

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from drawn_choices import Drawn, dense_choice, draw, draw_choice
+from conftest import ACTIVE_ARCH
+from drawn_choices import dense_choice, draw, regroup
+from planned import backward_call
+from quiet_runs import quiet_run
+from simulated_backward import run_on_simulator as run_backward
 from test_selected_sim import Composed, check_backward, positions
 
-from flash_mask_cute import SelectedBlocks
+from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.prepare import prepare_bwd
+from flash_mask_cute.mask_prep import token_lists
+from flash_mask_cute.runtime.target import Target
 
 BF16 = torch.bfloat16
 
@@ -23,37 +31,130 @@ def test_groups(simulator: ModuleType, group: int) -> None:
     drawn.seen(j <= i).check()
 
 
-def regrouped(drawn: Drawn, group: int, head_dim: int, k: int = 3) -> Drawn:
-    """The same sequences with other heads, a choice of blocks of 128 keys, and what they then
-    see."""
-    gen = torch.Generator().manual_seed(group)
-    heads_kv = drawn.k.shape[-2]
-    q = torch.randn(*drawn.q.shape[:-2], heads_kv * group, head_dim, generator=gen)
-    key, v = (torch.randn(*drawn.k.shape[:-1], head_dim, generator=gen) for _ in range(2))
-    shape = drawn.selected.indices.shape
-    heads = heads_kv if drawn.selected.heads > 1 else 1
-    num_blocks = -(-max(drawn.lens_k) // 128)
-    choice = draw_choice(gen, (*shape[:-3], heads, shape[-2], k), num_blocks, torch.int32)
-    visible = []
-    for b, (n_q, n_k) in enumerate(zip(drawn.lens_q, drawn.lens_k, strict=True)):
-        first = sum(drawn.lens_q[:b])
-        own = choice[:, first : first + n_q] if drawn.is_packed else choice[min(b, len(choice) - 1)]
-        seen = dense_choice(own, 128, n_k).repeat_interleave(heads_kv * group // heads, 0)
-        at, j = positions(n_q, n_k, n_k - n_q)
-        if drawn.keywords["causal"]:
-            seen = seen & (j <= at)
-        if "window_size" in drawn.keywords:
-            seen = seen & (j >= at - 13)
-        visible.append(seen)
-    keywords = {name: x for name, x in drawn.keywords.items() if name != "learnable_sink"}
-    return drawn._replace(
-        q=q.double(), k=key.double(), v=v.double(), selected=SelectedBlocks(choice, 128),
-        keywords=keywords, visible=visible,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("number", range(6))
 def test_draws(simulator: ModuleType, number: int) -> None:
     """Packed and dense, causal or not, windows, soft caps; head dimensions 64 and 128."""
     drawn = draw(100 + number, 64, (128,), 330)
-    check_backward(regrouped(drawn, (8, 16)[number % 2], (64, 128)[number // 2 % 2]), number)
+    check_backward(regroup(drawn, (8, 16)[number % 2], (64, 128)[number // 2 % 2]), number)
+
+
+def uses_lists(call: Any) -> bool:
+    return plan(call, Target(ACTIVE_ARCH, num_sms=2)).problem.token_lists
+
+
+def test_the_gradient_of_a_sink(simulator: ModuleType) -> None:
+    i, j = positions(200, 260, 60)
+    drawn = Composed.draw((2, 200, 260), (16, 2, 1), 128, 2).seen(j <= i, causal=True)
+    sink = torch.randn(16, generator=torch.Generator().manual_seed(3))
+    leaves = [x.double().requires_grad_() for x in (*drawn[:3], sink)]
+    q, k, v = (x.transpose(1, 2) for x in leaves[:3])
+    k, v = (x.repeat_interleave(8, 1) for x in (k, v))
+    scores = (q @ k.mT * 64**-0.5).masked_fill(~drawn.visible, -torch.inf)
+    scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(2, -1, 200, 1)), -1)
+    out = (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(BF16)
+    wanted = torch.autograd.grad(out, leaves, dout.double())
+    dsink = torch.empty_like(sink)
+    lse = scores.logsumexp(-1).detach().float()
+    call = backward_call(
+        *drawn[:3], out.detach().to(BF16), dout, lse, **drawn.arguments, learnable_sink=sink,
+        dsink=dsink,
+    )  # fmt: skip
+    assert uses_lists(call)
+    with quiet_run(simulator, 1):
+        got = run_backward(call)
+    for name, x, y in zip(("dq", "dk", "dv", "dsink"), (*got, dsink), wanted, strict=True):
+        assert (x.double() - y).abs().amax() <= 1.5e-2 * y.abs().amax(), name
+
+
+def test_key_tiles_that_nobody_chose_and_unused_rows_hold_nan(simulator: ModuleType) -> None:
+    """A query in a list sees something; the others, and what lies behind, reach no sum."""
+    used_q, used_k = torch.tensor([130, 0, 77]).int(), torch.tensor([401, 300, 64]).int()
+    drawn = Composed.draw((3, 130, 520), (8, 1, 1), 128, 3)
+    choice = drawn.choice.where(drawn.choice != 1, 0)
+    choice[:, :, 5:9] = -1
+    visible = dense_choice(choice, 128, 520).expand(-1, 8, -1, -1)
+    drawn = drawn._replace(choice=choice, visible=visible)
+    drawn.q[:, 5:9] = torch.nan
+    for x in (drawn.k, drawn.v):
+        x[:, 128:256] = torch.nan
+    dout = torch.randn(drawn.q.shape, generator=torch.Generator().manual_seed(5)).to(BF16)
+    dout[:, 5:9] = torch.nan
+    for b, (n_q, n_k) in enumerate(zip(used_q.tolist(), used_k.tolist(), strict=True)):
+        drawn.k[b, n_k:] = drawn.v[b, n_k:] = drawn.q[b, n_q:] = dout[b, n_q:] = torch.nan
+    given = drawn[:3]
+    out, lse = torch.zeros_like(drawn.q), torch.full((3, 8, 130), -torch.inf)
+    wanted = [torch.zeros(x.shape, dtype=torch.float64) for x in given]
+    for b, (n_q, n_k) in enumerate(zip(used_q.tolist(), used_k.tolist(), strict=True)):
+        if not n_q:
+            continue
+        own = drawn._replace(visible=drawn.visible[b : b + 1, :, :n_q, :n_k])
+        rows = drawn.q[b : b + 1, :n_q], *(x[b : b + 1, :n_k] for x in (drawn.k, drawn.v))
+        leaves = [x.nan_to_num(0.0).double().requires_grad_() for x in rows]
+        of_rows = own.attend(*leaves)
+        grads = torch.autograd.grad(of_rows, leaves, dout[b : b + 1, :n_q].nan_to_num(0.0).double())
+        out[b, :n_q] = of_rows[0].detach().to(BF16)
+        q, k, _ = (x.detach().transpose(1, 2) for x in leaves)
+        scores = (q @ k.mT * 64**-0.5).masked_fill(~own.visible, -torch.inf)
+        lse[b, :, :n_q] = scores.logsumexp(-1)[0].float()
+        for x, y, n in zip(wanted, grads, (n_q, n_k, n_k), strict=True):
+            x[b, :n] = y[0]
+    call = backward_call(
+        *given, out, dout, lse, seqused_q=used_q, seqused_k=used_k, **drawn.arguments
+    )
+    assert uses_lists(call)
+    with quiet_run(simulator, 1):
+        got = run_backward(call)
+    for name, x, y in zip(("dq", "dk", "dv"), got, wanted, strict=True):
+        assert (x.double() - y).abs().amax() <= 1.5e-2 * y.abs().amax(), name
+
+
+def test_several_segments_in_any_order(simulator: ModuleType, monkeypatch: Any) -> None:
+    """Segments of a list, and lists of blocks of two key tiles; dK and dV are the same in each run,
+    on any number of CTAs."""
+    monkeypatch.setattr(token_lists, "SEGMENT", 40)
+    i, j = positions(300, 600, 300)
+    drawn = Composed.draw((1, 300, 600), (16, 1, 1), 256, 2).seen(j <= i, causal=True)
+    drawn.check()
+    out, dout, lse = torch.randn_like(drawn.q), torch.randn_like(drawn.q), torch.zeros(1, 16, 300)
+    call = backward_call(*drawn[:3], out, dout, lse, **drawn.arguments)
+    runs = []
+    for delay, sms in ((1, 2), (2, 2), (3, 5)):
+        with quiet_run(simulator, delay):
+            prepared = prepare_bwd(call, Target(ACTIVE_ARCH, num_sms=sms))
+            runs.append(prepared(call.tensors, call.masks))
+    for dq, dk, dv in runs[1:]:
+        assert torch.equal(dk, runs[0][1]) and torch.equal(dv, runs[0][2])
+        torch.testing.assert_close(dq.float(), runs[0][0].float(), rtol=2e-2, atol=2e-2)
+
+
+def test_first_positions(simulator: ModuleType) -> None:
+    """The rows of the choice stay with the queries."""
+    i, j = positions(150, 300, 0)
+    starts = torch.tensor([140, -7], dtype=torch.int32)
+    first = i + starts[:, None, None, None]
+    drawn = Composed.draw((2, 150, 300), (16, 2, 1), 128, 2)
+    drawn.seen(j <= first, causal=True, q_start=starts).check()
+
+
+@pytest.mark.parametrize("spoils", ["order", "entry", "item"])
+def test_faults_of_lists_are_noticed(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, spoils: str
+) -> None:
+    """An entry of another list, an entry twice, an item that is left out."""
+    made_rightly = token_lists.lists_by_torch
+
+    def made_wrongly(*given: Any) -> Any:
+        made = made_rightly(*given)
+        if spoils == "order":
+            made.tokens[0, 3] = made.tokens[0, 2]
+        elif spoils == "entry":
+            made.items[0, 0, 3] += 1
+        else:
+            made.first_item[0, 1:] -= 1
+        return made
+
+    monkeypatch.setattr(token_lists, "lists_by_torch", made_wrongly)
+    drawn = Composed.draw((1, 150, 300), (16, 1, 1), 128, 2)
+    with pytest.raises(AssertionError):
+        drawn.check()

@@ -82,7 +82,9 @@ def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
         stats=(shapes.heads_kv, blocks, stats_words(tile_m, num_stats(problem), has_marks=False)),
         dq_sums=(shapes.heads_kv, blocks, tile_m * choice.tile_d),
         semaphores=None,
-        sink_parts=None,
+        sink_parts=(shapes.heads_q, blocks)
+        if plan.gradients and plan.gradients.sink_dtype
+        else None,
         dk_parts=(*parts, choice.tile_n * choice.tile_d),
         dv_parts=(*parts, choice.tile_n * choice.tile_dv),
         lists=(extents.num_words(facts),),

@@ -39,7 +39,6 @@ def why_bits(
     assert selected is not None
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 0
     d, d_v = problem.head_dim, problem.head_dim_v
-    gradients = call.tensors.gradients
     entries = selected.by_entry.shape[2] * selected.by_entry.shape[3]
     if not problem.varlen_q:
         entries *= shapes.batch
@@ -55,7 +54,6 @@ def why_bits(
         "a mask_mod": problem.mask_mod is not None,
         "a score_mod": problem.score_mod is not None,
         "column intervals": problem.intervals is not None,
-        "the gradient of a sink": gradients.dsink is not None,
         "one batch entry of keys for all sequences": problem.common_kv,
         "config": bool(given_fields(call.config)),
         f"{entries} entries": entries >= _MOST_ENTRIES,

@@ -61,7 +61,8 @@ class KernelBackward:
         self._make_lists: TokenListMaker | None = None
         if problem.token_lists:
             extents = list_extents(problem, plan.shapes, plan.masks)
-            self._make_lists = TokenListMaker(list_facts(problem), extents, plan.target.arch)
+            arch = plan.target.arch if plan.device.type == "cuda" else None
+            self._make_lists = TokenListMaker(list_facts(problem), extents, arch)
         self._has_aux = bool(problem.aux)
         self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
         self._reads_query_early = problem.may_empty_rows
