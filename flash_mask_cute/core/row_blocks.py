@@ -63,6 +63,12 @@ def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
     return cute.recast_tensor(words, Int32)
 
 
+def by_lanes(groups: int) -> cute.Layout:
+    """(4, lane, column group, warp): the sums of a key block to which CTAs add, in each group value
+    by value."""
+    return cute.make_layout((4, 32, groups, 8), stride=(32, 1, 128, 128 * groups))
+
+
 def column_parts(cols: int) -> tuple[int, ...]:
     """The split of a tile's columns between two warpgroups: the widths of the parts of each.
 

@@ -1,19 +1,19 @@
-"""dK and dV from the partial sums of a backward with several CTAs for the same keys.
+"""dK and dV from the sums of a backward with several CTAs for the same keys.
 
-These CTAs have different heads of a group, or different queries (`core/token_lists.py`).
+These split a group of heads, and leave partial sums, or have different queries of token lists
+(`core/token_lists.py`), and add to the same sums.
 
 The sums are fp32, in the layout of the summing kernel (`bwd_postprocess`). They are added in the
 order of the parts, so the result does not depend on the run. There is little to add, and there are
 few key blocks: a CTA takes some columns of one, so that many SMs have something to read.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.row_blocks import by_lanes
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_postprocess import COLS_PER_GROUP
 from flash_mask_cute.kernels.bwd_preprocess import (
@@ -30,37 +30,19 @@ TILE_N = 128
 GROUPS = 4
 
 
-class PartsOfBlock(NamedTuple):
-    """The partial sums of a key block and KV head. num_parts: of each block, if they are equal."""
-
-    num_parts: Int32
-    head_idx: Int32
-    block: Int32
-    first_item: cute.Tensor | None
-
-    def numbers(self) -> tuple[Int32 | int, Int32]:
-        """The first part, and one past the last."""
-        if self.first_item is None:
-            return 0, self.num_parts
-        head_idx = cutlass.min(self.head_idx, self.first_item.shape[0] - 1)
-        first, end = (self.first_item[head_idx, self.block + i] for i in range(2))
-        return first, end
-
-    def sums(self, tensor: cute.Tensor, part: Int32) -> cute.Tensor:
-        if self.first_item is None:
-            return tensor[self.head_idx * self.num_parts + part, self.block, None]
-        return tensor[self.head_idx, part, None]
-
-
 class BwdAddParts:
     """Adds partial sums of dK and dV and rounds them; to be passed to `cute.compile`.
 
     :param dtype: of dK and dV, 16 bits
     :param accum_cols: columns of a key block's sums of dK and of dV, multiples of 16
+    :param by_lanes: sums are in the order of `row_blocks.by_lanes`
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], accum_cols: tuple[int, int]):
+    def __init__(
+        self, dtype: type[cutlass.Numeric], accum_cols: tuple[int, int], by_lanes: bool = False
+    ):
         self.dtype = dtype
+        self.by_lanes = by_lanes
         self.num_groups = tuple(cols // COLS_PER_GROUP for cols in accum_cols)
         self.num_chunks = tuple(-(-groups // GROUPS) for groups in self.num_groups)
 
@@ -74,7 +56,6 @@ class BwdAddParts:
         stream,
         mCuSeqlensK: cute.Tensor | None,
         mSeqUsedK: cute.Tensor | None,
-        mFirstItem: cute.Tensor | None = None,
     ):
         """Launch on `stream`, for at least one head and key block.
 
@@ -85,8 +66,6 @@ class BwdAddParts:
             are.
         :param mCuSeqlensK: int32 (num_sequences + 1,), with at least one sequence; packed only
         :param mSeqUsedK: int32 (batch,) or (num_sequences,)
-        :param mFirstItem: int32 (1 | heads_kv, key_blocks + 1): where key blocks have different
-            numbers of parts, (heads_kv, parts, 128 * accum_cols): the first part of each block
         """
         is_packed = const_expr(mCuSeqlensK is not None)
         seqlen_k = Int32(mdK.shape[0 if is_packed else 1])
@@ -94,9 +73,7 @@ class BwdAddParts:
         lengths = Lengths(mCuSeqlensK, None, mSeqUsedK, None, seqlen_k, Int32(0))
         heads = mdK.shape[1 if is_packed else 2]
         num_parts, num_blocks = mdKsums.shape[0] // heads, mdKsums.shape[1]
-        if const_expr(mFirstItem is not None):
-            num_blocks = mFirstItem.shape[1] - 1
-        self.kernel(mdKsums, mdVsums, mdK, mdV, lengths, heads, num_parts, mFirstItem).launch(
+        self.kernel(mdKsums, mdVsums, mdK, mdV, lengths, heads, num_parts).launch(
             grid=(sum(self.num_chunks), heads * num_blocks, 1),
             block=(NUM_THREADS, 1, 1),
             stream=stream,
@@ -112,18 +89,16 @@ class BwdAddParts:
         lengths: Lengths,
         heads: Int32,
         num_parts: Int32,
-        mFirstItem: cute.Tensor | None,
     ):
         chunk, place, _ = cute.arch.block_idx()
         block = place // heads
         head_idx = place - block * heads
-        parts = PartsOfBlock(num_parts, head_idx, block, mFirstItem)
         chunks_k, chunks_v = self.num_chunks
         if chunk < chunks_k:
-            self._add(mdKsums, mdK, lengths, parts, chunk, self.num_groups[0])
+            self._add(mdKsums, mdK, lengths, head_idx, block, num_parts, chunk, self.num_groups[0])
         else:
             chunk -= chunks_k
-            self._add(mdVsums, mdV, lengths, parts, chunk, self.num_groups[1])
+            self._add(mdVsums, mdV, lengths, head_idx, block, num_parts, chunk, self.num_groups[1])
 
     @cute.jit
     def _add(
@@ -131,12 +106,14 @@ class BwdAddParts:
         sums: cute.Tensor,
         target: cute.Tensor,
         lengths: Lengths,
-        parts: "PartsOfBlock",
+        head_idx: Int32,
+        block: Int32,
+        num_parts: Int32,
         chunk: Int32,
         num_groups: cutlass.Constexpr[int],
     ):
         """Add some column groups of a key block; in each, a thread has two columns of two rows."""
-        rows = rows_of(parts.block, lengths, TILE_N)
+        rows = rows_of(block, lengths, TILE_N)
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP
         first = chunk * GROUPS
@@ -144,16 +121,20 @@ class BwdAddParts:
         for values in totals:
             values.fill(0.0)
         if rows.in_slot > 0:
-            first_part, end_part = parts.numbers()
-            for part in cutlass.range(first_part, end_part, unroll=1):
-                source = parts.sums(sums, part)
+            for part in cutlass.range(num_parts, unroll=1):
+                source = sums[head_idx * num_parts + part, block, None]
                 for g in cutlass.range_constexpr(GROUPS):
                     if first + g < num_groups:
                         values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                        at = (warp * num_groups + first + g) * WARP + lane
-                        cute.autovec_copy(vector_of(source, at, VECTOR_32_BITS), values)
+                        if const_expr(self.by_lanes):
+                            stored = cute.make_tensor(source.iterator, by_lanes(num_groups))
+                            for i in cutlass.range_constexpr(VECTOR_32_BITS):
+                                values[i] = stored[i, lane, first + g, warp]
+                        else:
+                            at = (warp * num_groups + first + g) * WARP + lane
+                            cute.autovec_copy(vector_of(source, at, VECTOR_32_BITS), values)
                         totals[g].store(totals[g].load() + values.load())
-            gRows = rows_of_head(target, parts.head_idx, rows)
+            gRows = rows_of_head(target, head_idx, rows)
             row, first_pair = warp * 16 + lane // 4, first * 4 + lane % 4
             for g in cutlass.range_constexpr(GROUPS):
                 self._store(totals[g], gRows, rows, row, first_pair + g * 4)

@@ -41,7 +41,8 @@ class ListExtents(NamedTuple):
     """What the sizes of lists follow from, known without a look at values.
 
     rows: queries of a sequence, or of all if they are packed; keys alike. most_keys: of the longest
-    sequence. k: entries of a query. block_size: a multiple of tile_n, the keys of a work tile.
+    sequence, most_rows alike. k: entries of a query. block_size: a multiple of tile_n, the keys of
+    a work tile. range_rows: queries at which all lists are cut, a multiple of `CHUNK_ROWS`.
     """
 
     batch: int
@@ -52,6 +53,8 @@ class ListExtents(NamedTuple):
     k: int
     block_size: int
     tile_n: int
+    most_rows: int
+    range_rows: int
 
     def num_blocks(self, keys: int, size: int, is_packed: bool) -> int:
         """Blocks of `size` rows of all sequences, as `core/row_blocks.py` numbers them."""
@@ -63,28 +66,31 @@ class ListExtents(NamedTuple):
 
     def num_words(self, facts: ListFacts) -> int:
         """int32 words that lists of all heads take, with the bits and counts they are made with."""
-        tiles = self.num_blocks(self.keys, self.tile_n, facts.varlen_k)
         blocks = self.num_blocks(self.keys, self.block_size, facts.varlen_k)
         chunks = self.num_blocks(self.rows, CHUNK_ROWS, facts.varlen_q)
         words = -(-self.most_keys // self.block_size // WORD)
         rows = self.entries(facts.varlen_q) // max(self.k, 1)
-        of_lists = self.entries(facts.varlen_q) + self.items(facts) * ITEM_WORDS + tiles + blocks
+        of_lists = self.entries(facts.varlen_q) + self.items(facts) * ITEM_WORDS + blocks
         return self.heads * (of_lists + (chunks * WORD + rows) * words)
 
     def items(self, facts: ListFacts) -> int:
-        """Key tiles and segments of their lists, at most."""
-        tiles = self.num_blocks(self.keys, self.tile_n, facts.varlen_k)
+        """Segments of the lists of all key tiles, at most."""
+        ranges = -(-self.most_rows // self.range_rows)
         entries = self.entries(facts.varlen_q) * (self.block_size // self.tile_n)
-        return tiles + entries // SEGMENT
+        return self.num_tiles(facts) * ranges + entries // SEGMENT
+
+    def num_tiles(self, facts: ListFacts) -> int:
+        """Key tiles of all sequences."""
+        return self.num_blocks(self.keys, self.tile_n, facts.varlen_k)
 
 
 class MadeLists(NamedTuple):
-    """tokens (heads, entries), items (heads, items, ITEM_WORDS), and first_item (heads, key tiles +
-    1): int32, as `core/token_lists.py` says."""
+    """tokens (heads, entries), items (heads, items, ITEM_WORDS), and num_items (heads,): int32, as
+    `core/token_lists.py` says."""
 
     tokens: Tensor
     items: Tensor
-    first_item: Tensor
+    num_items: Tensor
 
 
 class ListLengths(NamedTuple):
@@ -132,11 +138,10 @@ class TokenListMaker:
 def empty_lists(like: Tensor, facts: ListFacts, extents: ListExtents) -> MadeLists:
     """Memory for lists."""
     heads = extents.heads
-    tiles = extents.num_blocks(extents.keys, extents.tile_n, facts.varlen_k)
     shapes = (
         (heads, max(extents.entries(facts.varlen_q), 1)),
-        (heads, extents.items(facts), ITEM_WORDS),
-        (heads, tiles + 1),
+        (heads, max(extents.items(facts), 1), ITEM_WORDS),
+        (heads,),
     )
     return MadeLists(*(like.new_empty(shape, dtype=torch.int32) for shape in shapes))
 
@@ -152,9 +157,9 @@ def fill_lists(
     starts = bits.new_empty((extents.heads, blocks + 1))
     x = lengths
     function(
-        bits, counts, starts, *made, extents.block_size, extents.tile_n, extents.rows,
-        extents.keys, x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.window_left,
-        x.window_right, x.q_start,
+        bits, counts, starts, *made, extents.block_size, extents.tile_n, extents.num_tiles(facts),
+        extents.most_rows, extents.range_rows, extents.rows, extents.keys, x.cu_seqlens_q,
+        x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.window_left, x.window_right, x.q_start,
     )  # fmt: skip
 
 
@@ -171,12 +176,13 @@ def compile_token_lists(facts: ListFacts, arch: str, cache: CompileCache = CACHE
 
 
 def _build(facts: ListFacts, arch: str) -> Compiled:
+    import cutlass
+
     from flash_mask_cute.mask_prep.token_lists_kernel import MakeTokenLists
 
     arguments = [
-        *(fake_tensors.strided(rank) for rank in (4, 3, 2, 2, 3, 2)),
-        *fake_tensors.int32_pair(),
-        *fake_tensors.int32_pair(),
+        *(fake_tensors.strided(rank) for rank in (4, 3, 2, 2, 3, 1)),
+        *(cutlass.Int32(0) for _ in range(7)),
         fake_tensors.stream(),
         *map(
             fake_tensors.int32_vector,
@@ -196,29 +202,25 @@ def lists_by_torch(
     size, tile_n = extents.block_size, extents.tile_n
     for head in range(extents.heads):
         lists: list[int] = []
-        items: list[tuple[int, int, int, int]] = []
-        number = 0
+        # (first query, sequence, key tile, first entry, end), in any order
+        segments: list[tuple[int, int, int, int, int]] = []
         for b in range(extents.batch):
             band, offset_q = _band_of(b, facts, extents, lengths)
-            first_tile, num_tiles = _tiles_of(b, facts, extents, lengths)
-            made.first_item[head, number : first_tile + 1] = len(items)
-            of_sequence = by_entry[min(b, by_entry.shape[0] - 1), head][offset_q:]
-            span, found = (0, 0), -1
-            for tile in range(num_tiles):
-                block = tile * tile_n // size
-                if tile * tile_n < band.seqlen_k and block != found:
-                    keys = block * size, min((block + 1) * size, band.seqlen_k)
-                    lo, hi = band.q_range(keys[0])[0], band.q_range(keys[1] - 1)[1]
-                    chose = (of_sequence[: band.seqlen_q] == block).any(-1).nonzero()[:, 0].tolist()
-                    queries = [x for x in chose if lo <= x < hi]
-                    span, found = (len(lists), len(lists) + len(queries)), block
-                    lists += queries
-                begin, end = span if tile * tile_n < band.seqlen_k else (0, 0)
-                cuts = range(begin, end, SEGMENT)
-                items += [(b, tile, x, min(x + SEGMENT, end)) for x in cuts]
-                made.first_item[head, first_tile + tile + 1] = len(items)
-            number = first_tile + num_tiles
-        made.first_item[head, number:] = len(items)
+            of_sequence = by_entry[min(b, by_entry.shape[0] - 1), head][offset_q:][: band.seqlen_q]
+            for block in range(-(-band.seqlen_k // size)):
+                keys = block * size, min((block + 1) * size, band.seqlen_k)
+                lo, hi = band.q_range(keys[0])[0], band.q_range(keys[1] - 1)[1]
+                chose = (of_sequence == block).any(-1).nonzero()[:, 0].tolist()
+                queries = [x for x in chose if lo <= x < hi]
+                for row in range(0, band.seqlen_q, extents.range_rows):
+                    begin = len(lists)
+                    lists += [x for x in queries if row <= x < row + extents.range_rows]
+                    for first in range(begin, len(lists), SEGMENT):
+                        end = min(first + SEGMENT, len(lists))
+                        tiles = range(keys[0] // tile_n, -(-keys[1] // tile_n))
+                        segments += [(row, b, tile, first, end) for tile in tiles]
+        items = [words[1:] for words in sorted(segments)]
+        made.num_items[head] = len(items)
         made.tokens[head, : len(lists)] = torch.tensor(lists, dtype=torch.int32)
         if items:
             made.items[head, : len(items)] = torch.tensor(items, dtype=torch.int32)
@@ -244,12 +246,3 @@ def _band_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> 
         start = None
     right = 0 if facts.is_causal else x.window_right
     return Band(seqlen_q, seqlen_k, x.window_left, right, start), offset_q
-
-
-def _tiles_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[int, int]:
-    """The number of the first key tile of a sequence, and how many it has."""
-    if x.cu_seqlens_k is None:
-        num_tiles = -(-extents.keys // extents.tile_n)
-        return b * num_tiles, num_tiles
-    start, end = int(x.cu_seqlens_k[b]), int(x.cu_seqlens_k[b + 1])
-    return start // extents.tile_n + b, -(-(end - start) // extents.tile_n)

@@ -50,9 +50,12 @@ class TokenListArgs(NamedTuple):
     mStarts: cute.Tensor
     mTokens: cute.Tensor
     mItems: cute.Tensor
-    mFirstItem: cute.Tensor
+    mNumItems: cute.Tensor
     block_size: Int32
     tile_n: Int32
+    num_tiles: Int32
+    longest_q: Int32
+    range_rows: Int32
     lengths: Lengths
     window_left: Int32 | None
     window_right: Int32 | None
@@ -75,9 +78,12 @@ class MakeTokenLists:
         mStarts: cute.Tensor,
         mTokens: cute.Tensor,
         mItems: cute.Tensor,
-        mFirstItem: cute.Tensor,
+        mNumItems: cute.Tensor,
         block_size: Int32,
         tile_n: Int32,
+        num_tiles: Int32,
+        longest_q: Int32,
+        range_rows: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
         stream,
@@ -98,14 +104,19 @@ class MakeTokenLists:
             all sequences are numbered in the same way, and so are key tiles.
         :param mTokens: int32 (heads, entries): gets the lists, one after the other
         :param mItems: int32 (heads, items, ITEM_WORDS): gets an `Item` each
-        :param mFirstItem: int32 (heads, tiles + 1): gets the first item of each key tile
+        :param mNumItems: int32 (heads,): gets the number of items
         :param block_size: keys of a block, a multiple of tile_n
+        :param num_tiles: key tiles of all sequences, as they are numbered
+        :param longest_q: queries of the longest sequence, or more
+        :param range_rows: queries of a sequence at which all lists are cut, a multiple of
+            `CHUNK_ROWS`
         :param seqlen_q, seqlen_k: extents of dense tensors, not read for packed sequences
         """
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths(*of_sequences, seqlen_q, seqlen_k, mQStart)
         args = TokenListArgs(
-            mBits, mCounts, mStarts, mTokens, mItems, mFirstItem, block_size, tile_n, lengths,
+            mBits, mCounts, mStarts, mTokens, mItems, mNumItems, block_size, tile_n, num_tiles,
+            longest_q, range_rows, lengths,
             window_size_left, window_size_right,
         )  # fmt: skip
         heads, chunks, columns = mCounts.shape
@@ -224,12 +235,12 @@ class MakeTokenLists:
 
     @cute.kernel
     def cut(self, args: TokenListArgs):
-        """mStarts = the first entry of each list; mItems and mFirstItem."""
+        """mStarts = the first entry of each list; mItems and mNumItems."""
         head_idx, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARP))
-        starts, lengths = args.mStarts, args.lengths
-        num_blocks, num_tiles = starts.shape[1] - 1, args.mFirstItem.shape[1] - 1
+        starts = args.mStarts
+        num_blocks = starts.shape[1] - 1
         before = Int32(0)
         for base in cutlass.range(0, num_blocks, SCAN_THREADS, unroll=1):
             number = base + thread
@@ -243,39 +254,70 @@ class MakeTokenLists:
         if thread == 0:
             starts[head_idx, num_blocks] = before
         cute.arch.sync_threads()
-        before = Int32(0)
-        for base in cutlass.range(0, num_tiles, SCAN_THREADS, unroll=1):
+        number = Int32(0)
+        for first in cutlass.range(0, args.longest_q, args.range_rows, unroll=1):
+            number = self._cut_range(args, head_idx, first, number, sums)
+        if thread == 0:
+            args.mNumItems[head_idx] = number
+
+    @cute.jit
+    def _cut_range(
+        self,
+        args: TokenListArgs,
+        head_idx: Int32,
+        first_row: Int32,
+        number: Int32,
+        sums: cute.Tensor,
+    ) -> Int32:
+        """Write the items of the queries from first_row on of all sequences, the first of which is
+        item `number`. Returns the number of the next item."""
+        thread, _, _ = cute.arch.thread_idx()
+        lengths = args.lengths
+        for base in cutlass.range(0, args.num_tiles, SCAN_THREADS, unroll=1):
             tile = base + thread
-            first, end, number, block = Int32(0), Int32(0), Int32(0), Int32(0)
-            if tile < num_tiles:
-                number = _sequence_of(
+            first, end, of_sequence, block = Int32(0), Int32(0), Int32(0), Int32(0)
+            if tile < args.num_tiles:
+                of_sequence = _sequence_of(
                     tile, args.tile_n, lengths.cu_seqlens_k, lengths.seqlen_k, _num_sequences(args)
                 )
-                sequence = _describe(number, lengths)
+                sequence = _describe(of_sequence, lengths)
                 block = tile - _first_of_keys(sequence, lengths, args.tile_n)
-                if block * args.tile_n < sequence.used.seqlen_k:
-                    at = _first_of_keys(sequence, lengths, args.block_size)
-                    at += block * args.tile_n // args.block_size
-                    first, end = starts[head_idx, at], starts[head_idx, at + 1]
-            own, of_all = _running_in_cta(cute.ceil_div(end - first, SEGMENT), sums, thread)
-            item = before + own - cute.ceil_div(end - first, SEGMENT)
-            if tile < num_tiles:
-                args.mFirstItem[head_idx, tile] = item
-                while first < end:
-                    self._store(
-                        args,
-                        head_idx,
-                        item,
-                        (number, block, first, cutlass.min(end, first + SEGMENT)),
-                    )
-                    first += SEGMENT
-                    item += 1
-            before += of_all
-        if thread == 0:
-            args.mFirstItem[head_idx, num_tiles] = before
-        for base in cutlass.range(before, args.mItems.shape[1], SCAN_THREADS, unroll=1):
-            if base + thread < args.mItems.shape[1]:
-                self._store(args, head_idx, base + thread, (-1, 0, 0, 0))
+                if (block * args.tile_n < sequence.used.seqlen_k) & (first_row < sequence.slot_q):
+                    first, end = self._entries_of(args, head_idx, sequence, block, first_row)
+            count = cute.ceil_div(end - first, SEGMENT)
+            own, of_all = _running_in_cta(count, sums, thread)
+            item = number + own - count
+            while first < end:
+                words = (of_sequence, block, first, cutlass.min(end, first + SEGMENT))
+                self._store(args, head_idx, item, words)
+                first += SEGMENT
+                item += 1
+            number += of_all
+        return number
+
+    @cute.jit
+    def _entries_of(
+        self,
+        args: TokenListArgs,
+        head_idx: Int32,
+        sequence: Sequence,
+        tile: Int32,
+        first_row: Int32,
+    ) -> tuple[Int32, Int32]:
+        """The entries [first, end) of a key tile's list, of range_rows queries from first_row
+        on."""
+        block = tile * args.tile_n // args.block_size
+        at = _first_of_keys(sequence, args.lengths, args.block_size) + block
+        chunk = _first_of_queries(sequence, args.lengths) + first_row // CHUNK_ROWS
+        start, end = args.mStarts[head_idx, at], args.mStarts[head_idx, at + 1]
+        first = start
+        # a sequence may be longer than it was said to be
+        if block < args.mCounts.shape[2]:
+            first += args.mCounts[head_idx, chunk, block]
+            if first_row + args.range_rows < sequence.slot_q:
+                chunk += args.range_rows // CHUNK_ROWS
+                end = start + args.mCounts[head_idx, chunk, block]
+        return first, end
 
     def _store(self, args: TokenListArgs, head_idx: Int32, item: Int32, words: tuple) -> None:
         for i, word in enumerate(words):

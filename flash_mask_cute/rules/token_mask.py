@@ -26,7 +26,7 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows
 @dataclass(frozen=True)
 class TokenMask(BackwardMask):
     """`BackwardMask` of listed queries, of which block_info has the packed heads. Of a work tile
-    first_block and end_block are the entries of its segment, and place is the item."""
+    first_block and end_block are the entries of its segment."""
 
     lists: TokenLists | None = None
 
@@ -114,22 +114,22 @@ def send_token_walks(
     ring: WorkRing,
     walk: WalkRing,
 ) -> None:
-    """As `send_walks`, where work tiles are items, of which not all exist."""
-    tiles, chunks, claims = Int32(0), Int32(0), Int32(0)
-    tile, search = scheduler.locate(scheduler.start(), None)
+    """As `send_walks`, where work tiles are items, and heads take the place of sequences."""
+    tiles, chunks = Int32(0), Int32(0)
+    tile, search = scheduler.locate(scheduler.start(), rules.lists.count)
     while tile.is_valid:
-        item = rules.lists.item(tile.head_idx, tile.block)
-        if item.sequence >= 0:
-            of_keys = WorkTile(item.block, tile.head_idx, item.sequence, Boolean(True))
-            work = describe(of_keys, lengths, True)
-            work = work._replace(first_block=item.first, end_block=item.end, place=tile.block)
-            ring.write(tiles, work)
-            chunks = rules.send_walk(walk, chunks, work)
-            tiles += 1
-            # as late as can be, as in `send_walks`
-            ring.acquire(tiles)
-            walk.wait_until_read(chunks)
-        tile, search = scheduler.locate(scheduler.advance(search, claims), None)
-        claims += 1
+        head_idx = tile.batch_idx
+        item = rules.lists.item(head_idx, tile.block)
+        of_keys = WorkTile(item.block, head_idx, item.sequence, Boolean(True))
+        work = describe(of_keys, lengths, True)
+        work = work._replace(first_block=item.first, end_block=item.end, place=tile.block)
+        ring.write(tiles, work)
+        chunks = rules.send_walk(walk, chunks, work)
+        tiles += 1
+        # as late as can be, as in `send_walks`
+        ring.acquire(tiles)
+        walk.wait_until_read(chunks)
+        search = scheduler.advance(search, tiles - 1)
+        tile, search = scheduler.locate(search, rules.lists.count)
     scheduler.finish()
     ring.write(tiles, NO_WORK)

@@ -173,7 +173,7 @@ def choice_bits() -> tuple[Any, ...]:
 
 def token_lists() -> tuple[Any, ...]:
     """The queries of each key block, and the work that follows."""
-    return strided(2), strided(3)
+    return strided(2), strided(3), strided(1)
 
 
 def counter() -> Any:

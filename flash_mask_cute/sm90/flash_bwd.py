@@ -134,7 +134,7 @@ class FlashAttentionBackwardSm90:
         soft cap, and at least two SMs
     :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
         a group; a work tile visits the queries that chose its keys, with all heads at once
-        (`flash_bwd_tokens`). Several CTAs may have the same keys, and leave sums of dK and dV.
+        (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
         Requires clears_dq, and neither callables nor intervals
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
@@ -266,7 +266,8 @@ class FlashAttentionBackwardSm90:
         the other. tile_counter, column_tensors and block_bits are those of
         `FlashAttentionForwardSm90`; block lists are always given as bits. With packed_heads
         block_bits are the tensors of a `TokenLists`; heads of mStats and mdQaccum are then KV
-        heads, and mdK and mdV fp32 (heads_kv, items, tile_n * tile_d or tile_dv). aux_grads: fp32
+        heads, and mdK and mdV fp32 sums as with splits_group, of one part, to which CTAs add; they
+        start as zeros. aux_grads: fp32
         tensors of the shapes of the aux tensors that wants_aux numbers, to which their gradients
         are added, or int64 ones with words before these dimensions (`mods.exact_words`), or fp32
         ones with the batch before them.
@@ -284,10 +285,10 @@ class FlashAttentionBackwardSm90:
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, traits.packed_heads)
         group_splits = token_lists = None
         if const_expr(traits.by_tokens):
-            gradients = KeyGradients(mdK, mdV)
             token_lists, block_bits = TokenLists(*block_bits), None
-        elif const_expr(self.splits_group):
-            group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
+        if const_expr(self.splits_group or traits.by_tokens):
+            if const_expr(self.splits_group):
+                group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
             of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
             gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n))
         else:
@@ -387,7 +388,7 @@ class FlashAttentionBackwardSm90:
                     schedule,
                     tile_counter,
                     self.deterministic,
-                    lengths.cu_seqlens_k is not None and not traits.by_tokens,
+                    lengths.cu_seqlens_k is not None or traits.by_tokens,
                     traits.num_ctas,
                     channels.claims,
                 )
@@ -526,8 +527,9 @@ class FlashAttentionBackwardSm90:
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
             if const_expr(leaves_sums):
-                store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
-                store_sums(acc_dK[0], gradients.dk, gradients.blocks, work, has_sums)
+                given = gradients.blocks, work, has_sums, traits.by_tokens
+                store_sums(acc_dV[0], gradients.dv, *given)
+                store_sums(acc_dK[0], gradients.dk, *given)
             else:
                 end = tiles, block, work, has_sums
                 send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)

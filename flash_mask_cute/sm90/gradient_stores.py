@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP
-from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks
+from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
@@ -21,8 +21,8 @@ class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
     If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
-    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. Of token lists each is
-    fp32 (KV head, item, sums).
+    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. With token lists there
+    is one part, to which CTAs add.
     """
 
     dk: cute.Tensor
@@ -91,27 +91,32 @@ def send_gradients(
 def store_sums(
     acc: cute.Tensor,
     target: cute.Tensor,
-    blocks: RowBlocks | None,
+    blocks: RowBlocks,
     work: Work,
     has_sums: Boolean,
+    adds: cutlass.Constexpr[bool],
 ):
-    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys."""
-    if const_expr(blocks is None):
-        row_block = work.place
-    else:
-        row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
+    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys, or add
+    them to what is there. Added are 32 neighbours at a time, of a lane each."""
+    row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
     groups = wgmma.num_cols(acc) // 8
     quads = cute.make_tensor(acc.iterator, cute.make_layout((4, groups)))
     sums = target[work.head_idx, row_block, None].iterator
     quads_stored = cute.make_tensor(sums, cute.make_layout((4, 32, groups, 8)))
+    if const_expr(adds):
+        quads_stored = cute.make_tensor(sums, by_lanes(groups))
     for g in cutlass.range_constexpr(groups):
         values = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             # without scores, what was loaded is another sequence's, perhaps not even finite
             values[i] = cutlass.select_(has_sums, quads[i, g], Float32(0.0))
-        cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+            if const_expr(adds):
+                place = cute.domain_offset((i, lane, g, warp_idx), quads_stored).iterator
+                cute.arch.red(place, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
+        if const_expr(not adds):
+            cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
 
 
 def _layout_by_tokens(traits: BwdTraits, width: int) -> cute.Layout:

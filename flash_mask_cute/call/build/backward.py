@@ -38,9 +38,8 @@ class BwdKernels(NamedTuple):
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: the operands of the table `BACKWARD` but the stream.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then partial
-    sums): partial sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k, the first item of each key
-    tile (`core/token_lists.py`).
+    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then sums):
+    sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
     zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
@@ -96,7 +95,7 @@ class PartFacts(NamedTuple):
     tile_dv: int
     varlen_k: bool
     has_seqused_k: bool
-    by_items: bool = False
+    by_lanes: bool = False
 
 
 _Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
@@ -292,7 +291,6 @@ def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
         fake_tensors.stream(),
         int32_vector(facts.varlen_k),
         int32_vector(facts.has_seqused_k),
-        strided(2) if facts.by_items else None,
     ]
-    kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols)
+    kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols, facts.by_lanes)
     return compile_object(kernel, arguments, options_of(target))

@@ -21,8 +21,8 @@ class BwdScratch(NamedTuple):
 
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
-    dk_parts, dv_parts: partial sums of dK and dV, where several CTAs have the same keys. lists:
-    token lists, and what they are made with.
+    dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: token
+    lists, and what they are made with.
     """
 
     stats: Shape
@@ -71,13 +71,13 @@ class BwdScratch(NamedTuple):
 
 
 def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
-    """Heads of a group are rows of a query, and each item of the lists has partial sums."""
+    """Heads of a group are rows of a query, and key tiles have one part of sums."""
     choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
     tile_m, facts = choice.tiles.tile_m, list_facts(problem)
     extents = list_extents(problem, shapes, plan.masks)
     tokens = tile_m // problem.packed_heads
     blocks = num_row_blocks(extents.rows, shapes.batch, problem.varlen_q, tokens)
-    parts = shapes.heads_kv, extents.items(facts)
+    parts = shapes.heads_kv, extents.num_tiles(facts)
     return BwdScratch(
         stats=(shapes.heads_kv, blocks, stats_words(tile_m, num_stats(problem), has_marks=False)),
         dq_sums=(shapes.heads_kv, blocks, tile_m * choice.tile_d),

@@ -15,7 +15,7 @@ from flash_mask_cute.call.choose.arch import ArchSpec
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import given_fields
-from flash_mask_cute.mask_prep.token_lists import ListExtents, ListFacts
+from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
 
 # as `BwdTraits` says: query heads of a group
 GROUPS = (8, 16, 32, 64)
@@ -23,6 +23,8 @@ GROUPS = (8, 16, 32, 64)
 TILE_N = 128
 # a warpgroup sums half of the columns of dQ
 _DIMS = "head_dim up to 64, or from 97 to 128, and head_dim_v up to 128"
+# of a GPU, with what leaves it in time
+L2_BYTES = 64 << 20
 # so that 32 bits number entries
 _MOST_ENTRIES = 1 << 31
 
@@ -103,4 +105,14 @@ def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMa
         k=selected.indices.shape[-1],
         block_size=selected.block_size,
         tile_n=TILE_N,
+        most_rows=shapes.seqlen_q,
+        range_rows=_range_rows(shapes),
     )
+
+
+def _range_rows(shapes: FwdShapes) -> int:
+    """Queries at which lists are cut: as many as the L2 cache holds with all heads of a group, Q
+    and dO in 16 bits and the sums of dQ in 32."""
+    group = shapes.heads_q // shapes.heads_kv
+    of_query = group * (2 * (shapes.head_dim + shapes.head_dim_v) + 4 * shapes.head_dim)
+    return max(L2_BYTES // of_query // CHUNK_ROWS, 1) * CHUNK_ROWS

@@ -132,7 +132,6 @@ class KernelBackward:
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        first_item = None
         if self._make_lists is not None:
             assert masks is not None
             made = self._make_lists(
@@ -143,7 +142,7 @@ class KernelBackward:
                     q_starts if self._reads_q_starts else self._q_start,
                 ),
             )
-            bits, first_item = (made.tokens, made.items), made.first_item
+            bits = tuple(made)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:
@@ -164,9 +163,9 @@ class KernelBackward:
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
-            dk_sums, dv_sums = (
-                q.new_empty(shape, dtype=torch.float32) for shape in self._partial_shapes
-            )
+            # CTAs with token lists add to sums, others store theirs
+            new = q.new_empty if self._make_lists is None else q.new_zeros
+            dk_sums, dv_sums = (new(shape, dtype=torch.float32) for shape in self._partial_shapes)
         preprocess(
             out, dout, lse, dlse, stats, cleared, semaphores, sink, parts, cu_seqlens_q, seqused_q,
             q if self._reads_query_early else None, lse_low,
@@ -179,7 +178,7 @@ class KernelBackward:
         )  # fmt: skip
         postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if add_parts is not None:
-            add_parts(dk_sums, dv_sums, dk, dv, cu_seqlens_k, seqused_k, first_item)
+            add_parts(dk_sums, dv_sums, dk, dv, cu_seqlens_k, seqused_k)
         if zero_padding is not None:
             has_dq, has_dk, has_dv = self._padding
             zero_padding(

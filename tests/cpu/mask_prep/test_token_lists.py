@@ -33,6 +33,7 @@ def test_a_wrong_place_is_noticed() -> None:
     for spoil in (
         lambda x: x.tokens[:, :2].copy_(x.tokens[:, :2].flip(-1)),
         lambda x: x.tokens[:, 0].add_(1),
+        lambda x: x.num_items.sub_(1),
         lambda x: x.items[:, 0, 3].sub_(1),
     ):
         made = lists_by_torch(*drawn)

@@ -65,7 +65,10 @@ def draw_lists(seed: int, most: int = 700) -> DrawnLists:
         band == "causal", left is not None, right is not None, is_packed, is_packed,
         lengths.seqused_q is not None, lengths.seqused_k is not None, q_start,
     )  # fmt: skip
-    extents = ListExtents(batch, rows, keys, max(lens_k), heads, k, block, tile_n)
+    most = max(lens_k), max(lens_q)
+    extents = ListExtents(
+        batch, rows, keys, most[0], heads, k, block, tile_n, most[1], pick(256, 512)
+    )
     return DrawnLists(choice, facts, extents, lengths)
 
 
@@ -74,14 +77,21 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
     choice, facts, extents, x = drawn
     size, tile_n = extents.block_size, extents.tile_n
     for head in range(extents.heads):
-        count = int(made.first_item[head, -1])
-        assert count <= extents.items(facts)
-        items = made.items[head].tolist()
-        assert all(words[0] < 0 for words in items[count:])
-        assert made.first_item[head, 0] == 0 and (made.first_item[head].diff() >= 0).all()
-        seen = 0
+        count = int(made.num_items[head])
+        assert 0 <= count <= extents.items(facts)
+        of_tiles: dict[tuple[int, int], list[list[int]]] = {}
+        before = (0, 0, -1, 0)
+        for b, tile, begin, end in made.items[head, :count].tolist():
+            assert 0 < end - begin <= segment
+            queries = made.tokens[head, begin:end].tolist()
+            ranges = [query // extents.range_rows for query in queries]
+            assert len(set(ranges)) == 1, "a list is cut at the same queries for all blocks"
+            place = (ranges[0], b, tile, begin)
+            assert before < place, "items of the same queries follow each other"
+            before = place
+            of_tiles.setdefault((b, tile), []).append(queries)
         for b in range(extents.batch):
-            offset_q, n_q, n_k, slot_k, first_tile = extents_of(drawn, b)
+            offset_q, n_q, n_k = extents_of(drawn, b)
             own = choice[min(b, len(choice) - 1), head, offset_q : offset_q + n_q]
             query, key = torch.arange(n_q)[:, None], torch.arange(n_k)
             visible = (own[..., None] == key // size).any(-2) if n_k else own.new_zeros(n_q, 0)
@@ -92,34 +102,22 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
                 visible = visible & (key <= query + first + (x.window_right or 0))
             if x.window_left is not None:
                 visible = visible & (key >= query + first - x.window_left)
-            for tile in range(-(-slot_k // tile_n)):
-                of_tile = range(*made.first_item[head, first_tile + tile :][:2].tolist())
-                block, found = tile * tile_n // size, []
-                for number in of_tile:
-                    sequence, n_block, begin, end = items[number]
-                    assert (sequence, n_block) == (b, tile) and 0 < end - begin <= segment
-                    found += made.tokens[head, begin:end].tolist()
-                    assert end - begin == segment or number == of_tile[-1]
+            for tile in range(-(-n_k // tile_n)):
+                block, segments = tile * tile_n // size, of_tiles.pop((b, tile), [])
                 wanted = visible[:, block * size : (block + 1) * size].any(-1).nonzero()[:, 0]
-                if tile * tile_n >= n_k:
-                    wanted = wanted[:0]
+                found = [query for queries in segments for query in queries]
                 assert found == wanted.tolist(), (head, b, tile)
-                seen += len(of_tile)
-        assert seen == count
+        assert not of_tiles
 
 
-def extents_of(drawn: DrawnLists, b: int) -> tuple[int, int, int, int, int]:
-    """Of a sequence: its first query in a line of the choice, queries and keys in use, keys, and
-    the number of its first key tile."""
+def extents_of(drawn: DrawnLists, b: int) -> tuple[int, int, int]:
+    """Of a sequence: its first query in a line of the choice, queries and keys in use."""
     x, extents = drawn.lengths, drawn.extents
     offset_q, n_q, n_k = 0, extents.rows, extents.keys
-    first_tile = b * -(-n_k // extents.tile_n)
     if x.cu_seqlens_q is not None and x.cu_seqlens_k is not None:
         offset_q, end_q = x.cu_seqlens_q[b : b + 2].tolist()
         offset_k, end_k = x.cu_seqlens_k[b : b + 2].tolist()
         n_q, n_k = end_q - offset_q, end_k - offset_k
-        first_tile = offset_k // extents.tile_n + b
-    slot_k = n_k
     if x.seqused_q is not None and x.seqused_k is not None:
         n_q, n_k = int(x.seqused_q[b]), int(x.seqused_k[b])
-    return offset_q, n_q, n_k, slot_k, first_tile
+    return offset_q, n_q, n_k
