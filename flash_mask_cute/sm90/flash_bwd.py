@@ -135,7 +135,7 @@ class FlashAttentionBackwardSm90:
     :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
         a group; a work tile visits the queries that chose its keys, with all heads at once
         (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
-        Requires clears_dq, and neither callables nor intervals
+        Requires clears_dq, and neither callables nor intervals. shares_tile: see `BwdTraits`
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
@@ -171,6 +171,7 @@ class FlashAttentionBackwardSm90:
         common_kv: bool = False,
         splits_group: bool = False,
         packed_heads: int = 1,
+        shares_tile: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -187,6 +188,7 @@ class FlashAttentionBackwardSm90:
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
             packed_heads=packed_heads,
+            shares_tile=shares_tile,
         )
         reason = self.traits.infeasible()
         if reason is not None:

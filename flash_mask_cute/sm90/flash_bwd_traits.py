@@ -129,7 +129,7 @@ class BwdTraits:
     warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
     packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
     few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
-    lie together.
+    lie together. shares_tile: narrower heads share keys, too.
     """
 
     dtype: type[cutlass.Numeric]
@@ -145,6 +145,7 @@ class BwdTraits:
     has_reference: bool = False
     own_warpgroup: int | None = None
     packed_heads: int = 1
+    shares_tile: bool = False
 
     @property
     def group_size(self) -> int:
@@ -163,7 +164,7 @@ class BwdTraits:
     @property
     def shares_keys(self) -> bool:
         """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
-        return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+        return self.shares_tile or max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
 
     @property
     def key_groups(self) -> int:
@@ -432,7 +433,10 @@ class BwdTraits:
     def _why_not_by_tokens(self) -> str | None:
         if self.packed_heads not in TOKEN_HEADS:
             return f"listed queries have {TOKEN_HEADS} heads of a group, got {self.packed_heads}"
-        if self.tile_m != ROWS_PER_WARPGROUP or self.shares_keys or self.columns.in_turn:
+        is_wide = max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+        columns = self.columns
+        is_wide = is_wide or max(map(len, (columns.dk, columns.dv, columns.parts_dq))) > 1
+        if self.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.in_turn:
             dims = f"head dimensions {self.head_dim}/{self.head_dim_v}, tile_m={self.tile_m}"
             return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {dims}"
         if self.has_marks or self.has_reference:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from conftest import ACTIVE_ARCH
 from drawn_choices import dense_choice, draw, regroup
-from planned import backward_call
+from planned import backward_call, planned
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
 from test_selected_sim import Composed, check_backward, positions
 
 from flash_mask_cute.call.choose import token_lists as choose_lists
-from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.mask_prep import token_lists
 from flash_mask_cute.runtime.target import Target
 
@@ -35,11 +34,25 @@ def test_groups(simulator: ModuleType, group: int) -> None:
 def test_draws(simulator: ModuleType, number: int) -> None:
     """Packed and dense, causal or not, windows, soft caps; head dimensions 64 and 128."""
     drawn = draw(100 + number, 64, (128,), 330)
-    check_backward(regroup(drawn, (8, 16)[number % 2], (64, 128)[number // 2 % 2]), number)
+    heads = (8, 16)[number % 2], (64, 128)[number // 2 % 2]
+    check_backward(regroup(drawn, *heads, (128, 64, 256)[number % 3]), number)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 128), (128, 64), (40, 104)])
+def test_blocks_of_64_keys(simulator: ModuleType, dims: tuple[int, int]) -> None:
+    """Both warpgroups have the keys of a block, and half of the columns each."""
+    gen = torch.Generator().manual_seed(dims[0])
+    i, j = positions(100, 230, 130)
+    drawn = Composed.draw((1, 100, 230), (16, 2, 2), 64, 2).seen(j <= i, causal=True)
+    q, k, v = (
+        torch.randn(1, rows, heads, dim, generator=gen).to(BF16)
+        for rows, heads, dim in ((100, 16, dims[0]), (230, 2, dims[0]), (230, 2, dims[1]))
+    )
+    drawn._replace(q=q, k=k, v=v).check()
 
 
 def uses_lists(call: Any) -> bool:
-    return plan(call, Target(ACTIVE_ARCH, num_sms=2)).problem.token_lists
+    return planned(call, Target(ACTIVE_ARCH, num_sms=2)).problem.token_lists > 0
 
 
 def test_the_gradient_of_a_sink(simulator: ModuleType) -> None:

@@ -24,6 +24,8 @@ from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
 from flash_mask_cute.runtime.target import Target
 
+# keys of a tile that both warpgroups have
+SHARED_TILE_N = 64
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
 ADD_PARTS_NAME = "bwd_add_parts"
@@ -86,7 +88,8 @@ class RowFacts(NamedTuple):
 
 
 class PartFacts(NamedTuple):
-    """Facts that determine the code of the kernel that adds partial sums of dK and dV."""
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV. added_keys:
+    keys of a tile, if CTAs added to its sums, else 0."""
 
     dtype: str
     head_dim: int
@@ -95,7 +98,7 @@ class PartFacts(NamedTuple):
     tile_dv: int
     varlen_k: bool
     has_seqused_k: bool
-    by_lanes: bool = False
+    added_keys: int = 0
 
 
 _Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
@@ -180,7 +183,10 @@ def build_bwd(
     tiles = asdict(choice.tiles)
     if not arch_spec(target).backward.splits_groups:
         del tiles["splits_group"]
-    by_tokens = {"packed_heads": problem.packed_heads} if problem.token_lists else {}
+    by_tokens: dict[str, Any] = {}
+    if problem.token_lists:
+        shares_tile = problem.token_lists == SHARED_TILE_N
+        by_tokens = {"packed_heads": problem.packed_heads, "shares_tile": shares_tile}
     kernel = arch_spec(target).backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -283,14 +289,16 @@ def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
     from flash_mask_cute.kernels.bwd_add_parts import TILE_N, BwdAddParts
 
     rank = 3 if facts.varlen_k else 4
-    cols = facts.tile_d, facts.tile_dv
+    cols, tile_n = (facts.tile_d, facts.tile_dv), facts.added_keys or TILE_N
     arguments = [
-        *(scratch(TILE_N * width) for width in cols),
+        *(scratch(tile_n * width) for width in cols),
         operand(facts.dtype, rank, facts.head_dim),
         operand(facts.dtype, rank, facts.head_dim_v),
         fake_tensors.stream(),
         int32_vector(facts.varlen_k),
         int32_vector(facts.has_seqused_k),
     ]
-    kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols, facts.by_lanes)
+    kernel = BwdAddParts(
+        fake_tensors.cutlass_dtype(facts.dtype), cols, tile_n, facts.added_keys > 0
+    )
     return compile_object(kernel, arguments, options_of(target))

@@ -253,7 +253,7 @@ def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
 
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
     """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
-    return choice.tiles.splits_group or x.token_lists
+    return choice.tiles.splits_group or x.token_lists > 0
 
 
 def _dk(x: AttentionProblem, choice: BwdChoice) -> Any:

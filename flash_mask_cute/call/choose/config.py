@@ -348,14 +348,15 @@ def select_bwd_config(
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
     packed_heads: int = 1,
+    token_lists: int = 0,
 ) -> BwdChoice:
     """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
     keys.
 
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. packed_heads: with token
-    lists, the query heads of a group, else 1. The split of a group of
+    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. packed_heads,
+    token_lists: as in `AttentionProblem`. The split of a group of
     heads is not decided here.
 
     Raises:
@@ -376,7 +377,7 @@ def select_bwd_config(
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
         is_ordered=deterministic,
-        by_tokens=packed_heads > 1,
+        token_lists=token_lists,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:
@@ -390,7 +391,11 @@ def select_bwd_config(
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             has_score_mod = modifier == "score_mod"
-            traits = _bwd_traits(kernel, head_dim, head_dim_v, tiles, has_score_mod, packed_heads)
+            of_lists = {"packed_heads": packed_heads, "shares_tile": token_lists == 64}
+            traits = _bwd_traits(
+                *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
+                of_lists if token_lists else {},
+            )
             why_not = traits.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
@@ -446,7 +451,7 @@ def _bwd_traits(
     head_dim_v: int,
     tiles: BwdTiles,
     has_score_mod: bool,
-    packed_heads: int,
+    of_lists: dict[str, Any],
 ) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
@@ -461,7 +466,7 @@ def _bwd_traits(
         value_cols=tiles.value_cols,
         cta_pair=tiles.cta_pair,
         # tiles are chosen before it is known whether masks may empty rows
-        has_marks=packed_heads == 1,
+        has_marks=not of_lists,
         has_reference=has_score_mod,
-        **({"packed_heads": packed_heads} if packed_heads > 1 else {}),
+        **of_lists,
     )

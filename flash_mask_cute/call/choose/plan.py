@@ -598,6 +598,7 @@ def _bwd_chooser(
             num_sms=target.num_sms,
             kernel=kernel,
             packed_heads=problem.packed_heads,
+            token_lists=problem.token_lists,
         )
         if not kernel.splits_groups or problem.token_lists:
             return choice

@@ -24,8 +24,8 @@ class CallFacts(NamedTuple):
     problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
     may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
     sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
-    selected_block: keys of a block of each query's choice, 0 if there is none. by_tokens: a
-    backward takes the choice as token lists.
+    selected_block: keys of a block of each query's choice, 0 if there is none. token_lists: as in
+    the problem.
     """
 
     head_dim: int
@@ -42,7 +42,7 @@ class CallFacts(NamedTuple):
     sequences: int = 1
     num_sms: int = 1
     selected_block: int = 0
-    by_tokens: bool = False
+    token_lists: int = 0
 
     @property
     def splits_sectors(self) -> bool:
@@ -179,8 +179,8 @@ class BwdRow(NamedTuple):
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
     cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
-    also only for unmodified scores and for devices with two SMs. by_tokens: for choices that are
-    taken as token lists, and for nothing else.
+    also only for unmodified scores and for devices with two SMs. token_lists: only for choices that
+    are taken as token lists, with so many keys of a work tile.
     """
 
     max_dim: int
@@ -197,7 +197,7 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
-    by_tokens: bool = False
+    token_lists: int = 0
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -209,8 +209,9 @@ class BwdRow(NamedTuple):
         if self.max_seqlen_k is not None:
             longest = self.max_seqlen_k
             yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
-        if self.by_tokens:
-            yield Condition("token lists", lambda call: call.by_tokens)
+        if self.token_lists:
+            keys = self.token_lists
+            yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.cta_pair:
@@ -438,13 +439,19 @@ SM90_BWD = (
         *(64, 64, 64, 2, 2, 1, 64),
         "a few listed queries, all values in registers",
         clears_dq=True,
-        by_tokens=True,
+        token_lists=128,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
         "a few listed queries, with registers left for those who look them up",
         clears_dq=True,
-        by_tokens=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 0),
+        "a few listed queries; both warpgroups have the same keys, and half of the columns each",
+        clears_dq=True,
+        token_lists=64,
     ),
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),

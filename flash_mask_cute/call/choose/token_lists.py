@@ -19,10 +19,10 @@ from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListF
 
 # as `BwdTraits` says: query heads of a group
 GROUPS = (8, 16, 32, 64)
-# keys of a work tile of these head dimensions
-TILE_N = 128
-# a warpgroup sums half of the columns of dQ
-_DIMS = "head_dim up to 64, or from 97 to 128, and head_dim_v up to 128"
+# keys of a work tile, more of them first: each warpgroup has 64, or both have the same
+TILES_N = (128, 64)
+# a warpgroup sums half of the columns, in one part
+_DIMS = "up to 64, or from 97 to 128"
 # of a GPU, with what leaves it in time
 L2_BYTES = 64 << 20
 # so that 32 bits number entries
@@ -49,10 +49,10 @@ def why_bits(
         "deterministic=True": problem.deterministic,
         f"groups of {group} query heads, not {', '.join(map(str, GROUPS))}": group not in GROUPS,
         "a choice by query head": selected.heads not in (1, shapes.heads_kv),
-        f"blocks of {selected.block_size} keys, not a multiple of {TILE_N}": (
-            selected.block_size % TILE_N != 0
+        f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
+            selected.block_size < TILES_N[-1]
         ),
-        f"head dimensions {d}/{d_v}, not {_DIMS}": max(d, d_v) > 128 or 64 < d <= 96,
+        f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
         "a mask_mod": problem.mask_mod is not None,
         "a score_mod": problem.score_mod is not None,
         "column intervals": problem.intervals is not None,
@@ -75,7 +75,9 @@ def with_token_lists(
         return problem
     # a query in a list sees something
     group = shapes.heads_q // shapes.heads_kv
-    return replace(problem, token_lists=True, packed_heads=group, may_empty_rows=False)
+    assert masks.selected is not None
+    tile_n = next(n for n in TILES_N if masks.selected.block_size % n == 0)
+    return replace(problem, token_lists=tile_n, packed_heads=group, may_empty_rows=False)
 
 
 def list_facts(problem: AttentionProblem) -> ListFacts:
@@ -104,7 +106,7 @@ def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMa
         heads=selected.heads,
         k=selected.indices.shape[-1],
         block_size=selected.block_size,
-        tile_n=TILE_N,
+        tile_n=problem.token_lists,
         most_rows=shapes.seqlen_q,
         range_rows=_range_rows(shapes),
     )
