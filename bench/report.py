@@ -369,7 +369,8 @@ def cudnn_table(rows: Sequence[Json]) -> str:
 
 def cudnn_ratios(found: dict[str, list[Bar]], direction: str) -> str:
     """Markdown: ours / cudnn.flex_attention of each mask and size. found: all bars."""
-    is_backward, figures = direction == "bwd", {}
+    is_backward = direction == "bwd"
+    figures: dict[str, Bar] = {}
     for title in (CUDNN_FORWARD, CUDNN_BACKWARD):
         figures |= {bar.name: bar for bar in found[title]}
 
