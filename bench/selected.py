@@ -21,7 +21,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -258,13 +258,13 @@ def error_of_gradients(function: Attend, given: Given) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def of_sequence(case: Case, run: Run) -> None:
+def of_sequence(case: Case, run: Run, peers: Sequence[str]) -> None:
     given = Given.of(case, run.device)
     counts = count(case, given.chosen.indices)
     calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
     errors: dict[str, Json] = {}
-    for peer, function in PEERS.items():
-        row: Json = {"case": case.name, "peer": peer}
+    for peer in peers:
+        function, row = PEERS[peer], {"case": case.name, "peer": peer}
         try:
             with torch.no_grad():
                 out = function(given)
@@ -364,6 +364,7 @@ def error_of_cache(case: Case, first: Given, out: Tensor) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default="", help="names or beginnings of names, with commas")
+    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
     parser.add_argument("--out", type=Path, help="a file that rows are appended to")
     parser.add_argument("--dry", action="store_true", help="small, on the CPU, without speed")
@@ -388,7 +389,10 @@ def main() -> int:
         if run.left() < 10:
             run.log(kind="left", case=case.name)
             continue
-        (of_caches if case.batch else of_sequence)(case, run)
+        if case.batch:
+            of_caches(case, run)
+        else:
+            of_sequence(case, run, given.peers.split(","))
     return 1 if any(row["kind"] == "wrong" for row in run.rows) else 0
 
 
