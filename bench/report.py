@@ -370,8 +370,9 @@ def cudnn_table(rows: Sequence[Json]) -> str:
 def cudnn_ratios(found: dict[str, list[Bar]], direction: str) -> str:
     """Markdown: ours / cudnn.flex_attention of each mask and size. found: all bars."""
     is_backward = direction == "bwd"
-    title = CUDNN_BACKWARD if is_backward else CUDNN_FORWARD
-    figures = {bar.name: bar for bar in found[title]}
+    figures: dict[str, Bar] = {}
+    for title in (CUDNN_FORWARD, CUDNN_BACKWARD):
+        figures |= {bar.name: bar for bar in found[title]}
 
     def cell(name: str) -> str:
         bar = figures[name]
