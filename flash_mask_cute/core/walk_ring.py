@@ -148,23 +148,21 @@ class WalkRing:
     fields: cutlass.Constexpr[tuple[str, ...]] = CHUNK_FIELDS
     tokens: cute.Tensor | None = None
 
+    def acquire(self, number: Int32) -> None:
+        """Wait until chunk `number` may be written."""
+        self.ring.channel.acquire(number)
+
+    def write_token(self, number: Int32, i: int, token: Int32) -> None:
+        """Write query i of this lane's block of chunk `number`, which has been acquired and will be
+        written."""
+        self.tokens[i, cute.arch.lane_idx(), self.ring.channel.index(number)] = token
+
     @cute.jit
-    def write(
-        self,
-        number: Int32,
-        chunk: Chunk,
-        predecessor: Int32 | None = None,
-        tokens: tuple[Int32, ...] = (),
-    ) -> None:
+    def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
         """Write chunk `number`, counted from 0 over all walks.
 
-        predecessor, tokens: of each lane's block.
+        predecessor: the predecessor of each lane's block.
         """
-        if const_expr(self.tokens is not None):
-            self.ring.channel.acquire(number)
-            for i in cutlass.range_constexpr(len(tokens)):
-                place = i, cute.arch.lane_idx(), self.ring.channel.index(number)
-                self.tokens[place] = tokens[i]
         if const_expr(self.predecessors is not None):
             self.ring.channel.acquire(number)
             self.predecessors[cute.arch.lane_idx(), self.ring.channel.index(number)] = predecessor

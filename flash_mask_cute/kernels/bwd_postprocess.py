@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import dq_parts, sums_in_turn
+from flash_mask_cute.core.row_blocks import by_queries, dq_parts, sums_in_turn
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
@@ -27,8 +27,6 @@ NUM_WARPGROUPS = 2
 BY_ACCUMULATORS, BY_LANES = "accumulators", "lanes"
 ROWS_PER_WARPGROUP = 64
 COLS_PER_GROUP = 8
-# between the two rows of which a thread has sums
-ROWS_PER_QUAD = 8
 # column groups that a thread loads before it waits for one
 IN_FLIGHT = 16
 # Makes a row an odd number of 16-byte units long, so that the 8 rows of a group of columns, which
@@ -59,11 +57,8 @@ class BwdPostprocess:
     :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
     :param packed_heads: query heads of a KV head that share a tile's rows, query by query; 1, or a
-        power of two from 8 to 64, with 64 rows in accumulator order. Heads of the sums are then KV
-        heads. The sums of each query, of its heads, lie together: those of 16 rows of both
-        warpgroups follow each other, and of 8 rows if packed_heads is 8. The values of lane l in
-        columns [8 g, 8 g + 8) of warpgroup w then lie at (((r * 2 + w) * (n / 8) + g) * 32 + l) * v
-        in group r of these rows, v = 4, or 2 of 8 rows.
+        power of two from 4 to 64, with 64 rows. Heads of the sums are then KV heads, and their
+        order is that of `row_blocks.by_queries`.
     :raises ValueError: a size is none of these
     """
 
@@ -99,11 +94,6 @@ class BwdPostprocess:
             raise ValueError(
                 f"packed_heads={packed_heads} needs sums of 64 rows in one part of both warpgroups"
             )
-
-    @property
-    def vectors_per_quad(self) -> int:
-        """Vectors in which the four sums of a thread, of two rows 8 apart, lie in memory."""
-        return 2 if self.packed_heads == ROWS_PER_QUAD else 1
 
     @cute.jit
     def __call__(
@@ -243,10 +233,6 @@ class BwdPostprocess:
                 width = columns.width
                 groups = width // COLS_PER_GROUP
                 source = thread // WARP * groups
-                if const_expr(self.packed_heads > 1):
-                    # rows before warpgroups
-                    row_group = thread // WARP % 4 * self.vectors_per_quad
-                    source = (row_group * NUM_WARPGROUPS + warpgroup_idx) * groups
                 if const_expr(columns.sharers == 1):
                     # half of the part for each warpgroup of this kernel
                     source = thread % THREADS_PER_WARPGROUP // WARP * groups
@@ -281,12 +267,14 @@ class BwdPostprocess:
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                size = VECTOR_32_BITS // self.vectors_per_quad
-                for i in range(self.vectors_per_quad):
-                    # the 8 rows behind are behind the sums of both warpgroups
-                    source = (source_group + i * NUM_WARPGROUPS * groups + g) * WARP + lane
-                    vector = cute.make_tensor(values.iterator + i * size, cute.make_layout(size))
-                    cute.autovec_copy(vector_of(part, source, size), vector)
+                if const_expr(self.packed_heads == 1):
+                    source = (source_group + g) * WARP + lane
+                    cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
+                else:
+                    layout = by_queries(self.packed_heads, groups * COLS_PER_GROUP)
+                    stored = cute.make_tensor(part.iterator, layout)
+                    quad = cute.make_tensor(values.iterator, cute.make_layout((2, 2)))
+                    cute.autovec_copy(stored[None, None, lane, g, warp], quad)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):
                 pair = first_pair + g * (COLS_PER_GROUP // 2)

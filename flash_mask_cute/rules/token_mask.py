@@ -54,24 +54,26 @@ class TokenMask(BackwardMask):
         """As `BackwardMask.send_walk`, of an item that has queries."""
         num_blocks = cute.ceil_div(work.end_block - work.first_block, self.tokens_per_block)
         base = Int32(0)
-        chunk, tokens = self._judge_queries(work, base)
+        chunk = self._judge_queries(ring, number, work, base)
         while base + CHUNK < num_blocks:
             base += CHUNK
-            following, of_following = self._judge_queries(work, base)
+            following = self._judge_queries(ring, number + 1, work, base)
             follower = following.kind_of(ring.next_bit(following, following.visible))
-            ring.write(number, chunk._replace(follower=follower), tokens=tokens)
+            ring.write(number, chunk._replace(follower=follower))
             number += 1
-            chunk, tokens = following, of_following
-        ring.write(number, chunk, tokens=tokens)
+            chunk = following
+        ring.write(number, chunk)
         return number + 1
 
     @cute.jit
-    def _judge_queries(self, work: Work, base: Int32) -> tuple[Chunk, tuple[Int32, ...]]:
-        """The chunk of the 32 blocks from `base` on, and each lane's queries of its block."""
+    def _judge_queries(self, ring: WalkRing, number: Int32, work: Work, base: Int32) -> Chunk:
+        """The chunk of the 32 blocks from `base` on, which will be chunk `number` of the ring and
+        gets its queries now."""
         band = self.block_info.band(work.seqlen)
         first_key = work.block * self.block_info.tile_n
         first = work.first_block + (base + cute.arch.lane_idx()) * self.tokens_per_block
-        is_cut, tokens = Boolean(False), []
+        is_cut = Boolean(False)
+        ring.acquire(number)
         for i in cutlass.range_constexpr(self.tokens_per_block):
             is_there = first + i < work.end_block
             entry = cutlass.min(first + i, work.end_block - 1)
@@ -79,31 +81,37 @@ class TokenMask(BackwardMask):
             lo, hi = band.k_range(token)
             sees_all = (lo <= first_key) & (hi >= first_key + self.block_info.tile_n)
             is_cut = is_cut | (is_there == Boolean(False)) | (sees_all == Boolean(False))
-            tokens.append(cutlass.select_(is_there, token, Int32(-1)))
+            ring.write_token(number, i, cutlass.select_(is_there, token, Int32(-1)))
         visible = Int32(cute.arch.vote_ballot_sync(first < work.end_block))
-        nothing = Boolean(False), Int32(0)
-        return Chunk.from_votes(base, work.head_idx, visible, is_cut, *nothing), tuple(tokens)
+        return Chunk.from_votes(base, work.head_idx, visible, is_cut, Boolean(False), Int32(0))
 
     # -- scores ---------------------------------------------------------------------------------
 
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """As `BackwardMask.make_bits`. The heads of a query have as many columns in each word."""
+        """As `BackwardMask.make_bits`."""
         band, words = self.block_info.band(work.seqlen), []
-        num_tokens, num_words = self.tokens_per_block, self.columns.num_words
-        bits_per_token = self.block_info.tile_m // num_words // num_tokens
+        num_tokens = self.tokens_per_block
         tokens = [cute.arch.shuffle_sync(block.token, i) for i in range(num_tokens)]
         for group in range(warp_rows.num_groups):
             k_idx = warp_rows.line(work, group)
             lo, hi = band.q_range(k_idx)
             hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
-            word = Int32(0)
-            for i in range(num_tokens):
-                of_token = ((1 << bits_per_token) - 1) << (i * bits_per_token)
-                # -1 in place of a query is before all of them
-                sees = (tokens[i] >= lo) & (tokens[i] < hi)
-                word = word | cutlass.select_(sees, Int32(of_token), Int32(0))
-            words += [word] * num_words
+            # -1 in place of a query is before all of them
+            seen = [(token >= lo) & (token < hi) for token in tokens]
+            for w in range(self.columns.num_words):
+                word = Int32(0)
+                for i in range(num_tokens):
+                    bits = self._bits_of_token(w, i)
+                    if bits:
+                        word = word | cutlass.select_(seen[i], Int32(bits), Int32(0))
+                words.append(word)
         return tuple(words)
+
+    def _bits_of_token(self, word: int, token: int) -> int:
+        """The bits of a word that stand for the heads of a block's query."""
+        heads = self.block_info.qhead_per_kvhead_packgqa
+        columns = (self.columns.col_of(word, bit) for bit in range(self._bits_per_word))
+        return sum(1 << bit for bit, column in enumerate(columns) if column // heads == token)
 
 
 @cute.jit

@@ -53,8 +53,8 @@ STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
-# query heads of a group that a block of listed queries may have: TMA swizzles rows in groups of 8
-TOKEN_HEADS = (8, 16, 32, 64)
+# query heads of a group that a block of listed queries may have
+TOKEN_HEADS = (4, 8, 16, 32, 64)
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 

@@ -7,14 +7,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP
-from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes
-from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes, by_queries
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
-from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
-from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
+from flash_mask_cute.sm90.warpgroups import Role, send_rows
 
 
 class KeyGradients(NamedTuple):
@@ -119,22 +116,6 @@ def store_sums(
             cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
 
 
-def _layout_by_tokens(traits: BwdTraits, width: int) -> cute.Layout:
-    """(2 columns, rows 8 apart, lane, column group, warp) of sums of dQ, of which those of a listed
-    query lie together: those of 16 rows of both warpgroups, or of 8 if a query has as many heads
-    (`BwdPostprocess`)."""
-    groups, in_group = width // 8, WARP * 2
-    if traits.packed_heads == ROWS_PER_WARP // 2:
-        rows = groups * in_group * NUM_MMA_WARPGROUPS
-        stride = (1, rows, 2, in_group, (2 * rows, groups * in_group))
-    else:
-        in_group *= 2
-        rows = groups * in_group * NUM_MMA_WARPGROUPS
-        stride = (1, 2, 4, in_group, (rows, groups * in_group))
-    shape = (2, 2, WARP, groups, (WARPS_PER_WARPGROUP, NUM_MMA_WARPGROUPS))
-    return cute.make_layout(shape, stride=stride)
-
-
 @cute.jit
 def stage_dq(
     traits: cutlass.Constexpr[BwdTraits],
@@ -154,7 +135,7 @@ def stage_dq(
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
         if const_expr(traits.by_tokens):
-            layout = _layout_by_tokens(traits, columns.width)
+            layout = by_queries(traits.packed_heads, columns.width)
             staged = cute.make_tensor(tiles.dq.iterator + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):

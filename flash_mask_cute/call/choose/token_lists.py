@@ -18,7 +18,7 @@ from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
 
 # as `BwdTraits` says: query heads of a group
-GROUPS = (8, 16, 32, 64)
+GROUPS = (4, 8, 16, 32, 64)
 # keys of a work tile, more of them first: each warpgroup has 64, or both have the same
 TILES_N = (128, 64)
 # a warpgroup sums half of the columns, in one part

@@ -54,7 +54,7 @@ def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
     [
         ("on Blackwell", {"target": "sm_100a"}),
         ("deterministic=True", {"deterministic": True}),
-        ("groups of 4 query heads", {"heads": (8, 2, 2)}),
+        ("groups of 2 query heads", {"heads": (4, 2, 2)}),
         ("groups of 12 query heads", {"heads": (24, 2, 2)}),
         ("a choice by query head", {"heads": (16, 2, 16)}),
         ("blocks of 32 keys", {"block": 32}),
