@@ -14,6 +14,7 @@ from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
 from test_selected_sim import Composed, check_backward, positions
 
+from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.call.choose import token_lists as choose_lists
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep import token_lists
@@ -200,3 +201,16 @@ def test_faults_of_lists_are_noticed(
     drawn = Composed.draw((1, 150, 300), (16, 1, 1), 128, 2)
     with pytest.raises(AssertionError):
         drawn.check()
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_nobody_chose_anything(simulator: ModuleType, k: int) -> None:
+    choice = torch.full((1, 1, 70, k), -1, dtype=torch.int32)
+    q, key = torch.full((1, 70, 8, 64), torch.nan).to(BF16), torch.ones(1, 200, 1, 64).to(BF16)
+    lse = torch.full((1, 8, 70), -torch.inf)
+    given = {"block_sparse_tensors_torch": SelectedBlocks(choice, 128)}
+    call = backward_call(q, key, key, torch.zeros_like(q), q, lse, **given)
+    assert uses_lists(call)
+    with quiet_run(simulator, 1):
+        got = run_backward(call)
+    assert not any(x.any() for x in got)
