@@ -11,7 +11,9 @@ wrote for it (`operand_loads`), which says where it lies and whether the walk en
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import Any, NamedTuple
 
 import cutlass
@@ -19,7 +21,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import (
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    thread_in_warpgroup,
+)
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, Place
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.walk_ring import KIND_MASK, Kind
@@ -31,8 +37,6 @@ from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 CODES, UNIT = 4, 8
 # Threads side by side in a row, at most: their units of 16 bytes fill the banks once.
 LANES_OF_ROW = 8
-# Units of a thread that are read before the first one is written.
-UNITS_IN_FLIGHT = 4
 
 
 class Codes(NamedTuple):
@@ -47,15 +51,16 @@ class Codes(NamedTuple):
     def create(traits: FwdTraits, storage: Any) -> "Codes":
         """storage: that of the traits' codes."""
         stages_k, stages_v = traits.code_stages
-        readers = traits.num_conversion_warps
+        # whoever converts values reads the words of the keys
+        readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
         return Codes(
             Buffer(
                 storage.k.get_tensor(traits.layout_codes_k()),
-                Channel.create(storage.k_barriers.data_ptr(), stages_k, 1, readers),
+                Channel.create(storage.k_barriers.data_ptr(), stages_k, 1, readers_k),
             ),
             Buffer(
                 storage.v.get_tensor(traits.layout_codes_v()),
-                Channel.create(storage.v_barriers.data_ptr(), stages_v, 1, readers),
+                Channel.create(storage.v_barriers.data_ptr(), stages_v, 1, readers_v),
             ),
             storage.words.get_tensor(cute.make_layout(stages_k)),
         )
@@ -76,20 +81,37 @@ class Descales(NamedTuple):
 
 class Scales(NamedTuple):
     """The scales of a lane's row of a block of keys, and of the same block of values. block: which
-    one. Where there is none, nobody reads them."""
+    one. Where there is none, nobody reads them. next_entry: what the table of pages has for the
+    lane's row of the block before it, which a walk usually visits next."""
 
     k: Float32
     v: Float32
     block: Int32
+    next_entry: Int32
 
     @staticmethod
     def none() -> "Scales":
-        return Scales(Float32(1.0), Float32(1.0), Int32(-1))
+        return Scales(Float32(1.0), Float32(1.0), Int32(-1), Int32(0))
+
+
+class Converted(IntFlag):
+    """What a warpgroup converts."""
+
+    KEYS, VALUES, BOTH = 1, 2, 3
+
+
+class Part(NamedTuple):
+    """Keys or values: what is read and written, (rows, columns, stages), and by what numbers are
+    multiplied."""
+
+    codes: Buffer
+    to: Buffer
+    descale: cute.Tensor | None
 
 
 @dataclass(frozen=True)
 class KeyConversion:
-    """What the converting warps read and write. k, v, block_flags: as `codes`, in 16 bits."""
+    """What converting warps read and write. k, v, block_flags: as `codes`, in 16 bits."""
 
     codes: Codes
     k: Buffer
@@ -101,7 +123,7 @@ class KeyConversion:
     traits: cutlass.Constexpr[FwdTraits]
 
     @cute.jit
-    def stream(self, ring: WorkRing) -> None:
+    def stream(self, ring: WorkRing, what: cutlass.Constexpr[Converted]) -> None:
         """Convert the blocks of every walk."""
         tile, number = Int32(0), Int32(0)
         while ring.wait(tile):
@@ -110,54 +132,93 @@ class KeyConversion:
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
             scales, is_last = Scales.none(), Boolean(False)
-            if const_expr(not self.descales.are_by_row):
-                scales = self._look_up(place, Int32(0))
+            if const_expr(not self._descales(what).are_by_row):
+                scales = self._look_up(what, place, Int32(0), Int32(0))
             while not is_last:
-                scales, is_last = self._convert_block(place, scales, number)
+                scales, is_last = self._convert_block(what, place, scales, number)
                 number += 1
             ring.release(tile)
             tile += 1
 
     @cute.jit
-    def _convert_block(self, place: Place, scales: Scales, number: Int32) -> tuple[Scales, Boolean]:
+    def _convert_block(
+        self,
+        what: cutlass.Constexpr[Converted],
+        place: Place,
+        scales: Scales,
+        number: Int32,
+    ) -> tuple[Scales, Boolean]:
         """Convert a block of keys and of values. scales: of the block that a walk usually visits
         after the one before. Returns those of the next one, and whether the walk is at its end."""
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
         following = scales
-        if const_expr(self.descales.are_by_row):
+        if const_expr(self._descales(what).are_by_row):
             block = word >> N_BLOCK_SHIFT
             if scales.block != block:
-                scales = self._look_up(place, block)
+                scales = self._look_up(what, place, block, self._entry(place, block))
             # they are on their way while this block is converted
-            following = self._look_up(place, cutlass.max(block - 1, 0))
-        self.k.channel.acquire(number)
-        if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
-            self.block_flags[self.k.channel.index(number)] = word
-        self._convert(codes.k, self.k, number, self.descales.k, scales.k)
-        codes.v.channel.wait(number)
-        self.v.channel.acquire(number)
-        # (d_v, keys) to products, (keys, d_v) here
-        codes_v, v = (x._replace(smem=_transposed(x.smem)) for x in (codes.v, self.v))
-        self._convert(codes_v, v, number, self.descales.v, scales.v)
+            following = self._look_up(what, place, block - 1, scales.next_entry)
+        if const_expr(Converted.KEYS in what):
+            part = Part(codes.k, self.k, self.descales.k)
+            units = self._read(part, number)
+            of_rows = self._scales_of_rows(part, scales.k)
+            self.k.channel.acquire(number)
+            if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
+                self.block_flags[self.k.channel.index(number)] = word
+            self._write(part, number, units, of_rows)
+        else:
+            # of the keys, this warpgroup wants their word alone
+            codes.k.channel.release(number)
+        if const_expr(Converted.VALUES in what):
+            # (d_v, keys) to products, (keys, d_v) here
+            of_v = (x._replace(smem=_transposed(x.smem)) for x in (codes.v, self.v))
+            part = Part(*of_v, self.descales.v)
+            codes.v.channel.wait(number)
+            units = self._read(part, number)
+            of_rows = self._scales_of_rows(part, scales.v)
+            self.v.channel.acquire(number)
+            self._write(part, number, units, of_rows)
         return following, (word & KIND_MASK) == Kind.END
 
     # -- scales ---------------------------------------------------------------------------------
 
-    @cute.jit
-    def _look_up(self, place: Place, block: Int32) -> Scales:
-        """The scales of this lane's row. A row behind the sequence's end has those of its last one,
-        as it may have its numbers."""
+    def _descales(self, what: Converted) -> Descales:
+        k, v = self.descales
+        return Descales(
+            k if Converted.KEYS in what else None, v if Converted.VALUES in what else None
+        )
+
+    def _key(self, place: Place, block: Int32) -> Int32:
+        """This lane's key of a block. A row behind the sequence's end is its last one, whose scale
+        it takes, as its memory may hold anything."""
         key = block * self.traits.tile_n + cutlass.min(self._own_row(), self.traits.tile_n - 1)
-        key = cutlass.max(cutlass.min(key, place.length - 1), 0)
-        entry, row = place.batch_idx, key
-        if const_expr(self.descales.are_by_row and self.pages is not None):
-            row = self.pages.row(place.batch_idx, key)
-            entry = self.pages.number(self.pages.entry(place.batch_idx, row))
+        return cutlass.max(cutlass.min(key, place.length - 1), 0)
+
+    def _entry(self, place: Place, block: Int32) -> Int32:
+        """What the table of pages has for this lane's key of a block: nobody waits for it yet."""
+        if self.pages is None:
+            return place.batch_idx
+        row = self.pages.row(place.batch_idx, self._key(place, block))
+        return self.pages.entry(place.batch_idx, row)
+
+    @cute.jit
+    def _look_up(
+        self, what: cutlass.Constexpr[Converted], place: Place, block: Int32, entry: Int32
+    ) -> Scales:
+        """The scales of this lane's row of a block. entry: of the table of pages."""
+        descales = self._descales(what)
+        row, next_entry = self._key(place, block), Int32(0)
+        if const_expr(descales.are_by_row and self.pages is not None):
+            row = self.pages.row(place.batch_idx, row)
+            entry = self.pages.number(entry)
             row = self.pages.place(entry, row, place.length).row
-        k, v = (self._scale(x, place, entry, row) for x in self.descales)
-        return Scales(k, v, block)
+            next_entry = self._entry(place, block - 1)
+        if const_expr(self.pages is None):
+            entry = place.batch_idx
+        k, v = (self._scale(x, place, entry, row) for x in descales)
+        return Scales(k, v, block, next_entry)
 
     def _scale(
         self, descale: cute.Tensor | None, place: Place, entry: Int32, row: Int32
@@ -179,76 +240,109 @@ class KeyConversion:
         columns = [cute.size(x.smem, mode=[mode]) for x, mode in ((self.k, 1), (self.v, 0))]
         return math.gcd(*(x // UNIT for x in columns), LANES_OF_ROW)
 
+    @property
+    def _rows_of_step(self) -> int:
+        return THREADS_PER_WARPGROUP // self.lanes
+
+    @property
+    def _steps(self) -> int:
+        return -(-self.traits.tile_n // self._rows_of_step)
+
     def _row(self, step: int | Int32, row_of_warp: Int32) -> Int32:
         """A row of a block, of those that this warp converts. Steps may end behind the block: its
         last row is then converted several times, to the same numbers."""
         warp = thread_in_warpgroup() // WARP
-        row = step * (THREADS_PER_WARPGROUP // self.lanes) + warp * (WARP // self.lanes)
-        return cutlass.min(row + row_of_warp, self.traits.tile_n - 1)
+        row = step * self._rows_of_step + warp * (WARP // self.lanes) + row_of_warp
+        if self.traits.tile_n % self._rows_of_step == 0:
+            return row
+        return cutlass.min(row, self.traits.tile_n - 1)
 
     def _own_row(self) -> Int32:
         rows, lane = WARP // self.lanes, cute.arch.lane_idx()
         return self._row(lane // rows, lane % rows)
 
-    def _scale_of_row(self, descale: cute.Tensor | None, own: Float32, step: int) -> Float32 | None:
-        """The scale of the row that this lane converts in a step. own: of the lane's own row."""
-        if descale is None:
-            return None
-        if cute.rank(descale) == 2:
-            return own
-        owner = step * (WARP // self.lanes) + cute.arch.lane_idx() // self.lanes
-        return cute.arch.shuffle_sync(own, owner)
-
-    def _convert(
-        self,
-        codes: Buffer,
-        to: Buffer,
-        number: Int32,
-        descale: cute.Tensor | None,
-        own: Float32,
-    ) -> None:
-        """Convert a stage, (keys, columns), and hand it over. own: the scale of the lane's own
+    def _scales_of_rows(self, part: Part, own: Float32) -> list[Float32 | None]:
+        """The scales of the rows that this lane converts, a row a step. own: of the lane's own
         row."""
+        if part.descale is None:
+            return [None] * self._steps
+        if cute.rank(part.descale) == 2:
+            return [own] * self._steps
+        first, rows = cute.arch.lane_idx() // self.lanes, WARP // self.lanes
+        return [cute.arch.shuffle_sync(own, step * rows + first) for step in range(self._steps)]
+
+    def _units_of_step(self, part: Part) -> int:
+        """Units of a thread in a row."""
+        return cute.size(part.to.smem, mode=[1]) // UNIT // self.lanes
+
+    def _places(self, part: Part, step: int) -> list[tuple[Int32, Int32]]:
+        """The row and the first column of each unit of this lane in a step."""
+        lane, of_thread = cute.arch.lane_idx(), self._units_of_step(part)
+        row = self._row(step, lane // self.lanes)
+        # neighbouring rows begin in different halves, so that both are in other banks
+        turn = row & 1 if of_thread % 2 == 0 else 0
+        units = ((i ^ turn) * self.lanes + lane % self.lanes for i in range(of_thread))
+        return [(row, unit * UNIT) for unit in units]
+
+    def _addresses(self, part: Part, smem: cute.Tensor) -> Iterator[cute.Pointer]:
+        """Where each unit of this lane lies in a stage (rows, columns), step by step.
+
+        A step is a multiple of the rows after which a swizzle repeats. So what a lane computes are
+        the places of the first step, and those of others are at fixed distances from them.
+        """
+        is_even = self.traits.tile_n % self._rows_of_step == 0
+        first = [_pointer(smem, *place) for place in self._places(part, 0)]
+        for step in range(self._steps):
+            if is_even:
+                distance = cute.crd2idx((step * self._rows_of_step, 0), smem.layout)
+                yield from (pointer + distance for pointer in first)
+            else:
+                yield from (_pointer(smem, *place) for place in self._places(part, step))
+
+    def _read(self, part: Part, number: Int32) -> list[cute.Tensor]:
+        """Take all codes of this lane from a stage, which is free again afterwards."""
+        codes = part.codes
         source = codes.smem[None, None, codes.channel.index(number)]
-        source = cute.recast_tensor(source, Int32)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=UNIT * 8)
+        units = []
+        for pointer in self._addresses(part, source):
+            words = cute.make_rmem_tensor((UNIT // CODES,), Int32)
+            at = cute.recast_ptr(pointer, dtype=Int32)
+            cute.copy(atom, cute.make_tensor(at, words.layout), words)
+            units.append(words)
+        cute.arch.sync_warp()
+        codes.channel.release(number)
+        return units
+
+    def _write(
+        self, part: Part, number: Int32, units: list[cute.Tensor], scales: list[Float32 | None]
+    ) -> None:
+        """Convert what was read into a stage that is free, and hand it over."""
+        dtype, to = self.traits.dtype, part.to
         target = to.smem[None, None, to.channel.index(number)]
-        lanes, lane = self.lanes, cute.arch.lane_idx()
-        of_thread = cute.size(target, mode=[1]) // UNIT // lanes
-        steps = -(-self.traits.tile_n * lanes // THREADS_PER_WARPGROUP)
-        scales: dict[int, Float32 | None] = {}
-        units = [(step, i) for step in range(steps) for i in range(of_thread)]
-        read = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=UNIT * 8)
-        write = cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(),
-            self.traits.dtype,
-            num_bits_per_copy=UNIT * self.traits.dtype.width,
+        of_step = self._units_of_step(part)
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=UNIT * dtype.width
         )
-        for first in range(0, len(units), UNITS_IN_FLIGHT):
-            at_once = units[first : first + UNITS_IN_FLIGHT]
-            places, found = [], []
-            for step, i in at_once:
-                row = self._row(step, lane // lanes)
-                # neighbouring rows begin in different halves, so that both are in other banks
-                unit = (i ^ (row & 1) if of_thread % 2 == 0 else i) * lanes + lane % lanes
-                words = cute.make_rmem_tensor((UNIT // CODES,), Int32)
-                cute.copy(
-                    read, cute.local_tile(source[row, None], (UNIT // CODES,), (unit,)), words
-                )
-                places.append((row, unit))
-                found.append(words)
-            for (step, _), (row, unit), words in zip(at_once, places, found, strict=True):
-                if step not in scales:
-                    scales[step] = self._scale_of_row(descale, own, step)
-                numbers = cute.make_rmem_tensor((UNIT,), self.traits.dtype)
-                pairs = cute.recast_tensor(numbers, Int32)
-                for j in range(UNIT // CODES):
-                    two = numbers_of(words[j], scales[step], self.traits.dtype)
-                    pairs[2 * j], pairs[2 * j + 1] = two
-                cute.copy(write, numbers, cute.local_tile(target[row, None], (UNIT,), (unit,)))
+        for i, pointer in enumerate(self._addresses(part, target)):
+            numbers = cute.make_rmem_tensor((UNIT,), dtype)
+            pairs = cute.recast_tensor(numbers, Int32)
+            for j in range(UNIT // CODES):
+                two = numbers_of(units[i][j], scales[i // of_step], dtype)
+                pairs[2 * j], pairs[2 * j + 1] = two
+            cute.copy(atom, numbers, cute.make_tensor(pointer, numbers.layout))
         # products read through another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         to.channel.publish(number)
-        codes.channel.release(number)
+
+
+def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:
+    """The address of a unit, with the swizzle of the tile applied to it."""
+    dtype, space, swizzle = smem.element_type, smem.memspace, smem.iterator.type.swizzle_type
+    address = (smem.iterator + cute.crd2idx((row, column), smem.layout)).toint()
+    turned = ((1 << swizzle.num_bits) - 1) << swizzle.num_base
+    address = address ^ ((address >> swizzle.num_shift) & turned)
+    return cute.make_ptr(dtype, address, space, assumed_align=UNIT * dtype.width // 8)
 
 
 def _transposed(smem: cute.Tensor) -> cute.Tensor:
