@@ -215,11 +215,21 @@ class KeyBlocks:
 
     def issue_values(self, probs: cute.Tensor, state: MainloopState) -> None:
         """Start O += P V of the last block that was not skipped."""
-        mma = self.traits.mma_pv()
+        width = self.traits.tile_dv // self.traits.value_parts
+        mma = self.traits.mma_pv(width)
         operand = wgmma.words_as_operand_a(probs, self.traits.dtype)
         v_stage = self.channels.v.index(state.block - state.passed)
-        v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
-        wgmma.issue(mma, self.acc_O, operand, v_tile, state.accumulate)
+        if const_expr(self.traits.value_parts == 1):
+            v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
+            wgmma.issue(mma, self.acc_O, operand, v_tile, state.accumulate)
+        else:
+            parts = []
+            for part in range(self.traits.value_parts):
+                v = cute.local_tile(self.tiles.v, (width, self.traits.tile_n), (part, 0, None))
+                v_tile = wgmma.operand_b(mma, v)[None, None, None, v_stage]
+                acc = wgmma.columns(self.acc_O, part * width, (part + 1) * width)
+                parts.append((acc, v_tile))
+            wgmma.issue_parts(mma, operand, parts, state.accumulate)
 
     def wait_for_values(self, state: MainloopState) -> None:
         self.channels.v.wait_unless(state.v_ready, state.block - state.passed)

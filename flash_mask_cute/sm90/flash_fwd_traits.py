@@ -146,11 +146,15 @@ class FwdTraits(PackedHeads):
 
     @property
     def num_conversion_warpgroups(self) -> int:
-        """Keys and values have one each, if products leave registers for both."""
-        if not self.in_fp8:
-            return 0
-        most = launch_registers(1 + self.num_mma_warpgroups + MOST_CONVERSION_WARPGROUPS)
-        return MOST_CONVERSION_WARPGROUPS if self._product_registers <= most else 1
+        """Keys and values have one each."""
+        return MOST_CONVERSION_WARPGROUPS if self.in_fp8 else 0
+
+    @property
+    def value_parts(self) -> int:
+        """Products in which P V is computed, of as many columns each: with more warpgroups a launch
+        gives a thread fewer registers for a product."""
+        most = launch_registers(self._num_warpgroups) - PRODUCT_REGISTERS
+        return 2 if self.in_fp8 and self.tile_dv // 2 > most else 1
 
     @property
     def num_conversion_warps(self) -> int:
@@ -241,7 +245,7 @@ class FwdTraits(PackedHeads):
     @property
     def _product_registers(self) -> int:
         """What the larger product wants of the registers of a launch."""
-        return max(self.tile_n, self.tile_dv) // 2 + PRODUCT_REGISTERS
+        return max(self.tile_n, self.tile_dv // self.value_parts) // 2 + PRODUCT_REGISTERS
 
     @property
     def helper_registers(self) -> int:
@@ -407,7 +411,8 @@ class FwdTraits(PackedHeads):
             source,
         )
 
-    def mma_pv(self) -> cute.TiledMma:
+    def mma_pv(self, num_columns: int | None = None) -> cute.TiledMma:
+        """O += P V of a value block, or of num_columns of its columns."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -415,7 +420,7 @@ class FwdTraits(PackedHeads):
             OperandMajorMode.MN,
             cutlass.Float32,
             (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.tile_dv),
+            (ROWS_PER_WARPGROUP, self.tile_dv if num_columns is None else num_columns),
             warpgroup.OperandSource.RMEM,
         )
 

@@ -271,3 +271,20 @@ def issue_sum(
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def issue_parts(
+    tiled_mma: cute.TiledMma,
+    a: cute.Tensor,
+    parts: list[tuple[cute.Tensor, cute.Tensor]],
+    accumulate: bool | Boolean,
+) -> None:
+    """Start acc (+)= a b for each (acc, b) of `parts`, as one commit group."""
+    warpgroup.fence()
+    for acc, b in parts:
+        mma = cute.make_mma_atom(tiled_mma.op)
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in range(cute.size(a, mode=[2])):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
