@@ -26,6 +26,7 @@ from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     thread_in_warpgroup,
 )
+from flash_mask_cute.core.fp8_codes import CODES, numbers_of
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, Place
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.walk_ring import KIND_MASK, Kind
@@ -33,8 +34,8 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 
-# Codes in a word, and those that a thread converts at once: 8 bytes, which become 16.
-CODES, UNIT = 4, 8
+# Codes that a thread converts at once: 8 bytes, which become 16.
+UNIT = 8
 # Threads side by side in a row, at most: their units of 16 bytes fill the banks once.
 LANES_OF_ROW = 8
 
@@ -347,28 +348,3 @@ def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:
 
 def _transposed(smem: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
-
-
-def numbers_of(
-    word: Int32, scale: Float32 | None, dtype: type[cutlass.Numeric]
-) -> tuple[Int32, Int32]:
-    """Four codes as numbers in 16 bits, in two words: times the scale in fp32, rounded once.
-
-    Written as PTX, for which the language has no name. Codes are exact in fp16, NaN stays NaN.
-    """
-    text = (
-        "{ .reg .b16 c0, c1; .reg .b32 a, b; mov.b32 {c0, c1}, {$r0}; "
-        "cvt.rn.f16x2.e4m3x2 a, c0; cvt.rn.f16x2.e4m3x2 b, c1; "
-    )
-    if scale is None and dtype is cutlass.Float16:
-        text += "mov.b32 {$w0}, a; mov.b32 {$w1}, b; }"
-    else:
-        name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-        text += ".reg .b16 h0, h1, h2, h3; .reg .f32 f0, f1, f2, f3; "
-        text += "mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b; "
-        text += "".join(f"cvt.f32.f16 f{i}, h{i}; " for i in range(CODES))
-        if scale is not None:
-            text += "".join(f"mul.rn.f32 f{i}, f{i}, {{$r1}}; " for i in range(CODES))
-        text += f"cvt.rn.{name}.f32 {{$w0}}, f1, f0; cvt.rn.{name}.f32 {{$w1}}, f3, f2; }}"
-    arguments = [word] if scale is None else [word, scale]
-    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=arguments)

@@ -65,6 +65,7 @@ from flash_mask_cute.call.choose.splits import (
     decode_rows,
     refuse_splits,
 )
+from flash_mask_cute.call.choose.widen import call_in_16_bits
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
@@ -130,7 +131,8 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass. segments: of the keys, if sums have an order.
+    computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
+    plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
     """
 
     direction: Direction
@@ -153,6 +155,7 @@ class ExecutionPlan:
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
+    wide: ExecutionPlan | None = None
     splits: Splits | None = None
     segments: Segments | None = None
 
@@ -260,6 +263,8 @@ def plan(
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
+    if is_forward and (wide := call_in_16_bits(call, shapes)) is not None:
+        return replace(chosen, wide=plan(wide, target, limits))
     refuse_large_choice(chosen.masks, shapes.seqlen_k, call.direction)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
