@@ -7,13 +7,14 @@ clamped, as attention does.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Int32, Uint32, const_expr, range_constexpr
 
 from flash_mask_cute.core.fp8_codes import CODES, numbers_of
 
 NUM_THREADS = 256
-# codes that a thread reads at once, and such reads of a thread that are not waited for at once
-UNIT, READS = 16, 4
+# Codes that a thread reads at once, so that a warp writes bytes side by side, and such reads of a
+# thread that are not waited for at once.
+UNIT, READS = 8, 8
 
 
 class WidenCodes:
@@ -48,23 +49,24 @@ class WidenCodes:
         :param mKDescale, mVDescale: fp32 (batch, heads), or the shape of mK without d, or None: 1
         """
         batch, rows, heads, _ = mK_wide.shape
-        widest = max(mK_wide.shape[3], mV_wide.shape[3])
-        units = rows * heads * (widest // UNIT)
+        least = min(_rows_of_step(x) for x in (mK_wide, mV_wide)) * READS
         tensors = (mK, mK_wide, mKDescale), (mV, mV_wide, mVDescale)
+        # CTAs of the heads of a row run at the same time
         self.kernel(tensors, mSeqUsedK, mPageTable).launch(
-            grid=(cute.ceil_div(units, NUM_THREADS * READS), batch, 2),
+            grid=(2 * heads, cute.ceil_div(rows, least), batch),
             block=(NUM_THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, tensors: tuple, mSeqUsedK: cute.Tensor | None, mPageTable: cute.Tensor | None):
-        _, _, which = cute.arch.block_idx()
+        head, _, _ = cute.arch.block_idx()
         keys, values = tensors
-        if which == 0:
-            self._widen(*keys, mSeqUsedK, mPageTable)
+        heads = keys[1].shape[2]
+        if head < heads:
+            self._widen(*keys, mSeqUsedK, mPageTable, head)
         else:
-            self._widen(*values, mSeqUsedK, mPageTable)
+            self._widen(*values, mSeqUsedK, mPageTable, head - heads)
 
     @cute.jit
     def _widen(
@@ -74,28 +76,25 @@ class WidenCodes:
         descale: cute.Tensor | None,
         used: cute.Tensor | None,
         table: cute.Tensor | None,
+        head: Int32,
     ):
-        """This CTA's part of keys or of values: `READS` units of each thread."""
-        cta, batch_idx, _ = cute.arch.block_idx()
+        """This CTA's rows of a head of keys or of values, `READS` of each thread."""
+        _, part, batch_idx = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        rows, heads, dim = wide.shape[1], wide.shape[2], wide.shape[3]
+        rows, of_row, at_once = wide.shape[1], wide.shape[3] // UNIT, _rows_of_step(wide)
         if const_expr(used is not None):
             rows = cutlass.min(rows, used[batch_idx])
-        of_head = dim // UNIT
-        first = cta * (NUM_THREADS * READS)
-        if first < rows * heads * of_head:
+        first, column = part * (at_once * READS), thread % of_row * UNIT
+        if first < rows:
             places, words, scales = [], [], []
             for i in range_constexpr(READS):
-                unit = first + i * NUM_THREADS + thread
-                of_row = unit // of_head
-                row = of_row // heads
-                head, column = of_row - row * heads, (unit - of_row * of_head) * UNIT
                 # threads behind the end have its last row once more
-                row = cutlass.min(row, rows - 1)
+                row = cutlass.min(first + i * at_once + thread // of_row, rows - 1)
                 entry, at = batch_idx, row
                 if const_expr(table is not None):
                     page_size = codes.shape[1]
-                    page = row // page_size
+                    # unsigned, which takes half as many instructions
+                    page = Int32(Uint32(row) // Uint32(page_size))
                     entry, at = table[batch_idx, page], row - page * page_size
                     entry = cutlass.max(cutlass.min(entry, codes.shape[0] - 1), 0)
                 scale = None
@@ -116,8 +115,13 @@ class WidenCodes:
                 _words(wide, place, UNIT // 2).store(pairs.load())
 
 
+def _rows_of_step(wide: cute.Tensor) -> int:
+    """Rows of a head that the threads of a CTA read at once; some threads may read another one."""
+    return NUM_THREADS // (wide.shape[3] // UNIT)
+
+
 def _words(tensor: cute.Tensor, place: tuple, count: int) -> cute.Tensor:
-    """Words of a tensor from an element on that begins at a multiple of 16 bytes."""
+    """Words of a tensor from an element on that begins at a multiple of `count` words."""
     begin = (tensor.iterator + cute.crd2idx(place, tensor.layout)).toint()
-    pointer = cute.make_ptr(Int32, begin, tensor.memspace, assumed_align=16)
+    pointer = cute.make_ptr(Int32, begin, tensor.memspace, assumed_align=count * 4)
     return cute.make_tensor(pointer, cute.make_layout(count))

@@ -131,6 +131,7 @@ class FlashAttentionForwardSm90:
         and of the page size of every launch
     :param common_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
+    :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -164,6 +165,7 @@ class FlashAttentionForwardSm90:
         page_box: int | None = None,
         common_kv: bool = False,
         in_fp8: bool = False,
+        few_rows: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -180,6 +182,7 @@ class FlashAttentionForwardSm90:
             heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
             in_fp8=in_fp8,
+            few_rows=few_rows,
         )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it

@@ -136,7 +136,7 @@ class KeyBlocks:
         computes_functions = scales.cap is not None or score_traits.computes_functions
         softmax = OnlineSoftmax.create(
             scales.scale_log2 * score_traits.factor,
-            wgmma.ROWS_PER_THREAD,
+            traits.rows_of_thread,
             traits.dtype,
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
@@ -166,7 +166,15 @@ class KeyBlocks:
 
     def make_probs(self) -> cute.Tensor:
         """Words of P."""
-        return wgmma.make_operand_words(self.traits.tile_n // 16)
+        words = wgmma.make_operand_words(self.traits.tile_n // 16)
+        if self.traits.few_rows:
+            # those of rows for which there are no queries keep it
+            words.fill(0)
+        return words
+
+    def _rows_of(self, acc: cute.Tensor) -> cute.Tensor:
+        """The rows of an accumulator for which there are queries."""
+        return wgmma.rows_by_cols(acc, self.traits.rows_of_thread)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -263,7 +271,7 @@ class KeyBlocks:
         """P of a work tile's first key block, whose S is complete. Returns the position, and the
         kind of the next block."""
         channels = self.channels
-        flags, scores = self._block_flags(state.block), wgmma.rows_by_cols(acc_S)
+        flags, scores = self._block_flags(state.block), self._rows_of(acc_S)
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
         elif channels.ring.read(tile).has_scores:
@@ -388,7 +396,7 @@ class KeyBlocks:
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
         channels.k.release(block)
-        scores = wgmma.rows_by_cols(acc_S)  # (2 rows, tile_n / 4) of a thread
+        scores = self._rows_of(acc_S)  # (rows, tile_n / 4) of a thread
         self._modify(places, loaded, scores)
         if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
@@ -405,7 +413,7 @@ class KeyBlocks:
         if softmax_math.differ_from_one(factors):
             if const_expr(not traits.values_first):
                 warpgroup.wait_group(0)
-            softmax_math.rescale(wgmma.rows_by_cols(self.acc_O), factors)
+            softmax_math.rescale(self._rows_of(self.acc_O), factors)
         if const_expr(not traits.values_first):
             # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
             # start of its basic block: above the exponentials that should overlap P V.
@@ -452,7 +460,7 @@ class KeyBlocks:
         """
         softmax = self.softmax
         softmax.see(scores)
-        factors = (Float32(1.0), Float32(1.0))
+        factors = tuple(Float32(1.0) for _ in range(self.traits.rows_of_thread))
         if const_expr(not self.traits.keeps_scores):
             tile_max = softmax.tile_max(scores)
             is_old = softmax.outgrown(tile_max)
@@ -486,7 +494,8 @@ class KeyBlocks:
 
     def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
+        words = take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
+        return words[: self.traits.rows_of_thread]
 
     def _visible_columns(self) -> Int32:
         """The OR of the bits of this warpgroup's rows in the block whose bits have arrived."""
@@ -519,7 +528,7 @@ class KeyBlocks:
         if self.score_mod is None:
             return None
         work, n_block = self.channels.ring.read(tile), flags >> N_BLOCK_SHIFT
-        rows, heads = tile_rows(self.traits, work, thread_in_warpgroup()), self.traits.packed_heads
+        rows, heads = self._tile_rows(work), self.traits.packed_heads
         first_k_idx = n_block * self.traits.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
@@ -537,6 +546,10 @@ class KeyBlocks:
         ]
         return places, lambda c: k_after(wgmma.col_offset(c))
 
+    def _tile_rows(self, work: Work) -> tuple:
+        rows = tile_rows(self.traits, work, thread_in_warpgroup())
+        return rows[: self.traits.rows_of_thread]
+
     def _load_table_rows(
         self, tile: Int32, flags: Int32, half: Int32 | None = None
     ) -> LoadedRows | None:
@@ -547,7 +560,7 @@ class KeyBlocks:
         first_key, num_keys = (flags >> N_BLOCK_SHIFT) * traits.tile_n, traits.tile_n
         if half is not None:
             first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
-        rows = tile_rows(traits, work, thread_in_warpgroup())
+        rows = self._tile_rows(work)
         group = traits.packed_heads, traits.group_size
         return LoadedRows.load(
             self.score_traits.row_reads,

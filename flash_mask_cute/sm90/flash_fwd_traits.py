@@ -33,6 +33,7 @@ from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
+    ROWS_PER_THREAD,
     ROWS_PER_WARPGROUP,
     WORDS_PER_STEP,
     tile_columns,
@@ -80,7 +81,7 @@ class FwdTraits(PackedHeads):
     score of a block is much work. cta_pair: an option of other kernels; not supported here.
     packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
     that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
-    memory, and warpgroups convert them.
+    memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -97,6 +98,7 @@ class FwdTraits(PackedHeads):
     heads_there: int | None = None
     page_box: int | None = None
     in_fp8: bool = False
+    few_rows: bool = False
 
     @property
     def moves_registers(self) -> bool:
@@ -125,6 +127,11 @@ class FwdTraits(PackedHeads):
     @property
     def num_mma_warpgroups(self) -> int:
         return self.tile_m // ROWS_PER_WARPGROUP
+
+    @property
+    def rows_of_thread(self) -> int:
+        """Rows of a thread's accumulator for which there are queries."""
+        return 1 if self.few_rows else ROWS_PER_THREAD
 
     @property
     def table_words(self) -> int:

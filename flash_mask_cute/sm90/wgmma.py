@@ -47,10 +47,11 @@ def num_cols(acc: cute.Tensor) -> int:
     return cute.size(acc) // ROWS_PER_THREAD * 4
 
 
-def rows_by_cols(acc: cute.Tensor) -> cute.Tensor:
-    """View of an accumulator as (2 rows, n/4 columns) of this thread, columns ascending."""
+def rows_by_cols(acc: cute.Tensor, num_rows: int = ROWS_PER_THREAD) -> cute.Tensor:
+    """View of an accumulator as (rows, n/4 columns) of this thread, columns ascending; num_rows:
+    1 for its first row alone."""
     groups = cute.size(acc) // 4
-    layout = cute.make_layout((2, (2, groups)), stride=(2, (1, 4)))
+    layout = cute.make_layout((num_rows, (2, groups)), stride=(2, (1, 4)))
     return cute.make_tensor(acc.iterator, layout)
 
 

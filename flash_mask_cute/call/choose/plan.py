@@ -212,6 +212,7 @@ class ExecutionPlan:
                 problem.q_start is not None or not choice.tiles.nest_in(block_size)
             )
             problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+            problem = problem.with_few_rows(self.shapes)
         return replace(self, problem=problem, choice=choice)
 
 
