@@ -92,7 +92,7 @@ from flash_mask_cute.sm90.flash_fwd_traits import (
     MASK_REGISTERS,
     FwdTraits,
 )
-from flash_mask_cute.sm90.fp8_conversion import Codes, Converted, Descales, KeyConversion
+from flash_mask_cute.sm90.fp8_conversion import Codes, Conversion, Descales
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -434,20 +434,13 @@ class FlashAttentionForwardSm90:
             self.mask(mask_warp, tiles, channels, lengths, masks)
         elif const_expr(traits.in_fp8):
             cute.arch.setmaxregister_decrease(CONVERSION_REGISTERS)
-            conversion = KeyConversion(
-                loaded, k, v, tiles.block_flags, descales, pages, schedule.heads_per_kv, traits
-            )
-            self.convert(conversion, warp_idx - traits.first_conversion_warp, channels)
-
-    @cute.jit
-    def convert(self, conversion: KeyConversion, warp: Int32, channels: Channels):
-        """A converting warp: its rows of every key block, of its value block, or of both."""
-        if const_expr(self.traits.num_conversion_warpgroups == 1):
-            conversion.stream(channels.ring, Converted.BOTH)
-        elif warp < WARPS_PER_WARPGROUP:
-            conversion.stream(channels.ring, Converted.KEYS)
-        else:
-            conversion.stream(channels.ring, Converted.VALUES)
+            of_all = pages, schedule.heads_per_kv, traits
+            if warp_idx < traits.first_conversion_warp + WARPS_PER_WARPGROUP:
+                of_k = True, k, tiles.block_flags, descales.k
+                Conversion(loaded, *of_k, *of_all).stream(channels.ring)
+            else:
+                of_v = False, v, tiles.block_flags, descales.v
+                Conversion(loaded, *of_v, *of_all).stream(channels.ring)
 
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs

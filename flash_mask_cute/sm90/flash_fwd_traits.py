@@ -54,7 +54,7 @@ MASK_REGISTERS = 56
 # One MMA warpgroup keeps the same as without them.
 MMA_REGISTERS_BESIDE_CONVERSION = 240
 CONVERSION_REGISTERS = 96
-MOST_CONVERSION_WARPGROUPS = 2
+CONVERSION_WARPGROUPS = 2
 # Blocks in fp8 that wait for conversion, at most.
 MOST_CODE_STAGES = 8
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
@@ -154,7 +154,7 @@ class FwdTraits(PackedHeads):
     @property
     def num_conversion_warpgroups(self) -> int:
         """Keys and values have one each."""
-        return MOST_CONVERSION_WARPGROUPS if self.in_fp8 else 0
+        return CONVERSION_WARPGROUPS if self.in_fp8 else 0
 
     @property
     def value_parts(self) -> int:

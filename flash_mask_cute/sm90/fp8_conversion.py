@@ -13,7 +13,6 @@ wrote for it (`operand_loads`), which says where it lies and whether the walk en
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntFlag
 from typing import Any, NamedTuple
 
 import cutlass
@@ -74,57 +73,44 @@ class Descales(NamedTuple):
     k: cute.Tensor | None
     v: cute.Tensor | None
 
-    @property
-    def are_by_row(self) -> bool:
-        """Whether some of them differ from row to row."""
-        return any(x is not None and cute.rank(x) == 3 for x in self)
-
 
 class Scales(NamedTuple):
-    """The scales of a lane's row of a block of keys, and of the same block of values. block: which
-    one. Where there is none, nobody reads them. next_entry: what the table of pages has for the
-    lane's row of the block before it, which a walk usually visits next."""
+    """The scales of a lane's row of a block, and of the same row of the block before it, which a
+    walk usually visits next.
 
-    k: Float32
-    v: Float32
+    block: which one; -1: none yet. next_value may still be on its way, as may entry: what the table
+    of pages has for the row of the block before that.
+    """
+
+    value: Float32
     block: Int32
-    next_entry: Int32
+    next_value: Float32
+    entry: Int32
 
     @staticmethod
     def none() -> "Scales":
-        return Scales(Float32(1.0), Float32(1.0), Int32(-1), Int32(0))
-
-
-class Converted(IntFlag):
-    """What a warpgroup converts."""
-
-    KEYS, VALUES, BOTH = 1, 2, 3
-
-
-class Part(NamedTuple):
-    """Keys or values: what is read and written, (rows, columns, stages), and by what numbers are
-    multiplied."""
-
-    codes: Buffer
-    to: Buffer
-    descale: cute.Tensor | None
+        return Scales(Float32(1.0), Int32(-1), Float32(1.0), Int32(0))
 
 
 @dataclass(frozen=True)
-class KeyConversion:
-    """What converting warps read and write. k, v, block_flags: as `codes`, in 16 bits."""
+class Conversion:
+    """What the warpgroup that converts keys, or the one that converts values, reads and writes.
+
+    to: the tile in 16 bits. descale: (batch, heads), or one a row, or None, as in `Descales`.
+    block_flags: as the words of codes, for readers of the tiles of keys.
+    """
 
     codes: Codes
-    k: Buffer
-    v: Buffer
+    of_keys: cutlass.Constexpr[bool]
+    to: Buffer
     block_flags: cute.Tensor
-    descales: Descales
+    descale: cute.Tensor | None
     pages: Pages | None
     heads_per_kv: Int32
     traits: cutlass.Constexpr[FwdTraits]
 
     @cute.jit
-    def stream(self, ring: WorkRing, what: cutlass.Constexpr[Converted]) -> None:
+    def stream(self, ring: WorkRing) -> None:
         """Convert the blocks of every walk."""
         tile, number = Int32(0), Int32(0)
         while ring.wait(tile):
@@ -133,63 +119,59 @@ class KeyConversion:
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
             scales, is_last = Scales.none(), Boolean(False)
-            if const_expr(not self._descales(what).are_by_row):
-                scales = self._look_up(what, place, Int32(0), Int32(0))
+            if const_expr(self.descale is not None and not self._has_scales_of_rows):
+                scales = scales._replace(value=self.descale[place.batch_idx, place.head])
             while not is_last:
-                scales, is_last = self._convert_block(what, place, scales, number)
+                scales, is_last = self._convert_block(place, scales, number)
                 number += 1
             ring.release(tile)
             tile += 1
 
     @cute.jit
-    def _convert_block(
-        self,
-        what: cutlass.Constexpr[Converted],
-        place: Place,
-        scales: Scales,
-        number: Int32,
-    ) -> tuple[Scales, Boolean]:
-        """Convert a block of keys and of values. scales: of the block that a walk usually visits
-        after the one before. Returns those of the next one, and whether the walk is at its end."""
+    def _convert_block(self, place: Place, scales: Scales, number: Int32) -> tuple[Scales, Boolean]:
+        """Convert a block. scales: of the block that a walk usually visits after the one before.
+        Returns those of the next one, and whether the walk is at its end."""
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
-        following = scales
-        if const_expr(self._descales(what).are_by_row):
+        if const_expr(self._has_scales_of_rows):
             block = word >> N_BLOCK_SHIFT
             if scales.block != block:
-                scales = self._look_up(what, place, block, self._entry(place, block))
-            # they are on their way while this block is converted
-            following = self._look_up(what, place, block - 1, scales.next_entry)
-        if const_expr(Converted.KEYS in what):
-            part = Part(codes.k, self.k, self.descales.k)
-            units = self._read(part, number)
-            of_rows = self._scales_of_rows(part, scales.k)
-            self.k.channel.acquire(number)
-            if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
-                self.block_flags[self.k.channel.index(number)] = word
-            self._write(part, number, units, of_rows)
-        else:
-            # of the keys, this warpgroup wants their word alone
+                scales = self._look_up(place, block)
+        if const_expr(not self.of_keys):
+            # of the keys, whoever converts values wants their word alone
             codes.k.channel.release(number)
-        if const_expr(Converted.VALUES in what):
-            # (d_v, keys) to products, (keys, d_v) here
-            of_v = (x._replace(smem=_transposed(x.smem)) for x in (codes.v, self.v))
-            part = Part(*of_v, self.descales.v)
             codes.v.channel.wait(number)
-            units = self._read(part, number)
-            of_rows = self._scales_of_rows(part, scales.v)
-            self.v.channel.acquire(number)
-            self._write(part, number, units, of_rows)
-        return following, (word & KIND_MASK) == Kind.END
+        units = self._read(number)
+        of_rows = self._scales_of_rows(scales.value)
+        self.to.channel.acquire(number)
+        if const_expr(self.of_keys):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
+                self.block_flags[self.to.channel.index(number)] = word
+        self._write(number, units, of_rows)
+        if const_expr(self._has_scales_of_rows):
+            # Behind the fence, which would wait for loads; they have the time of a block.
+            scales = self._advanced(place, scales)
+        return scales, (word & KIND_MASK) == Kind.END
 
     # -- scales ---------------------------------------------------------------------------------
 
-    def _descales(self, what: Converted) -> Descales:
-        k, v = self.descales
-        return Descales(
-            k if Converted.KEYS in what else None, v if Converted.VALUES in what else None
+    @property
+    def _has_scales_of_rows(self) -> bool:
+        return self.descale is not None and cute.rank(self.descale) == 3
+
+    def _look_up(self, place: Place, block: Int32) -> Scales:
+        """Those of a block, of which nothing is known yet."""
+        value, next_value = (
+            self._scale(place, x, self._entry(place, x)) for x in (block, block - 1)
         )
+        return Scales(value, block, next_value, self._entry(place, block - 2))
+
+    def _advanced(self, place: Place, scales: Scales) -> Scales:
+        """Those of the block before."""
+        block = scales.block
+        after_next = self._scale(place, block - 2, scales.entry)
+        return Scales(scales.next_value, block - 1, after_next, self._entry(place, block - 3))
 
     def _key(self, place: Place, block: Int32) -> Int32:
         """This lane's key of a block. A row behind the sequence's end is its last one, whose scale
@@ -200,35 +182,18 @@ class KeyConversion:
     def _entry(self, place: Place, block: Int32) -> Int32:
         """What the table of pages has for this lane's key of a block: nobody waits for it yet."""
         if self.pages is None:
-            return place.batch_idx
+            return Int32(0)
         row = self.pages.row(place.batch_idx, self._key(place, block))
         return self.pages.entry(place.batch_idx, row)
 
-    @cute.jit
-    def _look_up(
-        self, what: cutlass.Constexpr[Converted], place: Place, block: Int32, entry: Int32
-    ) -> Scales:
-        """The scales of this lane's row of a block. entry: of the table of pages."""
-        descales = self._descales(what)
-        row, next_entry = self._key(place, block), Int32(0)
-        if const_expr(descales.are_by_row and self.pages is not None):
-            row = self.pages.row(place.batch_idx, row)
-            entry = self.pages.number(entry)
-            row = self.pages.place(entry, row, place.length).row
-            next_entry = self._entry(place, block - 1)
-        if const_expr(self.pages is None):
-            entry = place.batch_idx
-        k, v = (self._scale(x, place, entry, row) for x in descales)
-        return Scales(k, v, block, next_entry)
-
-    def _scale(
-        self, descale: cute.Tensor | None, place: Place, entry: Int32, row: Int32
-    ) -> Float32:
-        if descale is None:
-            return Float32(1.0)
-        if cute.rank(descale) == 2:
-            return descale[place.batch_idx, place.head]
-        return descale[entry, row, place.head]
+    def _scale(self, place: Place, block: Int32, entry: Int32) -> Float32:
+        """The scale of this lane's row of a block. entry: of the table of pages."""
+        key = self._key(place, block)
+        if self.pages is None:
+            return self.descale[place.batch_idx, key, place.head]
+        page, row = self.pages.number(entry), self.pages.row(place.batch_idx, key)
+        row = self.pages.place(page, row, place.length).row
+        return self.descale[page, row, place.head]
 
     # -- tiles ----------------------------------------------------------------------------------
     #
@@ -237,9 +202,20 @@ class KeyConversion:
     # one of them.
 
     @property
+    def _tiles(self) -> tuple[cute.Tensor, cute.Tensor]:
+        """Codes and numbers, (rows, columns, stages)."""
+        if self.of_keys:
+            return self.codes.k.smem, self.to.smem
+        # (d_v, keys) to products
+        return _transposed(self.codes.v.smem), _transposed(self.to.smem)
+
+    @property
+    def _units_of_row(self) -> int:
+        return cute.size(self._tiles[1], mode=[1]) // UNIT
+
+    @property
     def lanes(self) -> int:
-        columns = [cute.size(x.smem, mode=[mode]) for x, mode in ((self.k, 1), (self.v, 0))]
-        return math.gcd(*(x // UNIT for x in columns), LANES_OF_ROW)
+        return math.gcd(self._units_of_row, LANES_OF_ROW)
 
     @property
     def _rows_of_step(self) -> int:
@@ -249,92 +225,91 @@ class KeyConversion:
     def _steps(self) -> int:
         return -(-self.traits.tile_n // self._rows_of_step)
 
+    @property
+    def _has_whole_steps(self) -> bool:
+        return self.traits.tile_n % self._rows_of_step == 0
+
     def _row(self, step: int | Int32, row_of_warp: Int32) -> Int32:
         """A row of a block, of those that this warp converts. Steps may end behind the block: its
         last row is then converted several times, to the same numbers."""
         warp = thread_in_warpgroup() // WARP
         row = step * self._rows_of_step + warp * (WARP // self.lanes) + row_of_warp
-        if self.traits.tile_n % self._rows_of_step == 0:
-            return row
-        return cutlass.min(row, self.traits.tile_n - 1)
+        return row if self._has_whole_steps else cutlass.min(row, self.traits.tile_n - 1)
 
     def _own_row(self) -> Int32:
         rows, lane = WARP // self.lanes, cute.arch.lane_idx()
         return self._row(lane // rows, lane % rows)
 
-    def _scales_of_rows(self, part: Part, own: Float32) -> list[Float32 | None]:
+    def _scales_of_rows(self, own: Float32) -> list[Float32 | None]:
         """The scales of the rows that this lane converts, a row a step. own: of the lane's own
         row."""
-        if part.descale is None:
+        if self.descale is None:
             return [None] * self._steps
-        if cute.rank(part.descale) == 2:
+        if not self._has_scales_of_rows:
             return [own] * self._steps
         first, rows = cute.arch.lane_idx() // self.lanes, WARP // self.lanes
         return [cute.arch.shuffle_sync(own, step * rows + first) for step in range(self._steps)]
 
-    def _units_of_step(self, part: Part) -> int:
+    @property
+    def _units_of_step(self) -> int:
         """Units of a thread in a row."""
-        return cute.size(part.to.smem, mode=[1]) // UNIT // self.lanes
+        return self._units_of_row // self.lanes
 
-    def _places(self, part: Part, step: int) -> list[tuple[Int32, Int32]]:
+    def _places(self, step: int) -> list[tuple[Int32, Int32]]:
         """The row and the first column of each unit of this lane in a step."""
-        lane, of_thread = cute.arch.lane_idx(), self._units_of_step(part)
+        lane = cute.arch.lane_idx()
         row = self._row(step, lane // self.lanes)
         # neighbouring rows begin in different halves, so that both are in other banks
-        turn = row & 1 if of_thread % 2 == 0 else 0
-        units = ((i ^ turn) * self.lanes + lane % self.lanes for i in range(of_thread))
+        turn = row & 1 if self._units_of_step % 2 == 0 else 0
+        units = ((i ^ turn) * self.lanes + lane % self.lanes for i in range(self._units_of_step))
         return [(row, unit * UNIT) for unit in units]
 
-    def _addresses(self, part: Part, smem: cute.Tensor) -> Iterator[cute.Pointer]:
+    def _addresses(self, smem: cute.Tensor) -> Iterator[cute.Pointer]:
         """Where each unit of this lane lies in a stage (rows, columns), step by step.
 
         A step is a multiple of the rows after which a swizzle repeats. So what a lane computes are
         the places of the first step, and those of others are at fixed distances from them.
         """
-        is_even = self.traits.tile_n % self._rows_of_step == 0
-        first = [_pointer(smem, *place) for place in self._places(part, 0)]
+        first = [_pointer(smem, *place) for place in self._places(0)]
         for step in range(self._steps):
-            if is_even:
+            if self._has_whole_steps:
                 distance = cute.crd2idx((step * self._rows_of_step, 0), smem.layout)
                 yield from (pointer + distance for pointer in first)
             else:
-                yield from (_pointer(smem, *place) for place in self._places(part, step))
+                yield from (_pointer(smem, *place) for place in self._places(step))
 
-    def _read(self, part: Part, number: Int32) -> list[cute.Tensor]:
+    def _read(self, number: Int32) -> list[cute.Tensor]:
         """Take all codes of this lane from a stage, which is free again afterwards."""
-        codes = part.codes
-        source = codes.smem[None, None, codes.channel.index(number)]
+        channel = self.codes.k.channel if self.of_keys else self.codes.v.channel
+        source = self._tiles[0][None, None, channel.index(number)]
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=UNIT * 8)
         units = []
-        for pointer in self._addresses(part, source):
+        for pointer in self._addresses(source):
             words = cute.make_rmem_tensor((UNIT // CODES,), Int32)
             at = cute.recast_ptr(pointer, dtype=Int32)
             cute.copy(atom, cute.make_tensor(at, words.layout), words)
             units.append(words)
         cute.arch.sync_warp()
-        codes.channel.release(number)
+        channel.release(number)
         return units
 
-    def _write(
-        self, part: Part, number: Int32, units: list[cute.Tensor], scales: list[Float32 | None]
-    ) -> None:
+    def _write(self, number: Int32, units: list[cute.Tensor], scales: list[Float32 | None]) -> None:
         """Convert what was read into a stage that is free, and hand it over."""
-        dtype, to = self.traits.dtype, part.to
-        target = to.smem[None, None, to.channel.index(number)]
-        of_step = self._units_of_step(part)
+        dtype, channel = self.traits.dtype, self.to.channel
+        target = self._tiles[1][None, None, channel.index(number)]
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=UNIT * dtype.width
         )
-        for i, pointer in enumerate(self._addresses(part, target)):
+        for i, pointer in enumerate(self._addresses(target)):
             numbers = cute.make_rmem_tensor((UNIT,), dtype)
             pairs = cute.recast_tensor(numbers, Int32)
             for j in range(UNIT // CODES):
-                two = numbers_of(units[i][j], scales[i // of_step], dtype)
+                two = numbers_of(units[i][j], scales[i // self._units_of_step], dtype)
                 pairs[2 * j], pairs[2 * j + 1] = two
             cute.copy(atom, numbers, cute.make_tensor(pointer, numbers.layout))
         # products read through another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        to.channel.publish(number)
+        channel.publish(number)
 
 
 def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:
