@@ -17,6 +17,7 @@ from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.call.run.segments import segments_of
+from flash_mask_cute.call.run.widen import WidenedForward
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -38,6 +39,8 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     if plan.packed is not None:
         inner = prepared_fwd(plan.packed)
         return PackedForward(inner, plan.problem.needs_lse, plan.masks.is_causal)
+    if plan.wide is not None:
+        return WidenedForward(plan, prepared_fwd(plan.wide))
     if plan.backend is Backend.CPU:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
@@ -111,6 +114,6 @@ def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:
 def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:
     """Whether a prepared call may run later calls. On the CPU it may not with cu_seqlens and
     seqused: their contents are checked in every call."""
-    if isinstance(prepared, PackedForward | PackedBackward):
+    if isinstance(prepared, PackedForward | PackedBackward | WidenedForward):
         return may_be_kept(prepared.inner)
     return not isinstance(prepared, CpuForward | CpuBackward)
