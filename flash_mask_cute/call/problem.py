@@ -37,6 +37,11 @@ class FwdShapes(NamedTuple):
         return -(-self.total_q // max(self.batch, 1))
 
     @property
+    def mean_seqlen_k(self) -> int:
+        """Keys of a sequence on average, rounded up."""
+        return -(-self.total_k // max(self.batch, 1))
+
+    @property
     def is_empty(self) -> bool:
         """Whether there are no queries or no keys, so there is nothing to launch."""
         return not (self.batch and self.total_q and self.total_k)
@@ -98,7 +103,8 @@ class AttentionProblem:
     (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
-    choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
+    choice of key blocks is given, as bits. tables: dtypes of the tables of differences
+    that the kernel gets behind the aux tensors (`difference_tables.py`). common_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
@@ -143,6 +149,7 @@ class AttentionProblem:
     has_selected: bool = False
     common_kv: bool = False
     in_fp8: bool = False
+    tables: tuple[str, ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

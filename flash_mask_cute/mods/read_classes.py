@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+from flash_mask_cute.mods.spans import Span
+
 # Ranges of differences hold for positions and extents below this.
 MOST_POSITION = 2**26
 
@@ -117,3 +119,39 @@ class ModReads(NamedTuple):
             for i, x in self.tensors.items()
             if not (x.is_once or x.read_class is ReadClass.UNREAD)
         )
+
+
+class Step(NamedTuple):
+    """From the result of an operation to one of its operands. operation: its name; empty: from a
+    read to one of its indices."""
+
+    operation: str
+    operand: int
+
+
+class DifferenceTerm(NamedTuple):
+    """A term of a difference: factor times a function of the key, or of the query.
+
+    divisor: the function is the whole part of the place over this; None: another one, whose values
+    are in span. path: the way to its value from the read.
+    """
+
+    is_key: bool
+    factor: int
+    divisor: int | None
+    span: Span | None
+    path: tuple[Step, ...]
+
+
+class DifferenceRead(NamedTuple):
+    """A read by a difference, the sum of terms of which one has the factor 1 or -1.
+
+    number: among the reads of the score_mod. tensor: the number of the aux tensor. by_batch,
+    by_head: the element depends on the batch entry, the query head.
+    """
+
+    number: int
+    tensor: int
+    terms: tuple[DifferenceTerm, ...]
+    by_batch: bool
+    by_head: bool

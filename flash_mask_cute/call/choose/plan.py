@@ -32,6 +32,10 @@ from flash_mask_cute.call.choose.copies import (
     split_scale,
     tma_strides,
 )
+from flash_mask_cute.call.choose.difference_tables import (
+    DifferenceTables,
+    choose_difference_tables,
+)
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.mask_bits import (
     LIMITS,
@@ -130,7 +134,8 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass. segments: of the keys, if sums have an order.
+    computes its work tiles; None: one pass. segments: of the keys, if sums have an order. tables:
+    of differences that score_mod reads.
     """
 
     direction: Direction
@@ -155,6 +160,7 @@ class ExecutionPlan:
     packed: ExecutionPlan | None = None
     splits: Splits | None = None
     segments: Segments | None = None
+    tables: DifferenceTables | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -266,7 +272,18 @@ def plan(
         one_pass = plan(replaced(call, options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
-    return _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    return _with_tables(_with_mask_bits(chosen, choose, call, limits or LIMITS))
+
+
+def _with_tables(chosen: ExecutionPlan) -> ExecutionPlan:
+    if chosen.without_bits is not None and isinstance(chosen.mask_bits, DocumentBitsPlan):
+        # the kernel's shapes are those of documents, which only the device knows
+        return chosen
+    tables = choose_difference_tables(chosen.problem, chosen.shapes, chosen.masks)
+    if tables is None:
+        return chosen
+    problem = replace(chosen.problem, tables=tables.dtypes)
+    return replace(chosen, problem=problem, tables=tables)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:

@@ -18,6 +18,7 @@ from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.aux_sums import new_sums, write_gradients
+from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.forward import (
     count_writing,
     cpu_call,
@@ -40,7 +41,8 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
-        "_kernels", "_make_mask_bits", "_mask_arguments", "_padding", "_partial_shapes",
+        "_kernels", "_make_mask_bits", "_make_tables", "_mask_arguments", "_padding",
+        "_partial_shapes",
         "_parts_shape", "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
         "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
@@ -50,7 +52,9 @@ class KernelBackward:
         plan: ExecutionPlan,
         kernels: BwdKernels,
         make_mask_bits: MakeMaskBits | None = None,
+        make_tables: MakeDifferenceTables | None = None,
     ) -> None:
+        self._make_tables = make_tables
         problem, facts, scratch = plan.problem, plan.gradients, BwdScratch.of(plan)
         assert facts is not None
         self._kernels = kernels
@@ -124,6 +128,8 @@ class KernelBackward:
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        if self._make_tables is not None and aux_tensors is not None:
+            aux_tensors = self._make_tables(aux_tensors)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:

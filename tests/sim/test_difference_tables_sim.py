@@ -1,0 +1,106 @@
+"""Reads by differences that are answered from tables of all differences, in the compiled kernels on
+the software GPU: the same bits as without tables."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import FP16, Case
+from conftest import ACTIVE_ARCH, SMS
+from gradient_oracle import make_output_gradients
+from inputs import Inputs
+from planned import call_of, planned
+from quiet_runs import quiet_run
+from simulated_backward import launch_on_simulator as run_backward
+from tolerances import assert_close_to_oracle
+from trained_mods import assert_aux_gradients_close, make_trained
+
+from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.call.prepare import prepared_fwd
+from flash_mask_cute.runtime.target import Target
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+# Each with a mod and the number of its tables: clipped distances of any length, sequences without
+# keys, two axes of a grid, two reads of a tensor, heads of a group in one tile.
+CASES = (
+    (Case("t5-causal", 1, 200, 330, 2, 2, causal=True), "t5", 1),
+    (Case("t5-fp16-gqa2", 2, 130, 200, 4, 2, head_dim=64, dtype=FP16), "t5", 1),
+    (
+        Case(
+            "t5-varlen", heads_q=2, heads_kv=2, head_dim=64,
+            lengths_q=(150, 0, 33, 1), lengths_k=(97, 60, 0, 129),
+        ),
+        "t5",
+        1,
+    ),
+    (Case("buckets", 1, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets", 2),
+    (Case("axial", 2, 144, 170, 2, 2), "axial", 1),
+)  # fmt: skip
+cases = pytest.mark.parametrize(
+    ("case", "name", "count"), CASES, ids=lambda x: getattr(x, "id", None)
+)
+
+
+def tables_always(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    monkeypatch.setattr(difference_tables, "LEAST_SCORES", 0 if is_on else 2**60)
+    monkeypatch.setattr(difference_tables, "SCORES_OF_ELEMENT", 0)
+
+
+def forward(inputs: Inputs, count: int) -> Any:
+    call = call_of(inputs)
+    plan = planned(call, Target(ACTIVE_ARCH, num_sms=SMS))
+    assert len(plan.problem.tables) == count
+    return prepared_fwd(plan)(call.tensors, call.masks)
+
+
+@cases
+def test_forward(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case, name: str, count: int
+) -> None:
+    inputs = make_trained(case, name).inputs
+    tables_always(monkeypatch, False)
+    with quiet_run(simulator, 1):
+        expected = forward(inputs, 0)
+    tables_always(monkeypatch, True)
+    with quiet_run(simulator, 1, launches=2):
+        found = forward(inputs, count)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    assert_close_to_oracle(*found, inputs)
+
+
+@cases
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_backward(
+    simulator: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    name: str,
+    count: int,
+    is_learned: bool,
+) -> None:
+    given = make_trained(case, name)
+    dout, _ = make_output_gradients(given.inputs)
+    launches = 3 + bool(case.lengths_q)
+    results = []
+    for is_on in (False, True):
+        tables_always(monkeypatch, is_on)
+        more: dict[str, Any] = {"deterministic": ACTIVE_ARCH == "sm_90a"}
+        daux = [torch.full_like(x, float("nan")) for x in given.trained]
+        if is_learned:
+            more["daux"] = [None] * (len(given.aux_tensors) - len(daux)) + daux
+        with quiet_run(simulator, 1, launches + is_on):
+            found = run_backward(given.inputs, dout, **more)
+        if is_learned:
+            assert_aux_gradients_close(daux, given, dout)
+        results.append(found | {f"daux{i}": x for i, x in enumerate(daux) if is_learned})
+    for key, found in results[1].items():
+        expected = results[0][key]
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            exact = is_learned is False or ACTIVE_ARCH == "sm_90a"
+            assert not exact or torch.equal(found, expected), key
