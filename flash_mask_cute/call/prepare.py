@@ -91,9 +91,7 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
     return compile_bwd(plan.problem, plan.bwd_choice, plan.target, mods, facts)
 
 
-def _kernel_mods(
-    plan: ExecutionPlan, score_mod_bwd: Callable[..., Any] | None = None
-) -> Mods:
+def _kernel_mods(plan: ExecutionPlan, score_mod_bwd: Callable[..., Any] | None = None) -> Mods:
     """The callables that the attention kernel itself evaluates."""
     mods = replaced(plan.masks.mods, score_mod_bwd=score_mod_bwd)
     if plan.mask_bits is not None:

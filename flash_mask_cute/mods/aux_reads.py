@@ -464,6 +464,11 @@ class _AuxTensor(_Tensor):
         """The element with these indices, which no one answers."""
         return self._read(indices, indices)
 
+    def load_at(self, address: cute.Pointer) -> cutlass.Numeric:
+        """The element at an address in the tensor."""
+        dtype = self.element_type
+        return dtype(llvm.load(dtype.mlir_type, address.to_llvm_ptr(), invariant=True))
+
     def _place_of(self, index: Any) -> Place | int | None:
         if isinstance(index, int):
             return index
@@ -482,9 +487,7 @@ class _AuxTensor(_Tensor):
         is_plain = self.check is None and not is_slice and self.element_type is not Boolean
         if not _merges or not is_plain or self.is_learned:
             return super().__getitem__(place)
-        address = (self.iterator + cute.crd2idx(place, self.layout)).to_llvm_ptr()
-        dtype = self.element_type
-        return dtype(llvm.load(dtype.mlir_type, address, invariant=True))
+        return self.load_at(self.iterator + cute.crd2idx(place, self.layout))
 
     def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
         if is_flat:

@@ -228,6 +228,11 @@ class ModWithTables:
     num_tensors: int
     reads: tuple[DifferenceRead, ...] = ()
 
+    @property
+    def by_columns(self) -> bool:
+        """Whether differences have parts that all rows of a column compute alike."""
+        return any(not _are_places(read) for read in self.reads)
+
     def __call__(self, *arguments: Any) -> Any:
         *others, given = arguments
         own, tables = AuxTensors(given[: self.num_tensors]), given[self.num_tensors :]
@@ -247,26 +252,51 @@ class ModWithTables:
                 if of_table.number == asked - 1 and not read.is_learned:
                     assert of_table.tensor == read.number, "the callable reads as it did"
                     row = (
-                        batch_idx[0] if of_table.by_batch else 0,
-                        head_idx[0] if of_table.by_head else 0,
+                        batch_idx[0] if of_table.by_batch else Int32(0),
+                        head_idx[0] if of_table.by_head else Int32(0),
                     )
-                    middle = Int32(table.layout.shape[2]) // 2
-                    return table.load((*row, middle + _difference(of_table, read.indices)))
+                    return _element(table, row, _sums(of_table, read.indices))
             return None
 
         return element
 
 
-def _difference(read: DifferenceRead, indices: Sequence[Any]) -> Int32:
-    """The difference, by the values of its terms behind the indices."""
+class _Sums(NamedTuple):
+    """A difference, as the sum of what follows from the query and from the key. are_places: each is
+    the place itself, or its negative."""
+
+    of_query: Int32
+    of_key: Int32
+    are_places: bool
+
+
+def _sums(read: DifferenceRead, indices: Sequence[Any]) -> _Sums:
+    """By the values of a difference's terms, which are behind the indices of the read."""
     sums: dict[bool, Int32] = {}
     for term in read.terms:
         value = _follow(indices, term.path)
         more = value if term.factor == 1 else value * term.factor
         known = sums.get(term.is_key)
-        # what a column or a row has for itself is added up first
         sums[term.is_key] = more if known is None else known + more
-    return sums[True] + sums[False]
+    return _Sums(sums[False], sums[True], _are_places(read))
+
+
+def _are_places(read: DifferenceRead) -> bool:
+    return all(x.divisor == 1 and abs(x.factor) == 1 for x in read.terms)
+
+
+def _element(table: Any, row: tuple[Int32, Int32], sums: _Sums) -> cutlass.Numeric:
+    """The element of a difference.
+
+    A column of scores has an offset, and a row an address, so that an address takes one
+    instruction. But places themselves have few differences (`at_plain_distances`), each of which is
+    then loaded once.
+    """
+    middle = Int32(table.layout.shape[2]) // 2
+    first = table.iterator + cute.crd2idx((*row, Int32(0)), table.layout)
+    if sums.are_places:
+        return table.load_at(first + (middle + (sums.of_query + sums.of_key)))
+    return table.load_at((first + (middle + sums.of_query)) + sums.of_key)
 
 
 def _follow(indices: Sequence[Any], path: tuple[Step, ...]) -> Int32:

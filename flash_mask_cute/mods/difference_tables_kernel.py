@@ -50,9 +50,7 @@ class DifferenceTables:
                 self._fill(i, tables[i], aux_tensors, at)
 
     @cute.jit
-    def _fill(
-        self, i: cutlass.Constexpr[int], table: cute.Tensor, aux_tensors: tuple, at: tuple
-    ):
+    def _fill(self, i: cutlass.Constexpr[int], table: cute.Tensor, aux_tensors: tuple, at: tuple):
         batch_idx, head_idx, number = at
         batch, heads, size = table.shape
         if (batch_idx < batch) & (head_idx < heads) & (number < size):

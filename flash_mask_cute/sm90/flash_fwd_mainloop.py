@@ -33,6 +33,7 @@ from flash_mask_cute.mods.calling import (
     RowPlace,
     ScoreModTraits,
     at_plain_distances,
+    columns_of,
     inside,
     modify_row,
 )
@@ -495,9 +496,12 @@ class KeyBlocks:
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            args = k_idx_of, self.aux_tensors, self.score_traits.factor
-            for r, row in enumerate(rows):
-                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *args, loaded=loaded)
+            traits = self.score_traits
+            args = k_idx_of, self.aux_tensors, traits.factor
+            for cols in columns_of(scores, traits.by_columns):
+                for r, row in enumerate(rows):
+                    of_row = self.score_mod, scores, r, scales.scale_mod, row
+                    modify_row(*of_row, *args, loaded=loaded, of_cols=cols)
 
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None

@@ -93,9 +93,7 @@ def choose_difference_tables(
     return DifferenceTables(tuple(reads), tuple(found), dtypes)
 
 
-def _most_difference(
-    terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int
-) -> int | None:
+def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
     """The largest magnitude of a difference; None: a table of so many differences is too large."""
     low = high = 0
     for is_key, length in ((True, seqlen_k), (False, seqlen_q)):
