@@ -100,9 +100,9 @@ def _kernel_mods(plan: ExecutionPlan, score_mod_bwd: Callable[..., Any] | None =
         return mods
     from flash_mask_cute.mods.difference_reads import ModWithTables
 
-    own = len(plan.problem.aux)
-    others = (None if x is None else ModWithTables(x, own) for x in mods[1:])
-    return Mods(ModWithTables(mods[0], own, plan.tables.reads), *others)
+    own, reads = len(plan.problem.aux), (plan.tables.reads, (), ())
+    each = zip(mods, reads, strict=True)
+    return Mods(*(None if x is None else ModWithTables(x, own, found) for x, found in each))
 
 
 def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:

@@ -103,9 +103,9 @@ class AttentionProblem:
     (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
-    choice of key blocks is given, as bits. tables: dtypes of the tables of differences
-    that the kernel gets behind the aux tensors (`difference_tables.py`). common_kv: all sequences have the keys of one batch
-    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn.
+    choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
+    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. tables: dtypes of the tables
+    of differences that the kernel gets behind the aux tensors (`difference_tables.py`).
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.

@@ -11,8 +11,7 @@ What a callable computes for an index stays in the trace, and the compiler remov
 nothing uses it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from flash_mask_cute.mods.aux_reads import (
     answered_first,
     answered_reads,
     noted_limits,
-    tensors_of,
 )
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.read_analysis import (

@@ -56,7 +56,7 @@ class DifferenceTables(NamedTuple):
         return f"{count} of all differences, {self.num_bytes} bytes: {', '.join(parts)}"
 
 
-def choose_difference_tables(
+def choose_tables(
     problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks
 ) -> DifferenceTables | None:
     """The tables of a call that runs a kernel; None: there are none."""

@@ -32,10 +32,7 @@ from flash_mask_cute.call.choose.copies import (
     split_scale,
     tma_strides,
 )
-from flash_mask_cute.call.choose.difference_tables import (
-    DifferenceTables,
-    choose_difference_tables,
-)
+from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choose_tables
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.mask_bits import (
     LIMITS,
@@ -246,9 +243,9 @@ def plan(
         call.options.window_size_right,
     )
     causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
-    problem = _fwd_problem if is_forward else _bwd_problem
+    facts = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    plain = replace(problem(call, masks, window), **start.problem_fields())
+    plain = replace(facts(call, masks, window), **start.problem_fields())
     if not causal_each:
         plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     check_order(plain, masks, target or target_of(call.tensors.q))
@@ -272,18 +269,10 @@ def plan(
         one_pass = plan(replaced(call, options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
-    return _with_tables(_with_mask_bits(chosen, choose, call, limits or LIMITS))
-
-
-def _with_tables(chosen: ExecutionPlan) -> ExecutionPlan:
-    if chosen.without_bits is not None and isinstance(chosen.mask_bits, DocumentBitsPlan):
-        # the kernel's shapes are those of documents, which only the device knows
-        return chosen
-    tables = choose_difference_tables(chosen.problem, chosen.shapes, chosen.masks)
-    if tables is None:
-        return chosen
-    problem = replace(chosen.problem, tables=tables.dtypes)
-    return replace(chosen, problem=problem, tables=tables)
+    chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    tables = choose_tables(chosen.problem, chosen.shapes, chosen.masks)
+    problem = replace(chosen.problem, tables=tables.dtypes if tables else ())
+    return replace(chosen, tables=tables, problem=problem)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
