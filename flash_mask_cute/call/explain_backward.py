@@ -13,6 +13,7 @@ from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
+from flash_mask_cute.call.choose.difference_tables import BYTES_OF_SUMS
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
 from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -79,11 +80,15 @@ def explain_backward(
         return None, str(error)
     backward = backward.packed or backward
     choice, scratch_bytes, parts_bytes = backward.bwd_choice, None, 0
+    smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:
         scratch = BwdScratch.of(backward)
         scratch_bytes, parts_bytes = scratch.num_bytes, scratch.partial_sums_bytes
         if backward.mask_bits is not None:
             scratch_bytes += backward.mask_bits.num_bytes
+        if backward.tables is not None:
+            scratch_bytes += backward.tables.num_bytes
+            smem_bytes += len(backward.tables.summed) * BYTES_OF_SUMS
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
         sizes = [x.numel() for x in aux_tensors]
@@ -96,7 +101,7 @@ def explain_backward(
         cols_v=choice.tile_dv,
         group_splits=choice.group_splits,
         reason=choice.reason,
-        smem_bytes=choice.smem_bytes,
+        smem_bytes=smem_bytes,
         scratch_bytes=scratch_bytes,
         partial_sums_bytes=parts_bytes,
         aux_gradients=explain_reads(backward, aux_tensors),

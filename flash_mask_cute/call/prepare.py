@@ -100,15 +100,15 @@ def _kernel_mods(plan: ExecutionPlan, score_mod_bwd: Callable[..., Any] | None =
         return mods
     from flash_mask_cute.mods.difference_reads import ModWithTables
 
-    own, reads = len(plan.problem.aux), (plan.tables.reads, (), ())
-    each = zip(mods, reads, strict=True)
-    return Mods(*(None if x is None else ModWithTables(x, own, found) for x, found in each))
+    own, reads = len(plan.problem.aux), (plan.tables.reads, plan.tables.summed)
+    each = zip(mods, (reads, (), ()), strict=True)
+    return Mods(*(None if x is None else ModWithTables(x, own, *found) for x, found in each))
 
 
 def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:
     """The kernel that fills tables of differences before attention."""
     score_mod, tables = plan.masks.score_mod, plan.tables
-    if tables is None or score_mod is None:
+    if tables is None or score_mod is None or not tables.reads:
         return None
     made = compile_difference_tables(score_mod, plan.problem, tables, plan.target)
     return MakeDifferenceTables(tables, made.function)

@@ -50,7 +50,7 @@ _SIGNED = range(6)
 def find_difference_reads(
     score_mod: Callable[..., Any], aux_tensors: Any
 ) -> tuple[DifferenceRead, ...]:
-    """The reads of a score_mod that tables of differences can answer.
+    """The reads of a score_mod by differences, whose elements tables of differences can have.
 
     Called while a function is traced. Traces the callable, and removes the operations.
     """
@@ -74,22 +74,52 @@ def element_of_difference(
     Called while a kernel is traced. Indices outside a tensor, of differences that no visible score
     has, become the nearest inside.
     """
+    arguments = score_mod, number, batch_idx, head_idx, difference, aux_tensors
+    return _read_of_difference(*arguments).element
+
+
+def coordinates_of_difference(
+    score_mod: Callable[..., Any],
+    number: int,
+    batch_idx: Int32,
+    head_idx: Int32,
+    difference: Int32,
+    aux_tensors: Any,
+) -> tuple[Int32, ...]:
+    """The coordinates of that element."""
+    arguments = score_mod, number, batch_idx, head_idx, difference, aux_tensors
+    found = _read_of_difference(*arguments).read
+    return tuple(Int32(x) for x in _inside(found))
+
+
+def _read_of_difference(
+    score_mod: Callable[..., Any],
+    number: int,
+    batch_idx: Int32,
+    head_idx: Int32,
+    difference: Int32,
+    aux_tensors: Any,
+) -> "_Element":
     # what takes the place of the difference's terms is made here
     before = Int32(arith.constant(Int32.mlir_type, 0)).ir_value().owner
     zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in range(2)]
     places = [batch_idx, head_idx, *zero]
     trace = _Trace.create(score_mod, places, aux_tensors, _load_inside)
     trace.replace_terms(number, difference, ir.InsertionPoint(before))
-    return trace.reads[number].element
+    return trace.reads[number]
 
 
 def _load_inside(read: ElementRead) -> cutlass.Numeric:
+    return read.tensor.load(_inside(read))
+
+
+def _inside(read: ElementRead) -> tuple[cutlass.Integer, ...]:
     indices = []
     for dimension, given in enumerate(read.indices):
         index = given if isinstance(given, cutlass.Numeric) else Int32(given)
         last = type(index)(Int32(cute.size(read.tensor, mode=[dimension])) - 1)
         indices.append(cutlass.max(cutlass.min(index, last), type(index)(0)))
-    return read.tensor.load(tuple(indices))
+    return tuple(indices)
 
 
 class _Element(NamedTuple):
@@ -130,14 +160,14 @@ class _Trace:
         return _Trace(reads, Values(origins, limits), places)
 
     def difference_read(self, number: int) -> DifferenceRead | None:
-        """A read, if a table can answer it and is worth more than it costs."""
+        """A read, if its element is found by a difference."""
         read, element, is_always_read = self.reads[number]
         indices = [_value(x) for x in read.indices]
         known = tuple(self.values.of(x) for x in indices)
         read_class, _ = self.values.classify_one(known)
-        is_worth = any(x.kind is Kind.FUNCTION for x in known)
+        is_computed = any(x.kind is Kind.FUNCTION for x in known)
         is_plain = isinstance(element, cutlass.Numeric) and not isinstance(element, Boolean)
-        if read_class is not ReadClass.DIFFERENCE or not (is_always_read and is_worth and is_plain):
+        if read_class is not ReadClass.DIFFERENCE or not (is_always_read and is_plain):
             return None
         operations = [x for index in indices for x in operations_behind(index)]
         if not all(self._is_same_by_difference(x) for x in operations):
@@ -156,7 +186,7 @@ class _Trace:
             any(x == place.ir_value().owner.operation for x in operations)
             for place in self.places[:2]
         )
-        return DifferenceRead(number, read.number, tuple(terms), batch, head)
+        return DifferenceRead(number, read.number, tuple(terms), batch, head, is_computed)
 
     def _is_same_by_difference(self, operation: ir.Operation) -> bool:
         """Whether an operation gives the same with other terms of the same difference, and reads
@@ -220,16 +250,18 @@ class ModWithTables:
     answered from those behind, one for each of `reads`, (batch | 1, heads | 1, differences).
 
     Differences count from the middle of a table. A tensor whose gradient is wanted is read itself.
+    summed: the reads whose gradients are summed by difference (`difference_sums.py`).
     """
 
     func: Callable[..., Any]
     num_tensors: int
     reads: tuple[DifferenceRead, ...] = ()
+    summed: tuple[DifferenceRead, ...] = ()
 
     @property
     def by_columns(self) -> bool:
         """Whether differences have parts that all rows of a column compute alike."""
-        return any(not _are_places(read) for read in self.reads)
+        return any(not read.are_places for read in self.reads)
 
     def __call__(self, *arguments: Any) -> Any:
         *others, given = arguments
@@ -276,11 +308,7 @@ def _sums(read: DifferenceRead, indices: Sequence[Any]) -> _Sums:
         more = value if term.factor == 1 else value * term.factor
         known = sums.get(term.is_key)
         sums[term.is_key] = more if known is None else known + more
-    return _Sums(sums[False], sums[True], _are_places(read))
-
-
-def _are_places(read: DifferenceRead) -> bool:
-    return all(x.divisor == 1 and abs(x.factor) == 1 for x in read.terms)
+    return _Sums(sums[False], sums[True], read.are_places)
 
 
 def _element(table: Any, row: tuple[Int32, Int32], sums: _Sums) -> cutlass.Numeric:

@@ -53,6 +53,10 @@ class Cut(NamedTuple):
     size: int
 
 
+# Gradients of reads by differences are summed by difference if no magnitude is above this.
+MOST_SUMMED = 191
+SUMS_OF_READ = 2 * MOST_SUMMED + 1
+
 # Cuts that are nearer to each other are too many.
 LEAST_CUT = 16
 
@@ -86,6 +90,11 @@ class TensorReads(NamedTuple):
         if self.read_class is not ReadClass.QUERY and not self.is_diagonal:
             return False
         return not self.cuts or self.has_constant_factors
+
+    @property
+    def is_between_cuts(self) -> bool:
+        """Whether gradients are summed along diagonals between cuts."""
+        return bool(self.cuts) and self.is_of_lines
 
     @property
     def has_constant_factors(self) -> bool:
@@ -147,7 +156,8 @@ class DifferenceRead(NamedTuple):
     """A read by a difference, the sum of terms of which one has the factor 1 or -1.
 
     number: among the reads of the score_mod. tensor: the number of the aux tensor. by_batch,
-    by_head: the element depends on the batch entry, the query head.
+    by_head: the element depends on the batch entry, the query head. is_computed: its indices take
+    more than sums.
     """
 
     number: int
@@ -155,3 +165,9 @@ class DifferenceRead(NamedTuple):
     terms: tuple[DifferenceTerm, ...]
     by_batch: bool
     by_head: bool
+    is_computed: bool
+
+    @property
+    def are_places(self) -> bool:
+        """Whether the terms are the places themselves."""
+        return all(x.divisor == 1 and abs(x.factor) == 1 for x in self.terms)

@@ -17,6 +17,7 @@ from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
+from flash_mask_cute.mods.difference_sums import DifferenceSums
 from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
 from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
@@ -58,7 +59,8 @@ class ScoreChain:
     The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block. walk: the sums over a walk, if there are any. groups: of reads that are summed along
+    block. walk: the sums over a walk, if there are any. by_difference: those of lines between cuts,
+    by difference. groups: of reads that are summed along
     lines. of_grads: all gradients of aux tensors are sums of dS times what does not depend on the
     score (`apply_to_grads`).
     """
@@ -76,6 +78,7 @@ class ScoreChain:
     first_query: Int32
     of_grads: cutlass.Constexpr[bool] = False
     walk: WalkSums | None = None
+    by_difference: DifferenceSums | None = None
     groups: cutlass.Constexpr[tuple[LineGroup, ...]] = ()
     lines: cutlass.Constexpr[Lines | None] = None
 
@@ -239,15 +242,30 @@ class ScoreChain:
     @cute.jit
     def turn_to(self, work: Work, head_idx: Int32) -> None:
         """Called before the scores of a block of a head."""
-        head = self.walk.head
-        if head[0] != head_idx:
-            self._send_walk(work, head[0])
-            head[0] = head_idx
+        if const_expr(self.walk is not None):
+            head = self.walk.head
+            if head[0] != head_idx:
+                self._send_walk(work, head[0])
+                head[0] = head_idx
+        if const_expr(self.by_difference is not None):
+            of_sums = self.by_difference.head
+            if of_sums[0] != head_idx:
+                self.by_difference.send(work.batch_idx)
+                of_sums[0] = head_idx
 
     @cute.jit
     def end_walk(self, work: Work) -> None:
         """Called at the end of a work tile, by all threads of its warps."""
-        self._send_walk(work, self.walk.head[0])
+        if const_expr(self.walk is not None):
+            self._send_walk(work, self.walk.head[0])
+        if const_expr(self.by_difference is not None):
+            self.by_difference.send(work.batch_idx)
+            self.by_difference.head[0] = Int32(NO_HEAD)
+
+    @property
+    def has_walk(self) -> bool:
+        """Whether `turn_to` and `end_walk` have something to do."""
+        return self.walk is not None or self.by_difference is not None
 
     @cute.jit
     def _send_walk(self, work: Work, head_idx: Int32) -> None:
@@ -435,16 +453,35 @@ class ScoreChain:
         """Add up the parts of lines, and add the totals to their elements. corner: the first query
         and the first key with the elements of these lines."""
         targets = self._targets()
-        sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
+        others = group.reads
+        if group.cuts and self.by_difference is not None:
+            summed = self.by_difference.reads
+            others = tuple(x for x in others if all(x.number != y.number for y in summed))
+        sums = [AuxSums({read.number: targets[read.number]}) for read in others]
+        lines = []
         for total, number in self.lines.totals(group.line, parts):
             place = self._place_on_line(block, group.line, first_col, number, corner)
+            lines.append((total, *place[2:]))
+            if not others:
+                continue
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
-            for own, read in zip(sums, group.reads, strict=True):
+            for own, read in zip(sums, others, strict=True):
                 tensor, coordinates, _ = terms[read.term]
                 factor = Float32(read.factor.constant if group.is_constant else 1.0)
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
+        self._add_by_difference(group, tuple(lines), corner)
+
+    def _add_by_difference(
+        self, group: LineGroup, lines: tuple, corner: tuple[Int32, Int32]
+    ) -> None:
+        if self.by_difference is None:
+            return
+        numbers = {read.number for read in group.reads if group.cuts}
+        for i, summed in enumerate(self.by_difference.reads):
+            if summed.number in numbers:
+                self.by_difference.add(i, lines, corner)
 
     def _place_on_line(
         self,

@@ -3,16 +3,20 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
 from flash_mask_cute.mods.line_sums import line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
+from flash_mask_cute.mods.read_classes import ModReads
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.line_sums import LINES
+from flash_mask_cute.sm90.warpgroups import Role
 
 
 class BwdScoreArgs(NamedTuple):
@@ -26,8 +30,10 @@ class BwdScoreArgs(NamedTuple):
     aux_grads: tuple | None
 
 
-def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> ScoreChain:
-    """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`."""
+def make_chain(
+    kernel: Any, score_args: BwdScoreArgs, lengths: Lengths, sums: cute.Tensor | None
+) -> ScoreChain:
+    """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `Tiles.sums`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
     chain = ScoreChain(
         *score_args,
@@ -60,4 +66,33 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
-    return replace(chain, of_grads=of_grads, walk=walk, groups=groups, lines=LINES)
+    by_difference = None
+    if sums is not None and has_heads and has_diagonals:
+        by_difference = _sums_by_difference(kernel, score_args, reads, sums)
+    return replace(
+        chain,
+        of_grads=of_grads,
+        walk=walk,
+        by_difference=by_difference,
+        groups=groups,
+        lines=LINES,
+    )
+
+
+def _sums_by_difference(
+    kernel: Any, score_args: BwdScoreArgs, reads: ModReads, sums: cute.Tensor
+) -> DifferenceSums | None:
+    summed = summed_reads(kernel.score_mod, reads)
+    if not summed:
+        return None
+    assert score_args.aux_grads is not None
+    assert len(summed) <= kernel.traits.num_sums, "the plan has chosen the same reads"
+    targets = dict(zip(kernel.wants_aux, score_args.aux_grads, strict=True))
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    return DifferenceSums.create(
+        kernel.score_mod,
+        summed,
+        score_args.aux_tensors,
+        tuple(targets[x.number] for x in summed),
+        sums[None, None, warp],
+    )

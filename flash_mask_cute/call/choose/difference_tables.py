@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import BwdChoice, FwdChoice
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.mods.read_classes import (
     MOST_POSITION,
+    MOST_SUMMED,
+    SUMS_OF_READ,
     DifferenceRead,
     DifferenceTerm,
     Span,
 )
-from flash_mask_cute.mods.traits import difference_reads
+from flash_mask_cute.mods.traits import difference_reads, find_reads
+from flash_mask_cute.runtime.target import Target
 
 # Fewer scores take less time than the launch that fills the tables.
 LEAST_SCORES = 2**22
@@ -30,17 +35,24 @@ MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22
 MOST_BLOCKS = 65535
+# of shared memory, for the sums by difference of a read: of eight warps, in fp32
+BYTES_OF_SUMS = 8 * SUMS_OF_READ * 4
 
 Shape = tuple[int, int, int]
 
 
 class DifferenceTables(NamedTuple):
     """The tables of a call. shapes: (batch | 1, heads | 1, differences). dtypes: names of torch
-    dtypes."""
+    dtypes. summed: the reads with few differences, of tensors whose gradients are wanted."""
 
     reads: tuple[DifferenceRead, ...]
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
+    summed: tuple[DifferenceRead, ...] = ()
+
+    def problem_fields(self) -> dict[str, Any]:
+        """The fields of an `AttentionProblem` that describe tables."""
+        return {"tables": self.dtypes, "summed": tuple(x.number for x in self.summed)}
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +60,9 @@ class DifferenceTables(NamedTuple):
         return sum(math.prod(shape) * size for shape, size in zip(self.shapes, sizes, strict=True))
 
     def describe(self) -> str:
+        """The tables in words; empty if there are none."""
+        if not self.reads:
+            return ""
         count = "one table" if len(self.reads) == 1 else f"{len(self.reads)} tables"
         parts = (
             f"aux_tensors[{read.tensor}] {' x '.join(map(str, shape))}"
@@ -57,7 +72,11 @@ class DifferenceTables(NamedTuple):
 
 
 def choose_tables(
-    problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    choice: FwdChoice | BwdChoice,
+    target: Target,
 ) -> DifferenceTables | None:
     """The tables of a call that runs a kernel; None: there are none."""
     score_mod, aux_tensors = masks.score_mod, masks.aux_tensors
@@ -75,7 +94,8 @@ def choose_tables(
     scores = shapes.total_q * keys * shapes.heads_q
     if scores < LEAST_SCORES or max(lengths) > min(MOST_POSITION, MOST_EVALUATED):
         return None
-    reads, found = [], list[Shape]()
+    found: list[tuple[DifferenceRead, Shape]] = []
+    few: list[DifferenceRead] = []
     for read in difference_reads(score_mod, problem):
         most = _most_difference(read.terms, *lengths)
         if most is None:
@@ -83,14 +103,49 @@ def choose_tables(
         batch = shapes.batch if read.by_batch else 1
         heads = shapes.heads_q if read.by_head else 1
         shape = batch, heads, 2 * (most + MARGIN) + 1
-        if math.prod(shape) * SCORES_OF_ELEMENT <= scores:
-            reads.append(read)
-            found.append(shape)
-    batch, heads = (max((x[i] for x in found), default=0) for i in range(2))
-    if not reads or max(batch * len(reads), heads) > MOST_BLOCKS:
+        if read.is_computed and math.prod(shape) * SCORES_OF_ELEMENT <= scores:
+            found.append((read, shape))
+        if most <= MOST_SUMMED:
+            few.append(read)
+    batch, heads = (max((shape[i] for _, shape in found), default=0) for i in range(2))
+    if max(batch * len(found), heads) > MOST_BLOCKS:
+        found = []
+    summed = _summed(problem, score_mod, few, _spare_smem(choice, target))
+    if not found and not summed:
         return None
+    reads, sizes = tuple(read for read, _ in found), tuple(shape for _, shape in found)
     dtypes = tuple(problem.aux[read.tensor][0] for read in reads)
-    return DifferenceTables(tuple(reads), tuple(found), dtypes)
+    return DifferenceTables(reads, sizes, dtypes, summed)
+
+
+def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
+    """Bytes of shared memory in which a kernel may sum gradients by difference."""
+    if isinstance(choice, FwdChoice) or not arch_spec(target).backward.orders_aux:
+        return 0
+    from flash_mask_cute.sm90.flash_bwd_traits import SMEM_CAPACITY
+
+    return SMEM_CAPACITY - choice.smem_bytes
+
+
+def _summed(
+    problem: AttentionProblem,
+    score_mod: Callable[..., Any],
+    few: Sequence[DifferenceRead],
+    spare_smem: int,
+) -> tuple[DifferenceRead, ...]:
+    """Those reads with few differences whose gradients are summed by difference, of the first
+    tensors that there is room for."""
+    if not few or not problem.wants_aux or spare_smem < BYTES_OF_SUMS or problem.common_kv:
+        return ()
+    found: list[DifferenceRead] = []
+    for number, tensor in find_reads(score_mod, problem, problem.wants_aux).tensors.items():
+        own = [x for x in few if x.tensor == number]
+        is_known = all(term.divisor is not None for x in own for term in x.terms)
+        has_room = (len(found) + len(own)) * BYTES_OF_SUMS <= spare_smem
+        is_whole = len(own) == len(tensor.factors)
+        if tensor.is_between_cuts and is_whole and is_known and has_room:
+            found += own
+    return tuple(found)
 
 
 def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:

@@ -243,9 +243,9 @@ def plan(
         call.options.window_size_right,
     )
     causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
-    facts = _fwd_problem if is_forward else _bwd_problem
+    make = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    plain = replace(facts(call, masks, window), **start.problem_fields())
+    plain = replace(make(call, masks, window), **start.problem_fields())
     if not causal_each:
         plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     check_order(plain, masks, target or target_of(call.tensors.q))
@@ -270,8 +270,10 @@ def plan(
         if one_pass.mask_bits is not None:
             return one_pass
     chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
-    tables = choose_tables(chosen.problem, chosen.shapes, chosen.masks)
-    problem = replace(chosen.problem, tables=tables.dtypes if tables else ())
+    facts = chosen.problem, chosen.shapes, chosen.masks, chosen.choice, chosen.target
+    if (tables := choose_tables(*facts)) is None:
+        return chosen
+    problem = replace(chosen.problem, **tables.problem_fields())
     return replace(chosen, tables=tables, problem=problem)
 
 
