@@ -35,8 +35,9 @@ from flash_mask_cute.runtime.recent import Recent
 KINDS = ("mask_mod", "score_mod")
 # Integers below it are floating-point numbers, too.
 _MOST_VARYING = 1 << 53
-# Values of a divisor with programs, and so kernels, of their own.
-_MOST_DIVISORS = 8
+# Values of a number that scales positions with programs, and so kernels, of their own.
+_MOST_SCALES = 8
+_SCALING = ("div", "floor_divide", "fmod", "mul", "remainder")
 
 
 @dataclass(frozen=True)
@@ -289,11 +290,18 @@ class Program:
         return self.constants[key]
 
 
-def _divides(node: Node, number: Node) -> bool:
-    """Whether a node is the whole part of something over an integer, or the remainder."""
-    name = str(node.target).removeprefix("aten.").split(".")[0]
-    is_whole = name in ("floor_divide", "remainder", "fmod") or "rounding_mode" in node.kwargs
-    return is_whole and number in node.args[1:]
+def _scales(number: Node) -> bool:
+    """Whether integers are divided or multiplied by a number, or by one that is made of it."""
+    for user in number.users:
+        made = user.meta.get("val")
+        if isinstance(made, Tensor):
+            name = str(user.target).removeprefix("aten.").split(".")[0]
+            found = name in _SCALING and not made.dtype.is_floating_point
+        else:
+            found = made is not None and _scales(user)
+        if found:
+            return True
+    return False
 
 
 def _returns_its_first(module: GraphModule) -> bool:
@@ -358,9 +366,9 @@ class _Structure:
     name: kind, key of the captures, whether they follow forward, type of the device. first: the
     numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
     mod must be walked again with follows_forward. varying: numbers that have changed since, and are
-    aux tensors now; fixed: numbers that cannot be. divisors: of numbers by which positions are
-    divided, as the sides of a grid are, values that are constants all the same: reads by
-    differences of what is divided by a constant are much faster (docs/mods.md#classes-of-reads).
+    aux tensors now; fixed: numbers that cannot be. scales: of numbers by which positions are
+    divided or multiplied, as by the side of a grid, values that are constants all the same: without
+    them, the library does not know differences of positions (docs/mods.md#classes-of-reads).
     """
 
     name: tuple[Any, ...]
@@ -368,7 +376,7 @@ class _Structure:
     follows_forward: bool
     varying: tuple[int, ...] = ()
     fixed: frozenset[int] = frozenset()
-    divisors: dict[int, set[int | float]] = field(default_factory=dict)
+    scales: dict[int, set[int | float]] = field(default_factory=dict)
     knows_shapes: bool = False
     calls_modules: bool = False
 
@@ -390,18 +398,18 @@ class _Structure:
             i
             for i in self.varying
             if abs(captures.numbers[i].number) < _MOST_VARYING
-            and captures.numbers[i].number not in self.divisors.get(i, ())
+            and captures.numbers[i].number not in self.scales.get(i, ())
         )
 
-    def note_divisors(self, captures: Captures, program: Program) -> bool:
-        """Keep the values of varying numbers by which a program divides as constants, unless there
-        are many; whether there are new ones."""
+    def note_scales(self, captures: Captures, program: Program) -> bool:
+        """Keep the values of varying numbers by which a program divides or multiplies positions as
+        constants, unless there are many; whether there are new ones."""
         placeholders = program.module.graph.find_nodes(op="placeholder")
         given = placeholders[len(placeholders) - len(program.varying) :]
         is_new = False
         for node, i in zip(given, program.varying, strict=True):
-            known = self.divisors.setdefault(i, set())
-            if len(known) < _MOST_DIVISORS and any(_divides(user, node) for user in node.users):
+            known = self.scales.setdefault(i, set())
+            if len(known) < _MOST_SCALES and _scales(node):
                 known.add(captures.numbers[i].number)
                 is_new = True
         return is_new
@@ -481,7 +489,7 @@ def _new_program(
         return _program(mod, kind, captures, device)
     if program.found is not None:
         return _untracked(mod, kind, captures, device, program), captures
-    if kind == "score_mod" and structure.note_divisors(captures, program):
+    if kind == "score_mod" and structure.note_scales(captures, program):
         return _new_program(structure, mod, kind, captures, device)
     _programs[structure.key(captures)] = program
     return program, captures
