@@ -290,18 +290,28 @@ class Program:
         return self.constants[key]
 
 
-def _scales(number: Node) -> bool:
-    """Whether integers are divided or multiplied by a number, or by one that is made of it."""
+def _scaled_by(number: Node) -> list[Node]:
+    """Integers that are divided or multiplied by a number, or by one that is made of it."""
+    found = []
     for user in number.users:
         made = user.meta.get("val")
-        if isinstance(made, Tensor):
-            name = str(user.target).removeprefix("aten.").split(".")[0]
-            found = name in _SCALING and not made.dtype.is_floating_point
-        else:
-            found = made is not None and _scales(user)
-        if found:
-            return True
-    return False
+        name = str(user.target).removeprefix("aten.").split(".")[0]
+        if made is not None and not isinstance(made, Tensor):
+            found += _scaled_by(user)
+        elif made is not None and name in _SCALING and not made.dtype.is_floating_point:
+            found.append(user)
+    return found
+
+
+def _behind(nodes: list[Node]) -> set[Node]:
+    """All nodes that nodes are made of."""
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def _returns_its_first(module: GraphModule) -> bool:
@@ -366,9 +376,9 @@ class _Structure:
     name: kind, key of the captures, whether they follow forward, type of the device. first: the
     numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
     mod must be walked again with follows_forward. varying: numbers that have changed since, and are
-    aux tensors now; fixed: numbers that cannot be. scales: of numbers by which positions are
-    divided or multiplied, as by the side of a grid, values that are constants all the same: without
-    them, the library does not know differences of positions (docs/mods.md#classes-of-reads).
+    aux tensors now; fixed: numbers that cannot be. scales: of numbers by which positions of queries
+    and keys are divided or multiplied, as by the side of a grid, values that are constants all the
+    same: otherwise nothing is known of differences of positions (docs/mods.md#classes-of-reads).
     """
 
     name: tuple[Any, ...]
@@ -402,14 +412,15 @@ class _Structure:
         )
 
     def note_scales(self, captures: Captures, program: Program) -> bool:
-        """Keep the values of varying numbers by which a program divides or multiplies positions as
-        constants, unless there are many; whether there are new ones."""
+        """Keep the values of varying numbers by which a program divides or multiplies positions of
+        queries and of keys as constants, unless there are many; whether there are new ones."""
         placeholders = program.module.graph.find_nodes(op="placeholder")
+        query_and_key = set(placeholders[3:5])
         given = placeholders[len(placeholders) - len(program.varying) :]
         is_new = False
         for node, i in zip(given, program.varying, strict=True):
             known = self.scales.setdefault(i, set())
-            if len(known) < _MOST_SCALES and _scales(node):
+            if len(known) < _MOST_SCALES and query_and_key <= _behind(_scaled_by(node)):
                 known.add(captures.numbers[i].number)
                 is_new = True
         return is_new

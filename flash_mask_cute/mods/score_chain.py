@@ -60,7 +60,8 @@ class ScoreChain:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
     block. walk: the sums over a walk, if there are any. by_difference: those of lines between cuts,
-    by difference. groups: of reads that are summed along
+    by difference. once: tensors of which a batch entry's scores each read another element. groups:
+    of reads that are summed along
     lines. of_grads: all gradients of aux tensors are sums of dS times what does not depend on the
     score (`apply_to_grads`).
     """
@@ -81,6 +82,7 @@ class ScoreChain:
     by_difference: DifferenceSums | None = None
     groups: cutlass.Constexpr[tuple[LineGroup, ...]] = ()
     lines: cutlass.Constexpr[Lines | None] = None
+    once: cutlass.Constexpr[tuple[int, ...]] = ()
 
     @property
     def by_parts(self) -> bool:
@@ -307,7 +309,7 @@ class ScoreChain:
         """Sums of the tensors that are not summed over a walk or along lines."""
         known = {read.number for read in self._known_reads}
         targets = {n: x for n, x in self._targets().items() if n not in known}
-        return AuxSums(targets, batch_idx)
+        return AuxSums(targets, batch_idx, self.once)
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""

@@ -76,6 +76,7 @@ def make_chain(
         by_difference=by_difference,
         groups=groups,
         lines=LINES,
+        once=tuple(i for i, x in reads.tensors.items() if x.is_once_an_entry),
     )
 
 

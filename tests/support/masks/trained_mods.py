@@ -20,6 +20,8 @@ from tolerances import TANH_APPROX
 from torch import Tensor
 
 REACH = 16
+# the side of a grid
+GRID = 20
 # of probabilities, for roundings that do not depend on each other
 SCALES = (1.0, 1.19, 1.41, 1.68)
 
@@ -124,6 +126,25 @@ def _by_axes(side: int) -> TrainedRecipe:
     )
 
 
+def _grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Two tables of clipped distances on a grid, in rows and in columns."""
+    import cutlass
+
+    rows = q[0] // GRID - k[0] // GRID
+    cols = (q[0] - q[0] // GRID * GRID) - (k[0] - k[0] // GRID * GRID)
+    clipped = (cutlass.min(cutlass.max(x, -9), 9) + 9 for x in (rows, cols))
+    of_rows, of_cols = (aux[i][h[0], x] for i, x in zip((-2, -1), clipped, strict=True))
+    return score + of_rows + of_cols
+
+
+def _dense_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, *tables: Tensor) -> Tensor:
+    rows, cols = q // GRID - k // GRID, q % GRID - k % GRID
+    of_rows, of_cols = (
+        table[h][x.clamp(-9, 9) + 9] for table, x in zip(tables, (rows, cols), strict=True)
+    )
+    return score + of_rows + of_cols
+
+
 TRAINED_MODS = {
     "t5": TrainedRecipe(
         _t5,
@@ -182,6 +203,9 @@ TRAINED_MODS = {
     ),
     "axial": _by_axes(20),
     "windows": _by_axes(12),
+    "grid": TrainedRecipe(
+        _grid, _dense_grid, lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), BF16)]
+    ),
     "squared": TrainedRecipe(
         _squared,
         lambda score, b, h, q, k, x: score + x[h].square() * x[(h + k) % 2],
