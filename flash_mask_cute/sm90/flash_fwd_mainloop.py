@@ -31,11 +31,11 @@ from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, Walk
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.mods.calling import (
     RowPlace,
+    ScoreModifier,
     ScoreModTraits,
     at_plain_distances,
     columns_of,
     inside,
-    modify_row,
 )
 from flash_mask_cute.mods.table_rows import LoadedRows
 from flash_mask_cute.rules import bit_tile
@@ -497,11 +497,11 @@ class KeyBlocks:
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
             traits = self.score_traits
-            args = k_idx_of, self.aux_tensors, traits.factor
+            score_mod = ScoreModifier(self.score_mod, self.aux_tensors, traits.factor)
             for cols in columns_of(scores, traits.by_columns):
                 for r, row in enumerate(rows):
-                    of_row = self.score_mod, scores, r, scales.scale_mod, row
-                    modify_row(*of_row, *args, loaded=loaded, of_cols=cols)
+                    args = scores, r, scales.scale_mod, row, k_idx_of, loaded
+                    score_mod.modify_row(*args, of_cols=cols)
 
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None

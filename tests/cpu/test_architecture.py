@@ -102,7 +102,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
     ),
     "plotting": (
-        *("call", "masks.column_mask", "masks.selected_blocks", "block_sparsity"),
+        *("call", "cpu.tiles", "masks.column_mask", "masks.selected_blocks", "block_sparsity"),
         *("lowering.pair", "mods.aux_tensors", "mods.on_cpu", "mods.signature", "runtime"),
     ),
     "interface": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
 from flash_mask_cute.call.build.kernel_operands import BACKWARD, fakes, num_stats, stats_words
@@ -14,7 +14,7 @@ from flash_mask_cute.call.choose.plan import GradientFacts
 from flash_mask_cute.call.problem import AttentionProblem, Mods, Padding
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
 from flash_mask_cute.runtime.target import Target
 
@@ -90,9 +90,6 @@ class PartFacts(NamedTuple):
     has_seqused_k: bool
 
 
-_Facts = TypeVar("_Facts", RowFacts, PartFacts, PaddingFacts)
-
-
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
     """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q if packed."""
     from flash_mask_cute.core import row_blocks
@@ -121,17 +118,7 @@ def compile_bwd(
     num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
 
-    def by_facts(name: str, own: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
-        return cache.get(
-            name,
-            own._asdict,
-            lambda: build(own, target),
-            arch=target.arch,
-            options=options_of(target),
-            token=own,
-        )
-
-    preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess)
+    preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
     main = cached_attention(
         arch_spec(target).backward.cache_name,
         problem,
@@ -140,17 +127,19 @@ def compile_bwd(
         lambda: build_bwd(problem, choice, target, mods),
         cache,
     )
-    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess)
+    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess, target, cache)
     add_parts = None
     if choice.tiles.splits_group:
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         parts = PartFacts(problem.dtype, *sizes, problem.varlen_k, problem.has_seqused_k)
-        add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts).function
+        add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):
         dims = problem.head_dim, problem.head_dim_v
         of_padding = PaddingFacts(problem.dtype, *dims, facts.padding)
-        zero_padding = by_facts(ZERO_PADDING_NAME, of_padding, build_zero_padding).function
+        zero_padding = by_facts(
+            ZERO_PADDING_NAME, of_padding, build_zero_padding, target, cache
+        ).function
     return BwdKernels(
         preprocess.function, main.function, postprocess.function, zero_padding, add_parts
     )
