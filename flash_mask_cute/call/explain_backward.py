@@ -13,7 +13,6 @@ from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
-from flash_mask_cute.call.choose.difference_tables import BYTES_OF_SUMS
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
 from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -88,7 +87,7 @@ def explain_backward(
             scratch_bytes += backward.mask_bits.num_bytes
         if backward.tables is not None:
             scratch_bytes += backward.tables.num_bytes
-            smem_bytes += len(backward.tables.summed) * BYTES_OF_SUMS
+            smem_bytes += backward.tables.smem_bytes
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
         sizes = [x.numel() for x in aux_tensors]

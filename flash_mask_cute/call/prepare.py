@@ -100,9 +100,11 @@ def _kernel_mods(plan: ExecutionPlan, score_mod_bwd: Callable[..., Any] | None =
         return mods
     from flash_mask_cute.mods.difference_reads import ModWithTables
 
-    own, reads = len(plan.problem.aux), (plan.tables.reads, plan.tables.summed)
-    each = zip(mods, (reads, (), ()), strict=True)
-    return Mods(*(None if x is None else ModWithTables(x, own, *found) for x, found in each))
+    assert mods.score_mod is not None
+    own = len(plan.problem.aux)
+    reading = ModWithTables(mods.score_mod, own, plan.tables.reads, plan.tables.summed)
+    others = (None if x is None else ModWithTables(x, own) for x in mods[1:])
+    return Mods(reading, *others)
 
 
 def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:

@@ -106,7 +106,7 @@ class AttentionProblem:
     choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. tables: dtypes of the tables
     of differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
-    numbers of the reads whose gradients it sums by difference.
+    (number, size of the sums) of the reads whose gradients it sums by difference.
 
     The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
     bits.
@@ -151,7 +151,7 @@ class AttentionProblem:
     common_kv: bool = False
     in_fp8: bool = False
     tables: tuple[str, ...] = ()
-    summed: tuple[int, ...] = ()
+    summed: tuple[tuple[int, int], ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

@@ -40,7 +40,13 @@ from flash_mask_cute.mods.read_analysis import (
     operands_of,
     operations_behind,
 )
-from flash_mask_cute.mods.read_classes import DifferenceRead, DifferenceTerm, ReadClass, Step
+from flash_mask_cute.mods.read_classes import (
+    DifferenceRead,
+    DifferenceTerm,
+    ReadClass,
+    Step,
+    SummedDifference,
+)
 
 _LOADS = ("cute.memref.load", "llvm.load")
 # the predicates of a comparison that are equal, unequal, or signed
@@ -256,7 +262,7 @@ class ModWithTables:
     func: Callable[..., Any]
     num_tensors: int
     reads: tuple[DifferenceRead, ...] = ()
-    summed: tuple[DifferenceRead, ...] = ()
+    summed: tuple[SummedDifference, ...] = ()
 
     @property
     def by_columns(self) -> bool:

@@ -5,6 +5,9 @@ memory, the sums of two lines often are for one element, and such additions wait
 a warp adds them up by difference, in shared memory of its own, until the walk turns to another
 head, and at the end of the walk. Then the elements of the differences are found, and the sums are
 added to memory: a few hundred additions for a walk.
+
+Where cuts are too many, as in small windows, a warp adds each score, those of a column at once:
+they are of one query and of different keys. So the order of all additions is fixed.
 """
 
 from collections.abc import Callable
@@ -17,24 +20,23 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.difference_reads import ModWithTables, coordinates_of_difference
-from flash_mask_cute.mods.read_classes import (
-    MOST_SUMMED,
-    SUMS_OF_READ,
-    DifferenceRead,
-    ModReads,
-)
+from flash_mask_cute.mods.read_classes import DifferenceRead, ModReads
 
 NO_HEAD = -1
 
 
 class SummedRead(NamedTuple):
-    """A read that is summed by difference. number: of the tensor. of_tensor: its number among the
-    reads of the tensor. factor: the derivative by the element."""
+    """A read that is summed by difference. number: of the tensor. factor: the derivative by the
+    element. first, middle: of its sums, the first one, and that of the difference 0. by_score: as
+    in `SummedDifference`."""
 
     number: int
-    of_tensor: int
     factor: float
     read: DifferenceRead
+    first: int
+    middle: int
+    end: int
+    by_score: bool
 
     @property
     def is_of_rectangle(self) -> bool:
@@ -43,16 +45,17 @@ class SummedRead(NamedTuple):
 
 
 def summed_reads(score_mod: Any, reads: ModReads) -> tuple[SummedRead, ...]:
-    """Of reads that are summed along lines between cuts."""
+    """Those that the plan has chosen. reads: all of the wanted tensors."""
     if not isinstance(score_mod, ModWithTables):
         return ()
-    found = []
+    found, first = [], 0
     for number, tensor in reads.tensors.items():
-        own = [x for x in score_mod.summed if x.tensor == number]
-        if tensor.is_between_cuts and len(own) == len(tensor.factors):
-            for i, (factor, read) in enumerate(zip(tensor.factors, own, strict=True)):
-                assert factor.constant is not None, "lines with cuts have constant factors"
-                found.append(SummedRead(number, i, factor.constant, read))
+        own = [x for x in score_mod.summed if x.read.tensor == number]
+        for (read, size, by_score), factor in zip(own, tensor.factors, strict=bool(own)):
+            assert factor.constant is not None, "the plan has chosen constant factors"
+            place = first, first + size // 2, first + size
+            found.append(SummedRead(number, factor.constant, read, *place, by_score))
+            first += size
     return tuple(found)
 
 
@@ -69,9 +72,8 @@ def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:
 class DifferenceSums:
     """The sums of a warp.
 
-    targets: of each read, the sums of its tensor (`AuxSums`). sums: fp32 (SUMS_OF_READ, reads) in
-    shared memory, that of the difference 0 in the middle. head: of the sums, or NO_HEAD, in a
-    register.
+    targets: of each read, the sums of its tensor (`AuxSums`). sums: fp32 in shared memory, those of
+    one read after the other. head: of the sums, or NO_HEAD, in a register.
     """
 
     func: cutlass.Constexpr[Callable[..., Any]]
@@ -98,9 +100,8 @@ class DifferenceSums:
 
     @cute.jit
     def clear(self) -> None:
-        for i in cutlass.range_constexpr(len(self.reads)):
-            for at in cutlass.range(cute.arch.lane_idx(), SUMS_OF_READ, cute.arch.WARP_SIZE):
-                self.sums[at, i] = Float32(0.0)
+        for at in cutlass.range(cute.arch.lane_idx(), self.reads[-1].end, cute.arch.WARP_SIZE):
+            self.sums[at] = Float32(0.0)
 
     @cute.jit
     def add(
@@ -135,8 +136,29 @@ class DifferenceSums:
     ) -> None:
         summed = self.reads[i]
         if condition:
-            at = MOST_SUMMED + difference_at(summed.read, q_idx, k_idx)
-            self.sums[at, i] = self.sums[at, i] + value * summed.factor
+            at = summed.middle + difference_at(summed.read, q_idx, k_idx)
+            self.sums[at] = self.sums[at] + value * summed.factor
+
+    @cute.jit
+    def add_column(
+        self,
+        i: cutlass.Constexpr[int],
+        scores: tuple[tuple[Float32, Int32, Int32], ...],
+        lanes_per_row: cutlass.Constexpr[int],
+    ) -> None:
+        """Add gradients of scores to read i, one column after another. scores: of this lane, in one
+        column; a gradient, the query and the key, any if the gradient is 0. lanes_per_row: columns
+        of a warp."""
+        summed, lane = self.reads[i], cute.arch.lane_idx()
+        places = [summed.middle + difference_at(summed.read, q, k) for _, q, k in scores]
+        for column in cutlass.range_constexpr(lanes_per_row):
+            cute.arch.sync_warp()
+            if lane % lanes_per_row == column:
+                # keys of a lane differ, too, where their gradients are not 0
+                before = [self.sums[at] for at in places]
+                for (value, _, _), at, known in zip(scores, places, before, strict=True):
+                    if value != 0.0:
+                        self.sums[at] = known + value * summed.factor
 
     @cute.jit
     def send(self, batch_idx: Int32) -> None:
@@ -146,15 +168,16 @@ class DifferenceSums:
         if head_idx != NO_HEAD:
             for i in cutlass.range_constexpr(len(self.reads)):
                 lane = cute.arch.lane_idx()
-                for at in cutlass.range(lane, SUMS_OF_READ, cute.arch.WARP_SIZE, unroll=1):
-                    total = self.sums[at, i]
+                first, end = self.reads[i].first + lane, self.reads[i].end
+                for at in cutlass.range(first, end, cute.arch.WARP_SIZE, unroll=1):
+                    total = self.sums[at]
                     if total != 0.0:
                         coordinates = coordinates_of_difference(
                             self.func, self.reads[i].read.number, batch_idx, head_idx,
-                            at - MOST_SUMMED, self.aux_tensors,
+                            at - self.reads[i].middle, self.aux_tensors,
                         )  # fmt: skip
                         target = self.targets[i]
                         offset = offset_in(target, coordinates)
                         add_to_memory(Boolean(True), target, offset, total)
-                        self.sums[at, i] = Float32(0.0)
+                        self.sums[at] = Float32(0.0)
         cute.arch.sync_warp()

@@ -53,10 +53,6 @@ class Cut(NamedTuple):
     size: int
 
 
-# Gradients of reads by differences are summed by difference if no magnitude is above this.
-MOST_SUMMED = 191
-SUMS_OF_READ = 2 * MOST_SUMMED + 1
-
 # Cuts that are nearer to each other are too many.
 LEAST_CUT = 16
 
@@ -171,3 +167,15 @@ class DifferenceRead(NamedTuple):
     def are_places(self) -> bool:
         """Whether the terms are the places themselves."""
         return all(x.divisor == 1 and abs(x.factor) == 1 for x in self.terms)
+
+
+class SummedDifference(NamedTuple):
+    """A read whose gradient each warp sums by difference in shared memory.
+
+    size: of its sums, that of the difference 0 in the middle. by_score: scores of different keys
+    and one query have different differences; otherwise by diagonals between cuts.
+    """
+
+    read: DifferenceRead
+    size: int
+    by_score: bool

@@ -185,7 +185,7 @@ class ScoreChain:
                     self._add_to_rows(of_walk, r, terms, by_modified, counts)
                     self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
                     sums.add(self._others(terms), by_modified, counts)
-                    if self._has_cuts:
+                    if self._keeps_grads:
                         grads[r, i] = by_modified
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
@@ -193,6 +193,7 @@ class ScoreChain:
                     self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
         self._send_lines(block, first_col, of_lines, grads)
+        self._add_scores(block, first_col, grads)
         self._add_to_walk(of_walk)
 
     def apply_to_grads(
@@ -230,13 +231,14 @@ class ScoreChain:
                     counts = prob > 0.0
                     self._add_to_rows(of_walk, r, terms, dscore, counts)
                     self._add_to_lines(of_lines, r, c, terms, dscore, counts)
-                    if self._has_cuts:
+                    if self._keeps_grads:
                         grads[r, c] = dscore
                     sums.add(self._others(terms), dscore, counts)
                     pair.append(dscore)
                 self.elements.keep_pair(dscores, self.dtype, r, first, *pair)
         sums.flush()
         self._send_lines((work, head_idx, m_block), 0, of_lines, grads)
+        self._add_scores((work, head_idx, m_block), 0, grads)
         self._add_to_walk(of_walk)
 
     # -- sums over a walk -----------------------------------------------------------------------
@@ -307,7 +309,7 @@ class ScoreChain:
 
     def _aux_sums(self, batch_idx: Int32) -> AuxSums:
         """Sums of the tensors that are not summed over a walk or along lines."""
-        known = {read.number for read in self._known_reads}
+        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
         targets = {n: x for n, x in self._targets().items() if n not in known}
         return AuxSums(targets, batch_idx, self.once)
 
@@ -321,8 +323,9 @@ class ScoreChain:
 
     def _others(self, terms: Sequence[AuxTerm]) -> list[AuxTerm]:
         """The terms of reads that are not summed over the walk or along lines."""
-        known = {read.term for read in self._known_reads}
-        return [term for i, term in enumerate(terms) if i not in known]
+        known, by_score = {read.term for read in self._known_reads}, self._summed_by_score
+        others = [term for i, term in enumerate(terms) if i not in known]
+        return [term for term in others if term[0] not in by_score]
 
     def _add_to_rows(
         self,
@@ -344,8 +347,9 @@ class ScoreChain:
     # -- sums along lines -----------------------------------------------------------------------
 
     @property
-    def _has_cuts(self) -> bool:
-        return any(group.cuts for group in self.groups)
+    def _keeps_grads(self) -> bool:
+        """Whether sums are made of gradients of scores when all of these are known."""
+        return any(group.cuts for group in self.groups) or bool(self._summed_by_score)
 
     def _zeros_of_lines(self, cols: int) -> list[list[Float32]]:
         """A thread's parts of the lines, for each group without cuts, of so many columns."""
@@ -482,8 +486,41 @@ class ScoreChain:
             return
         numbers = {read.number for read in group.reads if group.cuts}
         for i, summed in enumerate(self.by_difference.reads):
-            if summed.number in numbers:
+            if summed.number in numbers and not summed.by_score:
                 self.by_difference.add(i, lines, corner)
+
+    @property
+    def _summed_by_score(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose gradients are summed by difference score by score."""
+        if self.by_difference is None:
+            return ()
+        return tuple(x.number for x in self.by_difference.reads if x.by_score)
+
+    def _add_scores(
+        self, block: tuple[Work, Int32, Int32], first_col: int, grads: cute.Tensor
+    ) -> None:
+        """Add gradients of scores to the sums by difference that are made score by score."""
+        if self._summed_by_score:
+            self._add_columns(block, first_col, grads)
+
+    @cute.jit
+    def _add_columns(
+        self, block: tuple, first_col: cutlass.Constexpr[int], grads: cute.Tensor
+    ) -> None:
+        place, elements = partial(self._place, *block), self.elements
+        is_any = Boolean(False)
+        for i in cutlass.range_constexpr(cute.size(grads)):
+            is_any = is_any | (grads[i] != 0.0)
+        # a warp may have none, of the last keys
+        if cute.arch.vote_any_sync(is_any):
+            for i in cutlass.range_constexpr(len(self.by_difference.reads)):
+                if const_expr(self.by_difference.reads[i].by_score):
+                    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+                        scores = tuple(
+                            (grads[r, c], *place(r, first_col + c)[2:])
+                            for r in range(elements.num_rows)
+                        )
+                        self.by_difference.add_column(i, scores, elements.lanes_per_row)
 
     def _place_on_line(
         self,

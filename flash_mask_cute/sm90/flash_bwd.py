@@ -178,7 +178,7 @@ class FlashAttentionBackwardSm90:
             cta_pair,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
-            num_sums=len(getattr(score_mod, "summed", ())) if wants_aux else 0,
+            sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
         )
         reason = self.traits.infeasible()
         if reason is not None:

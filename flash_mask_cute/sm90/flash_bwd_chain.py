@@ -55,8 +55,13 @@ def make_chain(
     has_heads = lengths.num_sequences is None
     # positions before 0 become 0, with other distances
     has_diagonals = lengths.q_start is None
+    by_difference = None
+    if sums is not None and has_heads and has_diagonals:
+        by_difference = _sums_by_difference(kernel, score_args, reads, sums)
+    summed = {x.number for x in by_difference.reads} if by_difference is not None else ()
     are_easy = all(
-        x.is_easy and (has_diagonals or not x.is_diagonal) for x in reads.tensors.values()
+        i in summed or (x.is_easy and (has_diagonals or not x.is_diagonal))
+        for i, x in reads.tensors.items()
     )
     of_grads = reads.is_shift and are_easy and is_exact and has_heads
     walk, of_walk = None, walk_reads(reads) if has_heads else ()
@@ -66,9 +71,6 @@ def make_chain(
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
-    by_difference = None
-    if sums is not None and has_heads and has_diagonals:
-        by_difference = _sums_by_difference(kernel, score_args, reads, sums)
     return replace(
         chain,
         of_grads=of_grads,
@@ -87,7 +89,6 @@ def _sums_by_difference(
     if not summed:
         return None
     assert score_args.aux_grads is not None
-    assert len(summed) <= kernel.traits.num_sums, "the plan has chosen the same reads"
     targets = dict(zip(kernel.wants_aux, score_args.aux_grads, strict=True))
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
     return DifferenceSums.create(
@@ -95,5 +96,5 @@ def _sums_by_difference(
         summed,
         score_args.aux_tensors,
         tuple(targets[x.number] for x in summed),
-        sums[None, None, warp],
+        sums[None, warp],
     )

@@ -3,7 +3,6 @@
 Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
 """
 
-import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -34,7 +33,6 @@ from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
-from flash_mask_cute.mods.read_classes import SUMS_OF_READ
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
@@ -108,7 +106,7 @@ class Tiles(NamedTuple):
     bits: cute.Tensor  # (4 words, tile_n)
     any_bits: cute.Tensor  # (tile_n / 32,)
     ready: cute.Tensor  # (2,)
-    sums: cute.Tensor | None  # (SUMS_OF_READ, num_sums, warps)
+    sums: cute.Tensor | None  # (sums_of_warp, warps)
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class BwdTraits:
     nothing modifies the scores; the products of dO with these read half as much shared memory.
 
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
-    num_sums: reads of aux tensors whose gradients each warp sums by difference.
+    sums_of_warp: of gradients of aux tensors by difference.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
@@ -142,7 +140,7 @@ class BwdTraits:
     cta_pair: bool = False
     has_marks: bool = False
     has_reference: bool = False
-    num_sums: int = 0
+    sums_of_warp: int = 0
     own_warpgroup: int | None = None
 
     # heads of a group pass by one after the other
@@ -362,7 +360,7 @@ class BwdTraits:
     @property
     def sums_words(self) -> int:
         """fp32 sums by difference, of all warps."""
-        return math.prod(self.shape_sums)
+        return self.sums_of_warp * self.num_mma_warps
 
     @property
     def smem_bytes(self) -> int:
@@ -541,10 +539,6 @@ class BwdTraits:
         """The index of this MMA warpgroup's columns of dK and dV."""
         return self.warpgroup_idx() if self.shares_keys else Int32(0)
 
-    @property
-    def shape_sums(self) -> tuple[int, int, int]:
-        return SUMS_OF_READ, self.num_sums, self.num_mma_warps
-
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
@@ -614,11 +608,12 @@ class BwdTraits:
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
-            sums=None if self.num_sums == 0 else self._sums(storage),
+            sums=None if self.sums_of_warp == 0 else self._sums(storage),
         )
 
     def _sums(self, storage: Any) -> cute.Tensor:
-        return storage.sums.get_tensor(cute.make_layout(self.shape_sums))
+        shape = self.sums_of_warp, self.num_mma_warps
+        return storage.sums.get_tensor(cute.make_layout(shape))
 
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths

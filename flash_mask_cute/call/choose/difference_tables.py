@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,12 @@ from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.mods.read_classes import (
     MOST_POSITION,
-    MOST_SUMMED,
-    SUMS_OF_READ,
     DifferenceRead,
     DifferenceTerm,
+    ReadClass,
     Span,
+    SummedDifference,
+    TensorReads,
 )
 from flash_mask_cute.mods.traits import difference_reads, find_reads
 from flash_mask_cute.runtime.target import Target
@@ -35,24 +36,33 @@ MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22
 MOST_BLOCKS = 65535
-# of shared memory, for the sums by difference of a read: of eight warps, in fp32
-BYTES_OF_SUMS = 8 * SUMS_OF_READ * 4
+# of shared memory, for a sum by difference of eight warps in fp32
+BYTES_OF_SUM = 8 * 4
+STEP_OF_SUMS = 256
 
 Shape = tuple[int, int, int]
 
 
 class DifferenceTables(NamedTuple):
     """The tables of a call. shapes: (batch | 1, heads | 1, differences). dtypes: names of torch
-    dtypes. summed: the reads with few differences, of tensors whose gradients are wanted."""
+    dtypes. summed: reads of tensors whose gradients are wanted."""
 
     reads: tuple[DifferenceRead, ...]
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
-    summed: tuple[DifferenceRead, ...] = ()
+    summed: tuple[SummedDifference, ...] = ()
 
     def problem_fields(self) -> dict[str, Any]:
         """The fields of an `AttentionProblem` that describe tables."""
-        return {"tables": self.dtypes, "summed": tuple(x.number for x in self.summed)}
+        return {
+            "tables": self.dtypes,
+            "summed": tuple((x.read.number, x.size) for x in self.summed),
+        }
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory for sums by difference."""
+        return sum(x.size for x in self.summed) * BYTES_OF_SUM
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +105,7 @@ def choose_tables(
     if scores < LEAST_SCORES or max(lengths) > min(MOST_POSITION, MOST_EVALUATED):
         return None
     found: list[tuple[DifferenceRead, Shape]] = []
-    few: list[DifferenceRead] = []
+    few: list[tuple[DifferenceRead, int]] = []
     for read in difference_reads(score_mod, problem):
         most = _most_difference(read.terms, *lengths)
         if most is None:
@@ -105,12 +115,14 @@ def choose_tables(
         shape = batch, heads, 2 * (most + MARGIN) + 1
         if read.is_computed and math.prod(shape) * SCORES_OF_ELEMENT <= scores:
             found.append((read, shape))
-        if most <= MOST_SUMMED:
-            few.append(read)
+        few.append((read, -(-(2 * most + 1) // STEP_OF_SUMS) * STEP_OF_SUMS))
     batch, heads = (max((shape[i] for _, shape in found), default=0) for i in range(2))
     if max(batch * len(found), heads) > MOST_BLOCKS:
         found = []
-    summed = _summed(problem, score_mod, few, _spare_smem(choice, target))
+    summed: tuple[SummedDifference, ...] = ()
+    if problem.wants_aux and few and not problem.common_kv:
+        wanted = find_reads(score_mod, problem, problem.wants_aux).tensors
+        summed = _summed(wanted, few, lengths[1], _spare_smem(choice, target))
     if not found and not summed:
         return None
     reads, sizes = tuple(read for read, _ in found), tuple(shape for _, shape in found)
@@ -128,24 +140,33 @@ def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
 
 
 def _summed(
-    problem: AttentionProblem,
-    score_mod: Callable[..., Any],
-    few: Sequence[DifferenceRead],
+    wanted: Mapping[int, TensorReads],
+    reads: Sequence[tuple[DifferenceRead, int]],
+    seqlen_k: int,
     spare_smem: int,
-) -> tuple[DifferenceRead, ...]:
-    """Those reads with few differences whose gradients are summed by difference, of the first
-    tensors that there is room for."""
-    if not few or not problem.wants_aux or spare_smem < BYTES_OF_SUMS or problem.common_kv:
-        return ()
-    found: list[DifferenceRead] = []
-    for number, tensor in find_reads(score_mod, problem, problem.wants_aux).tensors.items():
-        own = [x for x in few if x.tensor == number]
-        is_known = all(term.divisor is not None for x in own for term in x.terms)
-        has_room = (len(found) + len(own)) * BYTES_OF_SUMS <= spare_smem
-        is_whole = len(own) == len(tensor.factors)
-        if tensor.is_between_cuts and is_whole and is_known and has_room:
-            found += own
+) -> tuple[SummedDifference, ...]:
+    """Those reads whose gradients are summed by difference, of the first tensors that there is room
+    for. reads: with the sizes of their sums."""
+    found: list[SummedDifference] = []
+    for number, tensor in wanted.items():
+        own = [x for x in reads if x[0].tensor == number]
+        if tensor.read_class is not ReadClass.DIFFERENCE or len(own) != len(tensor.factors):
+            continue
+        terms = [term for read, _ in own for term in read.terms]
+        is_known = all(term.divisor is not None for term in terms)
+        by_score = not tensor.is_diagonal and tensor.has_constant_factors
+        by_score = by_score and not tensor.needs_score and is_known
+        by_score = by_score and all(_are_keys_distinct(read.terms, seqlen_k) for read, _ in own)
+        size = sum(x.size for x in found) + sum(size for _, size in own)
+        if is_known and (tensor.is_between_cuts or by_score) and size * BYTES_OF_SUM <= spare_smem:
+            found += [SummedDifference(*x, by_score) for x in own]
     return tuple(found)
+
+
+def _are_keys_distinct(terms: Sequence[DifferenceTerm], length: int) -> bool:
+    """Whether different keys have different differences from a query."""
+    values = _values([x for x in terms if x.is_key], length)
+    return values.unique().numel() == length
 
 
 def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
@@ -162,14 +183,21 @@ def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: i
 
 def _span_of(terms: Sequence[DifferenceTerm], length: int) -> Span | None:
     """The least and the greatest sum of functions of the same positions."""
-    place = torch.arange(length, device="cpu")
-    total, low, high = torch.zeros_like(place), 0, 0
+    total, low, high = _values(terms, length), 0, 0
     for term in terms:
-        if term.divisor is not None:
-            total += place // term.divisor * term.factor
-        elif term.span is None:
-            return None
-        else:
+        if term.divisor is None:
+            if term.span is None:
+                return None
             ends = sorted(x * term.factor for x in term.span)
             low, high = low + ends[0], high + ends[1]
     return low + int(total.min()), high + int(total.max())
+
+
+def _values(terms: Sequence[DifferenceTerm], length: int) -> torch.Tensor:
+    """The sum of terms at each position, without those of which only the span is known."""
+    place = torch.arange(length, device="cpu")
+    total = torch.zeros_like(place)
+    for term in terms:
+        if term.divisor is not None:
+            total += place // term.divisor * term.factor
+    return total

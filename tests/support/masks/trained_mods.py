@@ -20,8 +20,9 @@ from tolerances import TANH_APPROX
 from torch import Tensor
 
 REACH = 16
-# the side of a grid
+# the side of a grid, and of a window
 GRID = 20
+WINDOW = 12
 # of probabilities, for roundings that do not depend on each other
 SCALES = (1.0, 1.19, 1.41, 1.68)
 
@@ -145,6 +146,18 @@ def _dense_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, *tables: Te
     return score + of_rows + of_cols
 
 
+def _swin(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """A table of the distances in a window, in rows and in columns."""
+    i, j = q[0], k[0]
+    rows, cols = i // WINDOW - j // WINDOW, (i - i // WINDOW * WINDOW) - (j - j // WINDOW * WINDOW)
+    return score + aux[-1][h[0], (rows + WINDOW - 1) * (2 * WINDOW - 1) + cols + WINDOW - 1]
+
+
+def _dense_swin(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    rows, cols = q // WINDOW - k // WINDOW, q % WINDOW - k % WINDOW
+    return score + table[h][(rows + WINDOW - 1) * (2 * WINDOW - 1) + cols + WINDOW - 1]
+
+
 TRAINED_MODS = {
     "t5": TrainedRecipe(
         _t5,
@@ -205,6 +218,9 @@ TRAINED_MODS = {
     "windows": _by_axes(12),
     "grid": TrainedRecipe(
         _grid, _dense_grid, lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), BF16)]
+    ),
+    "swin": TrainedRecipe(
+        _swin, _dense_swin, lambda x: [((x.heads_q, (2 * WINDOW - 1) ** 2), FP32)]
     ),
     "squared": TrainedRecipe(
         _squared,
