@@ -32,6 +32,7 @@ from flash_mask_cute.call.choose.copies import (
     split_scale,
     tma_strides,
 )
+from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choose_tables
 from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.mask_bits import (
@@ -120,6 +121,7 @@ class ExecutionPlan:
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
     computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
     plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
+    tables: of differences that score_mod reads.
     """
 
     direction: Direction
@@ -145,6 +147,7 @@ class ExecutionPlan:
     wide: ExecutionPlan | None = None
     splits: Splits | None = None
     segments: Segments | None = None
+    tables: DifferenceTables | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -231,9 +234,9 @@ def plan(
         call.options.window_size_right,
     )
     causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
-    problem = _fwd_problem if is_forward else _bwd_problem
+    make = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    plain = replace(problem(call, masks, window), **start.problem_fields())
+    plain = replace(make(call, masks, window), **start.problem_fields())
     if not causal_each:
         plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     check_order(plain, masks, target or target_of(call.tensors.q))
@@ -259,7 +262,12 @@ def plan(
         one_pass = plan(replaced(call, options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
-    return _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    facts = chosen.problem, chosen.shapes, chosen.masks, chosen.choice, chosen.target
+    if (tables := choose_tables(*facts)) is None:
+        return chosen
+    problem = replace(chosen.problem, **tables.problem_fields())
+    return replace(chosen, tables=tables, problem=problem)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
