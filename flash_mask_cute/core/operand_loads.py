@@ -22,8 +22,9 @@ N_BLOCK_SHIFT = 4
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
 # most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
-# boxes of pages whose loads are prepared together
-BOXES_UNROLLED = 2
+# Boxes of pages whose loads are prepared together. Beside warps that convert from fp8, whose loads
+# and stores stand in the same queue, a shuffle takes long.
+BOXES_UNROLLED, BOXES_UNROLLED_OF_CODES = 2, 8
 
 
 class LoadShape(Protocol):
@@ -218,7 +219,7 @@ class OperandLoads:
     def _load_key_boxes(self, place: Place, pages: PageRow, number: Int32) -> None:
         shape, channel = self.shape, self.k.channel
         channel.expect(number, shape.bytes_k)
-        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=BOXES_UNROLLED):
+        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=self._boxes_unrolled):
             at = pages.of_lane(box)
             gK = self.operands.k[None, None, place.head, at.page]
             gK = cute.domain_offset((at.row, 0), gK)
@@ -241,13 +242,20 @@ class OperandLoads:
                 self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
             else:
                 channel.expect(number, shape.bytes_v)
-                for box in cutlass.range(shape.tile_n // shape.page_box, unroll=BOXES_UNROLLED):
+                for box in cutlass.range(
+                    shape.tile_n // shape.page_box, unroll=self._boxes_unrolled
+                ):
                     at = state.v_pages.of_lane(box)
                     gV = self.operands.v[None, None, None, at.page]
                     gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
                     gV = cute.domain_offset(((place.head, at.row), 0), gV)
                     tile = shape.box_v
                     self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
+
+    @property
+    def _boxes_unrolled(self) -> int:
+        is_of_codes = self.k.smem.element_type.width == 8
+        return BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
 
     def _load_box(
         self,
