@@ -34,7 +34,8 @@ class LoadShape(Protocol):
     position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
     a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
     this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
-    fill. overlaps_tiles: the next tile's query may be loaded before this tile's last values.
+    fill. spread_rows: see `PackedHeads`. overlaps_tiles: the next tile's query may be loaded before
+    this tile's last values.
     """
 
     tile_m: int
@@ -48,6 +49,7 @@ class LoadShape(Protocol):
     box_v: tuple[tuple[int, int], int]
     q_fills: int
     q_boxes: int
+    spread_rows: int | None
     bytes_q: int
     bytes_k: int
     bytes_v: int
@@ -387,16 +389,21 @@ class OperandLoads:
             channel.expect(number, shape.bytes_q)
             for box in cutlass.range_constexpr(shape.q_boxes):
                 tile_row = work.block * shape.tile_m + (fill * shape.q_boxes + box) * rows_of_box
-                first = (
-                    work.head_idx * shape.group_size,
-                    work.offset_q + tile_row // shape.packed_heads,
-                )
+                first_head = work.head_idx * shape.group_size
+                if const_expr(rows_of_box < shape.packed_heads):
+                    first_head += tile_row % shape.packed_heads
+                first = first_head, work.offset_q + tile_row // shape.packed_heads
+                smem, stage = self.q.smem, channel.index(number) * shape.q_boxes + box
+                if const_expr(shape.spread_rows is not None):
+                    place = 2 * box, 0, None
+                    smem = cute.local_tile(smem, (shape.spread_rows, shape.tile_d), place)
+                    stage = channel.index(number)
                 src, dst = tma.tile_of(
-                    self.operands.q_atom, gQ, first, (shape.row_tile, shape.tile_d), self.q.smem
+                    self.operands.q_atom, gQ, first, (shape.row_tile, shape.tile_d), smem
                 )
                 cute.copy(
                     self.operands.q_atom,
                     src,
-                    dst[None, channel.index(number) * shape.q_boxes + box],
+                    dst[None, stage],
                     tma_bar_ptr=channel.barrier(number),
                 )
