@@ -36,6 +36,7 @@ from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_tokens
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
@@ -53,8 +54,6 @@ STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
-# query heads of a group that a block of listed queries may have
-TOKEN_HEADS = (4, 8, 16, 32, 64)
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 
@@ -413,7 +412,7 @@ class BwdTraits:
         if self.shares_keys and self.num_row_groups > 1:
             return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {self.tile_m}"
         if self.by_tokens:
-            why_not = self._why_not_by_tokens()
+            why_not = why_not_by_tokens(self)
             if why_not is not None:
                 return why_not
         for name in ("stages_q", "stages_do", "stages_kv"):
@@ -437,19 +436,6 @@ class BwdTraits:
             return f"{self.fragment_registers} registers of fragments are too many for a thread"
         if self.value_cols > 0 and self.needed_registers > MMA_REGISTERS[-1]:
             return f"value_cols {self.value_cols} are more than a thread has registers for"
-        return None
-
-    def _why_not_by_tokens(self) -> str | None:
-        if self.packed_heads not in TOKEN_HEADS:
-            return f"listed queries have {TOKEN_HEADS} heads of a group, got {self.packed_heads}"
-        is_wide = max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
-        columns = self.columns
-        is_wide = is_wide or max(map(len, (columns.dk, columns.dv, columns.parts_dq))) > 1
-        if self.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.in_turn:
-            dims = f"head dimensions {self.head_dim}/{self.head_dim_v}, tile_m={self.tile_m}"
-            return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {dims}"
-        if self.has_marks or self.has_reference:
-            return "listed queries have no marks, and no scores of any magnitude"
         return None
 
     def _mma(
