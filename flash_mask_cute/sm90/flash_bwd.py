@@ -84,7 +84,13 @@ from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
+from flash_mask_cute.sm90.flash_bwd_scores import (
+    BlockScores,
+    HalfSums,
+    MainloopState,
+    Peeked,
+    sync_both,
+)
 from flash_mask_cute.sm90.flash_bwd_traits import (
     MAX_OWN_DIM,
     Barrier,
@@ -163,6 +169,7 @@ class FlashAttentionBackwardSm90:
         may_empty_rows: bool = False,
         common_kv: bool = False,
         splits_group: bool = False,
+        splits_keys: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -176,6 +183,7 @@ class FlashAttentionBackwardSm90:
             *stages,
             value_cols,
             cta_pair,
+            splits_keys,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
         )
@@ -191,7 +199,9 @@ class FlashAttentionBackwardSm90:
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
-        if splits_group and self.traits.shares_keys:
+        if splits_keys and score_mod is not None:
+            raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
+        if splits_group and max(head_dim, head_dim_v) > MAX_OWN_DIM:
             raise ValueError(
                 f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
                 f"{head_dim}/{head_dim_v}"
@@ -259,7 +269,7 @@ class FlashAttentionBackwardSm90:
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        if const_expr(self.traits.cta_pair):
+        if const_expr(self.traits.cta_pair or self.traits.splits_keys):
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -491,6 +501,8 @@ class FlashAttentionBackwardSm90:
             if const_expr(traits.cta_pair):
                 # they are sent from where dS of the last block is
                 channels.grads.acquire(block)
+            if const_expr(channels.ds is not None):
+                channels.ds.acquire(block)
             has_sums = work.has_scores & accumulate
             if const_expr(self.splits_group):
                 store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
@@ -536,7 +548,15 @@ class FlashAttentionBackwardSm90:
         """
         compute = partial(scores.clear, state)
         if sums is not None:
-            compute = partial(scores.compute, kind, state)
+            halves = None
+            if products.traits.splits_keys:
+                acc_dV, acc_dK, accumulate = sums
+                to = state.block, accumulate
+                halves = HalfSums(
+                    partial(products.add_half_dv, acc_dV, *to),
+                    partial(products.add_half_dk, acc_dK, *to),
+                )
+            compute = partial(scores.compute, kind, state, halves)
         following_cut = state.cut + int(kind == Kind.PARTIAL)
         add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
 
@@ -584,7 +604,8 @@ class FlashAttentionBackwardSm90:
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
-            products.add_dv(acc_dV, scores.probs, block, accumulate)
+            if not traits.splits_keys:
+                products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # -- both warpgroups have dS: dQ and dK begin
@@ -595,13 +616,17 @@ class FlashAttentionBackwardSm90:
         if sums is None:
             groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
-        if sums is None:
-            acc_dQ, num_behind = issue_dQ(0), 0
+        if traits.splits_keys:
+            accs_dQ = products.all_dq(block, issue_dQ)
+            num_behind = len(accs_dQ) - 1
+        elif sums is None:
+            accs_dQ, num_behind = [issue_dQ(0)], 0
         else:
             scores.complete(block)
             acc_dQ, num_behind = products.add_dq_and_dk(
                 acc_dK, scores.grads, block, accumulate, issue_dQ
             )
+            accs_dQ = [acc_dQ]
         # -- peek at the next fills, under the products, which hide how long an answer takes
         has_come = channels.q.is_full(block + 1)
         unmarked = Boolean(False)
@@ -618,15 +643,21 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(num_behind)
         products.release_summed(block)
         if sums_dq:
-            stage_dQ(0, acc_dQ)
+            stage_dQ(0, accs_dQ[0])
         for i in range(1, len(traits.columns.parts_dq)):
-            if not scores.chain.is_empty:
-                # too few registers to have it beside dK
+            if traits.splits_keys:
+                num_behind -= 1
+                warpgroup.wait_group(num_behind)
+            else:
+                if not scores.chain.is_empty:
+                    # too few registers to have it beside dK
+                    warpgroup.wait_group(0)
+                accs_dQ.append(issue_dQ(i))
                 warpgroup.wait_group(0)
-            acc_dQ = issue_dQ(i)
-            warpgroup.wait_group(0)
-            stage_dQ(i, acc_dQ)
+            stage_dQ(i, accs_dQ[i])
         warpgroup.wait_group(0)
+        if channels.ds is not None:
+            channels.ds.release(block)
         channels.q.release(block)
         return peeked
 

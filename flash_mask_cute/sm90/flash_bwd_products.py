@@ -17,7 +17,8 @@ from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 @dataclass(frozen=True)
 class BlockProducts:
     """An MMA warpgroup's products after P and dS. They are issued in the order dV, dQ, dK; between
-    two CTAs that sum dQ together, a part of dK comes before dQ."""
+    two CTAs that sum dQ together, a part of dK comes before dQ. If a block is computed in halves,
+    dV and dK of a half come as soon as it has P and dS, and all of dQ behind both halves."""
 
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
@@ -29,6 +30,29 @@ class BlockProducts:
         """Start adding to dV; words: P."""
         stage = self.channels.do.index(block)
         self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
+
+    def add_half_dv(
+        self, accs: list, block: Int32, accumulate: bool | Boolean, words: cute.Tensor, half: int
+    ) -> int:
+        """Start adding to dV over half of the queries, whose P words are; returns the number of
+        products."""
+        stage = self.channels.do.index(block)
+        return self._issue_half(accs, words, self.fragments.dv_do, stage, accumulate, half)
+
+    def add_half_dk(
+        self, accs: list, block: Int32, accumulate: bool | Boolean, words: cute.Tensor, half: int
+    ) -> int:
+        """Start adding to dK over half of the queries, whose dS words are; returns the number of
+        products."""
+        stage = self.channels.q.index(block)
+        return self._issue_half(accs, words, self.fragments.dk_q, stage, accumulate, half)
+
+    def all_dq(self, block: Int32, issue_dQ: Callable[[int], list]) -> list[list]:
+        """Start all parts of dQ; returns their accumulators. The sums of dV and dK are complete, so
+        dO is released, and no words of P and dS take registers any more."""
+        warpgroup.wait_group(0)
+        self.channels.do.release(block)
+        return [issue_dQ(i) for i in range(len(self.traits.columns.parts_dq))]
 
     def add_dq_and_dk(
         self,
@@ -92,15 +116,36 @@ class BlockProducts:
         they share dQ, otherwise dO."""
         if self.traits.cta_pair:
             self.channels.grads.release(block)
-        else:
+        elif not self.traits.splits_keys:
             self.channels.do.release(block)
 
     def _issue_sums(
-        self, accs: list, words: cute.Tensor, operands_b: tuple, stage: Int32, accumulate
+        self,
+        accs: list,
+        words: cute.Tensor,
+        operands_b: tuple,
+        stage: Int32,
+        accumulate: bool | Boolean,
+        first_step: int = 0,
     ) -> None:
-        """Start adding to the parts of dV or dK, a commit group each."""
+        """Start adding to the parts of dV or dK, a commit group each; first_step: of the queries,
+        that with which words begin."""
         operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
             mma = self.traits.mma_keys(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
-            wgmma.issue(mma, acc, operand_a, tile, accumulate)
+            wgmma.issue(mma, acc, operand_a, tile, accumulate, first_step=first_step)
+
+    def _issue_half(
+        self,
+        accs: list,
+        words: cute.Tensor,
+        operands_b: tuple,
+        stage: Int32,
+        accumulate: bool | Boolean,
+        half: int,
+    ) -> int:
+        first_step = half * cute.size(words) // wgmma.WORDS_PER_STEP
+        adds = accumulate if half == 0 else True
+        self._issue_sums(accs, words, operands_b, stage, adds, first_step)
+        return len(accs)

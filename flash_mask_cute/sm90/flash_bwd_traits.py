@@ -53,6 +53,10 @@ STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
+# columns of dK and dV together of which a thread has registers for all, if S and dP are computed in
+# halves of a block's queries
+MAX_SPLIT_COLS = 320
+NUM_HALVES = 2
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 
@@ -76,6 +80,7 @@ class Channels(NamedTuple):
     do: Channel
     dq: Channel
     bits: Channel
+    ds: Channel | None
     ring: WorkRing
     walk: WalkRing
     grads: PeerGrads | None
@@ -123,6 +128,8 @@ class BwdTraits:
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
+    splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
+    are left for S and dP of half of a block (`BlockScores`), and nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
     warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
     """
@@ -136,6 +143,7 @@ class BwdTraits:
     stages_kv: int = 1
     value_cols: int = 0
     cta_pair: bool = False
+    splits_keys: bool = False
     has_marks: bool = False
     has_reference: bool = False
     own_warpgroup: int | None = None
@@ -146,7 +154,7 @@ class BwdTraits:
     @property
     def shares_keys(self) -> bool:
         """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
-        return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+        return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM and not self.splits_keys
 
     @property
     def key_groups(self) -> int:
@@ -176,7 +184,7 @@ class BwdTraits:
     def ds_stages(self) -> int:
         """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
         sum the previous block; used if there is room."""
-        return 1 if self.cta_pair else 2
+        return 1 if self.cta_pair or self.splits_keys else 2
 
     @property
     def tile_d(self) -> int:
@@ -190,7 +198,7 @@ class BwdTraits:
 
     @property
     def tile_dv(self) -> int:
-        if self.shares_keys:
+        if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
             return _shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
 
@@ -210,18 +218,22 @@ class BwdTraits:
         return self.tile_m // ROWS_PER_WARPGROUP
 
     def num_score_parts(self, num_aux_grads: int) -> int:
-        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients.
+        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients, or if
+        there are registers for no more.
 
         Such gradients need S and dP of a score at once, and all columns would not fit registers:
         docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once
         """
+        if self.splits_keys:
+            return NUM_HALVES
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 
     @property
     def columns(self) -> GradientColumns:
         """The columns of the products that sum dQ, dK and dV."""
         tile = self.tile_m, self.tile_d, self.tile_dv
-        return GradientColumns(*tile, self.num_ctas, self.shares_keys, self.own_warpgroup)
+        own = self.own_warpgroup
+        return GradientColumns(*tile, self.num_ctas, self.shares_keys, own, self.splits_keys)
 
     def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
         """The traits of one MMA warpgroup's code."""
@@ -250,7 +262,8 @@ class BwdTraits:
 
     @property
     def mma_registers(self) -> int:
-        in_reach = MMA_REGISTERS if self.value_cols > 0 else MMA_REGISTERS[:-1]
+        takes_most = self.value_cols > 0 or self.splits_keys
+        in_reach = MMA_REGISTERS if takes_most else MMA_REGISTERS[:-1]
         return next((n for n in in_reach if n >= self.needed_registers), in_reach[-1])
 
     @property
@@ -273,6 +286,9 @@ class BwdTraits:
             return max(traits.fragment_registers for traits in of_each)
         cols = sum(part.width for part in (*self.columns.dk, *self.columns.dv))
         in_flight = self.tile_m
+        if self.splits_keys:
+            # S of a half beside P and dS of the other one in 16 bits, and its dP
+            in_flight = self.tile_m * 3 // 4
         if self.columns.in_turn:
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
@@ -334,7 +350,7 @@ class BwdTraits:
     @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
-        return max(self.columns.sizes_dq) * 4
+        return self.columns.num_staged * 4
 
     @property
     def num_stats(self) -> int:
@@ -392,7 +408,18 @@ class BwdTraits:
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
         if self.value_cols % 16 != 0:
             return f"value_cols must be a multiple of 16, got {self.value_cols}"
-        if self.value_cols > 0 and self.shares_keys:
+        if self.splits_keys and max(self.head_dim, self.head_dim_v) <= MAX_OWN_DIM:
+            dims = f"{self.head_dim}/{self.head_dim_v}"
+            return f"splits_keys=True is for heads wider than {MAX_OWN_DIM}, got {dims}"
+        if self.splits_keys and (self.num_row_groups > 1 or self.cta_pair):
+            given = f"tile_m {self.tile_m}, cta_pair={self.cta_pair}"
+            return f"splits_keys=True needs tile_m 64 and cta_pair=False, got {given}"
+        if self.splits_keys and self.tile_d + self.tile_dv > MAX_SPLIT_COLS:
+            return (
+                f"splits_keys=True is for at most {MAX_SPLIT_COLS} columns of keys and values, got "
+                f"{self.tile_d} and {self.tile_dv}"
+            )
+        if self.value_cols > 0 and (self.shares_keys or self.splits_keys):
             return f"value_cols must be 0 where head_dim is above {MAX_OWN_DIM}"
         if self.smem_bytes > SMEM_CAPACITY:
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
@@ -569,7 +596,8 @@ class BwdTraits:
             ]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.columns.dq_places]
+            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
@@ -626,8 +654,10 @@ class BwdTraits:
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            dq=channel(storage.dq_barriers, 1, num_summing, loads),
+            dq=channel(storage.dq_barriers, self.columns.dq_places, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
+            # only its place is waited for: that dS is there, `Barrier.BOTH` tells
+            ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,

@@ -30,7 +30,8 @@ class GradientColumns:
 
     num_ctas: they sum dQ together. shares_keys: both warpgroups have the same keys, and each a part
     of the columns of dK and dV. own_warpgroup: the MMA warpgroup whose code these columns are for,
-    where the two have code of their own (`is_uneven`); None otherwise.
+    where the two have code of their own (`is_uneven`); None otherwise. keeps_parts: each part of dQ
+    has staging memory of its own, so that all may leave at once.
     """
 
     tile_m: int
@@ -39,6 +40,7 @@ class GradientColumns:
     num_ctas: int
     shares_keys: bool
     own_warpgroup: int | None
+    keeps_parts: bool = False
 
     @property
     def is_uneven(self) -> bool:
@@ -111,6 +113,20 @@ class GradientColumns:
         return tuple(
             sum(columns.num_cols for columns in part) * self.tile_m for part in self.parts_dq
         )
+
+    @property
+    def dq_places(self) -> int:
+        """Parts of dQ for which there is staging memory."""
+        return len(self.parts_dq) if self.keeps_parts else 1
+
+    @property
+    def num_staged(self) -> int:
+        """Sums of dQ for which there is staging memory."""
+        return sum(self.sizes_dq) if self.keeps_parts else max(self.sizes_dq)
+
+    def place_dq(self, part: int) -> int:
+        """Where the sums of a part of dQ begin in the staging memory."""
+        return sum(self.sizes_dq[:part]) if self.keeps_parts else 0
 
     @property
     def cols_dq(self) -> int:

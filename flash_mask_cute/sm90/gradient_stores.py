@@ -126,7 +126,8 @@ def stage_dq(
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
         layout = cute.make_layout(traits.shape_dq(columns.width))
-        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+        place = traits.columns.place_dq(part) + first
+        staged = cute.make_tensor(tiles.dq.iterator + place, layout)
         quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
         for g in cutlass.range_constexpr(columns.width // 8):
             cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])

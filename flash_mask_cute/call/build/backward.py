@@ -166,9 +166,12 @@ def build_bwd(
     from flash_mask_cute.rules.intervals import Intervals
 
     tiles = asdict(choice.tiles)
-    if not arch_spec(target).backward.splits_groups:
+    backward = arch_spec(target).backward
+    if not backward.splits_groups:
         del tiles["splits_group"]
-    kernel = arch_spec(target).backward.load_class()(
+    if not backward.splits_keys:
+        del tiles["splits_keys"]
+    kernel = backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,

@@ -55,12 +55,14 @@ class ForwardKernel(AttentionKernel):
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
-    splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
+    splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
+    have keys of their own in heads wider than 128. orders_aux: gradients of aux
     tensors may be summed in a fixed order."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
     splits_groups: bool
+    splits_keys: bool
     orders_aux: bool
 
 
@@ -148,6 +150,7 @@ SM90_BACKWARD = BackwardKernel(
     SM90_BWD,
     "accumulators",
     splits_groups=True,
+    splits_keys=True,
     orders_aux=True,
 )
 SM90 = ArchSpec(
@@ -193,6 +196,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM100_BWD,
             "lanes",
             splits_groups=False,
+            splits_keys=False,
             orders_aux=False,
         ),
         _columns_sm100,

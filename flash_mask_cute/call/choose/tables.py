@@ -22,9 +22,10 @@ class CallFacts(NamedTuple):
     is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
     pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
     problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
-    may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
-    sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
-    selected_block: keys of a block of each query's choice, 0 if there is none.
+    may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
+    is_ordered: sums have an order (deterministic). sequences: the number of sequences of
+    `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
+    of a block of each query's choice, 0 if there is none.
     """
 
     head_dim: int
@@ -37,6 +38,7 @@ class CallFacts(NamedTuple):
     functions_under_causal: bool = False
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
+    may_split_keys: bool = True
     is_ordered: bool = False
     sequences: int = 1
     num_sms: int = 1
@@ -176,8 +178,9 @@ class BwdRow(NamedTuple):
 
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
-    also only for unmodified scores and for devices with two SMs.
+    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with
+    cta_pair or splits_keys are also only for unmodified scores, those with cta_pair for devices
+    with two SMs.
     """
 
     max_dim: int
@@ -194,6 +197,7 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
+    splits_keys: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -209,6 +213,8 @@ class BwdRow(NamedTuple):
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+        if self.splits_keys:
+            yield Condition("scores that nothing modifies", lambda call: call.may_split_keys)
 
 
 def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Condition]:
@@ -486,6 +492,21 @@ SM90_BWD = (
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
         "registers for 64 queries and some values, with enough left for bits of many edges",
+    ),
+    *(
+        BwdRow(
+            *(d, d_v, 64, 2, stages_do, 1, 0),
+            reason,
+            (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
+            above_dim=128,
+            clears_dq=clears_dq,
+            splits_keys=True,
+        )
+        for d, d_v, stages_do in ((160, 160, 2), (192, 128, 1))
+        for clears_dq, reason in (
+            (True, "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often"),
+            (False, "the same, in a fixed order"),
+        )
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),
