@@ -53,8 +53,7 @@ class Summed(NamedTuple):
 class DqSums:
     """State of the warp that sends dQ.
 
-    staged: shared memory of a part, or of all parts if keeps_parts; fills of `channel` are numbered
-    over all parts of all blocks.
+    staged: shared memory of a part; fills of `channel` are numbered over all parts of all blocks.
     part_sizes: values of each part of a block; the parts follow each other in scratch memory.
     share: gives the start of the parts in a row block, and their sizes, if the CTA determines them.
     deterministic: a fixed order. clears_dq: the scratch memory starts as zeros, so no CTA has to be
@@ -69,7 +68,6 @@ class DqSums:
     scratch: Scratch
     lengths: Lengths
     share: cutlass.Constexpr[Callable[[], tuple[Int32, Sequence[Int32 | int]]] | None] = None
-    keeps_parts: cutlass.Constexpr[bool] = False
 
     @cute.jit
     def with_predecessor(self, summed: Summed) -> Summed:
@@ -111,7 +109,7 @@ class DqSums:
                 first, sizes = self.share()
                 target += first
             for i in cutlass.range_constexpr(len(sizes)):
-                if const_expr(i > 0 and not self.keeps_parts):
+                if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channel.release(number * len(sizes) + i - 1)
                 channel.wait(number * len(sizes) + i)
@@ -121,21 +119,17 @@ class DqSums:
                 elif summed.predecessor != NO_PREDECESSOR:
                     tma.store_bulk(staged, target, size)
                 target += size
-                if const_expr(self.keeps_parts):
-                    staged += size
             if const_expr(self.deterministic):
                 cute.arch.cp_async_bulk_wait_group(len(sizes))
                 self.release(own_number, sent)
 
     @cute.jit
     def free_staging(self, number: Int32, sent: Summed):
-        """Wait until the last part of the dQ of block `number`, if it exists, has left, or all if
-        keeps_parts. Without a fixed order, let others add if this CTA was the first."""
+        """Wait until the last part of the dQ of block `number`, if it exists, has left. Without a
+        fixed order, let others add if this CTA was the first."""
         if self._is_block(sent):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            num_parts = len(self.part_sizes)
-            for i in cutlass.range_constexpr(0 if self.keeps_parts else num_parts - 1, num_parts):
-                self.channel.release(number * num_parts + i)
+            self.channel.release((number + 1) * len(self.part_sizes) - 1)
             if const_expr(not (self.deterministic or self.clears_dq)):  # noqa: SIM102 (as above)
                 if sent.predecessor == 0:
                     cute.arch.cp_async_bulk_wait_group(0)

@@ -55,6 +55,7 @@ class BwdPostprocess:
         128 or a warpgroup summed a row block alone (`sums_in_turn`)
     :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
+    :param in_halves: each warpgroup summed half of the columns in one product
     :raises ValueError: a size is none of these
     """
 
@@ -66,6 +67,7 @@ class BwdPostprocess:
         accum_cols: int,
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
+        in_halves: bool = False,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -83,7 +85,7 @@ class BwdPostprocess:
         self.vectors_per_row = head_dim // VECTOR_16_BITS
         self.parts = None
         if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
-            self.parts = dq_parts(accum_cols, num_ctas)
+            self.parts = dq_parts(accum_cols, num_ctas, in_halves)
 
     @cute.jit
     def __call__(

@@ -616,17 +616,15 @@ class FlashAttentionBackwardSm90:
         if sums is None:
             groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
-        if traits.splits_keys:
-            accs_dQ = products.all_dq(block, issue_dQ)
-            num_behind = len(accs_dQ) - 1
-        elif sums is None:
-            accs_dQ, num_behind = [issue_dQ(0)], 0
+        if sums is None or traits.splits_keys:
+            if traits.splits_keys:
+                products.complete_sums(block)
+            acc_dQ, num_behind = issue_dQ(0), 0
         else:
             scores.complete(block)
             acc_dQ, num_behind = products.add_dq_and_dk(
                 acc_dK, scores.grads, block, accumulate, issue_dQ
             )
-            accs_dQ = [acc_dQ]
         # -- peek at the next fills, under the products, which hide how long an answer takes
         has_come = channels.q.is_full(block + 1)
         unmarked = Boolean(False)
@@ -643,21 +641,15 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(num_behind)
         products.release_summed(block)
         if sums_dq:
-            stage_dQ(0, accs_dQ[0])
+            stage_dQ(0, acc_dQ)
         for i in range(1, len(traits.columns.parts_dq)):
-            if traits.splits_keys:
-                num_behind -= 1
-                warpgroup.wait_group(num_behind)
-            else:
-                if not scores.chain.is_empty:
-                    # too few registers to have it beside dK
-                    warpgroup.wait_group(0)
-                accs_dQ.append(issue_dQ(i))
+            if not scores.chain.is_empty:
+                # too few registers to have it beside dK
                 warpgroup.wait_group(0)
-            stage_dQ(i, accs_dQ[i])
+            acc_dQ = issue_dQ(i)
+            warpgroup.wait_group(0)
+            stage_dQ(i, acc_dQ)
         warpgroup.wait_group(0)
-        if channels.ds is not None:
-            channels.ds.release(block)
         channels.q.release(block)
         return peeked
 

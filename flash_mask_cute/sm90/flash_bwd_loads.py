@@ -63,9 +63,7 @@ class BwdLoads:
         of work tiles with the same keys, or None if there is only one."""
         share = partial(_share_of_sums, traits) if traits.cta_pair else None
         sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
-        sums = DqSums(
-            sizes, *scheme, staged, channels.dq, scratch, lengths, share, traits.columns.keeps_parts
-        )
+        sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, share)
         queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
         return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 

@@ -47,12 +47,10 @@ class BlockProducts:
         stage = self.channels.q.index(block)
         return self._issue_half(accs, words, self.fragments.dk_q, stage, accumulate, half)
 
-    def all_dq(self, block: Int32, issue_dQ: Callable[[int], list]) -> list[list]:
-        """Start all parts of dQ; returns their accumulators. The sums of dV and dK are complete, so
-        dO is released, and no words of P and dS take registers any more."""
+    def complete_sums(self, block: Int32) -> None:
+        """Wait for dV and dK of a block: dQ takes the registers of P and dS."""
         warpgroup.wait_group(0)
         self.channels.do.release(block)
-        return [issue_dQ(i) for i in range(len(self.traits.columns.parts_dq))]
 
     def add_dq_and_dk(
         self,
@@ -113,10 +111,12 @@ class BlockProducts:
 
     def release_summed(self, block: Int32) -> None:
         """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
-        they share dQ, otherwise dO."""
+        they share dQ, dS of both warpgroups if it has one place, otherwise dO."""
         if self.traits.cta_pair:
             self.channels.grads.release(block)
-        elif not self.traits.splits_keys:
+        elif self.channels.ds is not None:
+            self.channels.ds.release(block)
+        else:
             self.channels.do.release(block)
 
     def _issue_sums(

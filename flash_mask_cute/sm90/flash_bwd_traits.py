@@ -246,7 +246,7 @@ class BwdTraits:
     @property
     def do_says_dq(self) -> bool:
         """Whether dO of a block is released only when its dQ is complete, and Q after that."""
-        return len(self.columns.parts_dq) == 1 and not self.cta_pair
+        return len(self.columns.parts_dq) == 1 and not (self.cta_pair or self.splits_keys)
 
     @property
     def num_mma_warps(self) -> int:
@@ -350,7 +350,7 @@ class BwdTraits:
     @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
-        return self.columns.num_staged * 4
+        return max(self.columns.sizes_dq) * 4
 
     @property
     def num_stats(self) -> int:
@@ -403,7 +403,7 @@ class BwdTraits:
         if self.cta_pair and self.stages_kv > 1:
             # of the peer's keys there is one stage
             return f"stages_kv must be 1 with cta_pair=True, got {self.stages_kv}"
-        if (len(self.columns.parts_dq) > 1 or self.cta_pair) and self.stages_q == 1:
+        if not self.do_says_dq and self.stages_q == 1:
             # the load warp would wait for a Q that is released after parts of dQ that wait for it
             return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
         if self.value_cols % 16 != 0:
@@ -465,10 +465,15 @@ class BwdTraits:
         """dQ = dS K: 64 queries by n columns."""
         return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n)
 
-    def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
-        """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols."""
-        tile = (ROWS_PER_WARPGROUP, rows, cols)
-        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
+    def _rows(
+        self, rows: int, cols: int, stages: int, swizzled_cols: int | None = None
+    ) -> cute.ComposedLayout:
+        """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols. Blocks of
+        64, 32 or 16 columns are swizzled, which divide swizzled_cols, or else cols."""
+        major, per_block = LayoutEnum.ROW_MAJOR, swizzled_cols or cols
+        kind = hopper.get_smem_layout_atom(major, self.dtype, per_block)
+        atom = hopper.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
     def layout_q(self) -> cute.ComposedLayout:
         return self._rows(self.tile_m, self.tile_d, self.stages_q)
@@ -478,7 +483,10 @@ class BwdTraits:
 
     def layout_k(self) -> cute.ComposedLayout:
         """(64, tile_d, key group * stages)."""
-        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, self.key_groups * self.stages_kv)
+        count = self.key_groups * self.stages_kv
+        # each half of the columns begins with a swizzled block
+        half = self.tile_d // 2 if self.columns.in_halves else None
+        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, count, half)
 
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv)
@@ -596,7 +604,7 @@ class BwdTraits:
             ]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.columns.dq_places]
+            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
@@ -654,7 +662,7 @@ class BwdTraits:
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            dq=channel(storage.dq_barriers, self.columns.dq_places, num_summing, loads),
+            dq=channel(storage.dq_barriers, 1, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             # only its place is waited for: that dS is there, `Barrier.BOTH` tells
             ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,

@@ -30,8 +30,8 @@ class GradientColumns:
 
     num_ctas: they sum dQ together. shares_keys: both warpgroups have the same keys, and each a part
     of the columns of dK and dV. own_warpgroup: the MMA warpgroup whose code these columns are for,
-    where the two have code of their own (`is_uneven`); None otherwise. keeps_parts: each part of dQ
-    has staging memory of its own, so that all may leave at once.
+    where the two have code of their own (`is_uneven`); None otherwise. in_halves: a warpgroup sums
+    half of the columns of dQ in one product (`dq_parts`).
     """
 
     tile_m: int
@@ -40,7 +40,7 @@ class GradientColumns:
     num_ctas: int
     shares_keys: bool
     own_warpgroup: int | None
-    keeps_parts: bool = False
+    in_halves: bool = False
 
     @property
     def is_uneven(self) -> bool:
@@ -90,7 +90,10 @@ class GradientColumns:
         if self.tile_m > ROWS_PER_WARPGROUP:
             return ((ColumnPart(0, self.tile_d, 1),),)
         # the columns of the first CTA are the first ones
-        columns = [x for x in dq_parts(self.tile_d, self.num_ctas) if x.end <= self.cols_dq]
+        all_columns = dq_parts(self.tile_d, self.num_ctas, self.in_halves)
+        if self.in_halves:
+            return (all_columns,)
+        columns = [x for x in all_columns if x.end <= self.cols_dq]
         parts: list[tuple[ColumnPart, ...]] = [()]
         for part in columns:
             if sum(x.num_cols for x in (*parts[-1], part)) > NUM_MMA_WARPGROUPS * MAX_DQ_COLS:
@@ -113,20 +116,6 @@ class GradientColumns:
         return tuple(
             sum(columns.num_cols for columns in part) * self.tile_m for part in self.parts_dq
         )
-
-    @property
-    def dq_places(self) -> int:
-        """Parts of dQ for which there is staging memory."""
-        return len(self.parts_dq) if self.keeps_parts else 1
-
-    @property
-    def num_staged(self) -> int:
-        """Sums of dQ for which there is staging memory."""
-        return sum(self.sizes_dq) if self.keeps_parts else max(self.sizes_dq)
-
-    def place_dq(self, part: int) -> int:
-        """Where the sums of a part of dQ begin in the staging memory."""
-        return sum(self.sizes_dq[:part]) if self.keeps_parts else 0
 
     @property
     def cols_dq(self) -> int:

@@ -126,8 +126,7 @@ def stage_dq(
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
         layout = cute.make_layout(traits.shape_dq(columns.width))
-        place = traits.columns.place_dq(part) + first
-        staged = cute.make_tensor(tiles.dq.iterator + place, layout)
+        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
         quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
         for g in cutlass.range_constexpr(columns.width // 8):
             cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])

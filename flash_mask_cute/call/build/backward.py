@@ -58,8 +58,8 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdTraits`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
-    both matter only after.
+    row (`BwdTraits`). order: order of the sums of dQ; num_ctas: CTAs that summed a row block;
+    in_halves: see `BwdPostprocess`. The latter three matter only after.
     """
 
     dtype: str
@@ -76,6 +76,7 @@ class RowFacts(NamedTuple):
     has_lse_low: bool = False
     order: DqOrder = "accumulators"
     num_ctas: int = 1
+    in_halves: bool = False
 
 
 class PartFacts(NamedTuple):
@@ -119,7 +120,12 @@ def compile_bwd(
     before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
-    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
+    after = RowFacts(
+        *(problem.dtype, problem.head_dim, *rows),
+        order=order,
+        num_ctas=num_ctas,
+        in_halves=choice.tiles.splits_keys,
+    )
 
     def by_facts(name: str, own: _Facts, build: Callable[[_Facts, Target], Compiled]) -> Compiled:
         return cache.get(
@@ -236,6 +242,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.tile_d,
         facts.order,
         facts.num_ctas,
+        facts.in_halves,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),

@@ -132,12 +132,12 @@ SHARED = {
 
 
 def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
-    """With all of dQ in its staging memory, and in a fixed order too."""
+    """Each has half of the columns of dQ, in one product; in a fixed order, too."""
     from cutlass import BFloat16
 
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
-    for dims, sizes in (((192, 128), (128, 64)), ((160, 160), (128, 32)), ((136, 8), (128, 32))):
+    for dims, cols in (((192, 128), 192), ((160, 160), 160), ((136, 8), 160)):
         for kind in ("full", "causal", "other"):
             for deterministic in (False, True):
                 choice = select_bwd_config(*dims, kind, deterministic=deterministic)
@@ -147,9 +147,9 @@ def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
         for said in ("128 < head_dim <=", "a fixed order", "nothing modifies"):
             assert said in choice.reason
         traits = BwdTraits(BFloat16, *dims, 64, stages_do=1, splits_keys=True)
-        assert traits.columns.sizes_dq == tuple(64 * cols for cols in sizes)
-        assert traits.bytes_dq == 64 * sum(sizes) * 4
-        assert [traits.columns.place_dq(i) for i in range(2)] == [0, 64 * sizes[0]]
+        (product,) = traits.columns.products_dq(0)
+        assert product == ((0, cols // 2, 2), 0)
+        assert traits.columns.sizes_dq == (64 * cols,) and traits.bytes_dq == 64 * cols * 4
 
 
 @pytest.mark.parametrize("what", SHARED)
