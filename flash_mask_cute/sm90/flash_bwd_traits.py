@@ -232,8 +232,10 @@ class BwdTraits:
     def columns(self) -> GradientColumns:
         """The columns of the products that sum dQ, dK and dV."""
         tile = self.tile_m, self.tile_d, self.tile_dv
-        own = self.own_warpgroup
-        return GradientColumns(*tile, self.num_ctas, self.shares_keys, own, self.splits_keys)
+        more: tuple[Any, ...] = (self.own_warpgroup,)
+        if self.splits_keys:
+            more = (None, True, STEP_COLS * self.steps_d, STEP_COLS * self.steps_dv)
+        return GradientColumns(*tile, self.num_ctas, self.shares_keys, *more)
 
     def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
         """The traits of one MMA warpgroup's code."""

@@ -31,7 +31,8 @@ class GradientColumns:
     num_ctas: they sum dQ together. shares_keys: both warpgroups have the same keys, and each a part
     of the columns of dK and dV. own_warpgroup: the MMA warpgroup whose code these columns are for,
     where the two have code of their own (`is_uneven`); None otherwise. in_halves: a warpgroup sums
-    half of the columns of dQ in one product (`dq_parts`).
+    half of the columns of dQ in one product (`dq_parts`). used_d, used_dv: the columns of dK and dV
+    that are not zeros, where a warpgroup sums no others; None: it sums all of a tile.
     """
 
     tile_m: int
@@ -41,6 +42,8 @@ class GradientColumns:
     shares_keys: bool
     own_warpgroup: int | None
     in_halves: bool = False
+    used_d: int | None = None
+    used_dv: int | None = None
 
     @property
     def is_uneven(self) -> bool:
@@ -64,7 +67,7 @@ class GradientColumns:
         The last product is computed behind dQ.
         """
         if not self.shares_keys:
-            return (ColumnPart(0, self.tile_d, 1),)
+            return (ColumnPart(0, self.used_d or self.tile_d, 1),)
         if not self.is_uneven:
             return shared_parts(self.tile_d)
         (part,) = self._own(uneven_parts(self.tile_d)[::-1])
@@ -75,7 +78,7 @@ class GradientColumns:
     def dv(self) -> tuple[ColumnPart, ...]:
         """The columns of this MMA warpgroup's products that sum dV."""
         if not self.shares_keys:
-            return (ColumnPart(0, self.tile_dv, 1),)
+            return (ColumnPart(0, self.used_dv or self.tile_dv, 1),)
         if not self.is_uneven:
             return shared_parts(self.tile_dv)
         return self._own(uneven_parts(self.tile_dv))
