@@ -100,12 +100,18 @@ def analyse_reads(
             difference = values.describe(indices[0]) if is_difference else ""
             factors = tuple(_factor(factor) for _, factor in own)
             places = values.once_by(indices) if read_class is ReadClass.PLACES else set()
-            is_once, is_once_an_entry = places >= set(Place), places >= _PLACES_OF_ENTRY
             cuts = values.cuts_of(indices[0]) if is_difference else None
             found[number] = TensorReads(
-                read_class, why, needs_score, difference, factors, is_once, is_once_an_entry,
-                cuts is not None, cuts or (),
-            )  # fmt: skip
+                read_class,
+                why,
+                needs_score,
+                difference,
+                factors,
+                is_once=places >= set(Place),
+                is_once_an_entry=places >= _PLACES_OF_ENTRY,
+                is_diagonal=cuts is not None,
+                cuts=cuts or (),
+            )
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
+from flash_mask_cute.sm90.flash_bwd_scores import HalfSums
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels
 from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
@@ -31,21 +33,18 @@ class BlockProducts:
         stage = self.channels.do.index(block)
         self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
 
-    def add_half_dv(
-        self, accs: list, block: Int32, accumulate: bool | Boolean, words: cute.Tensor, half: int
-    ) -> int:
-        """Start adding to dV over half of the queries, whose P words are; returns the number of
-        products."""
-        stage = self.channels.do.index(block)
-        return self._issue_half(accs, words, self.fragments.dv_do, stage, accumulate, half)
-
-    def add_half_dk(
-        self, accs: list, block: Int32, accumulate: bool | Boolean, words: cute.Tensor, half: int
-    ) -> int:
-        """Start adding to dK over half of the queries, whose dS words are; returns the number of
-        products."""
-        stage = self.channels.q.index(block)
-        return self._issue_half(accs, words, self.fragments.dk_q, stage, accumulate, half)
+    def half_sums(
+        self, acc_dV: list, acc_dK: list, accumulate: bool | Boolean, block: Int32
+    ) -> HalfSums | None:
+        """What adds to dV and dK over half of a block, if it is computed in halves."""
+        if not self.traits.splits_keys:
+            return None
+        of_dv = self.fragments.dv_do, self.channels.do.index(block)
+        of_dk = self.fragments.dk_q, self.channels.q.index(block)
+        return HalfSums(
+            partial(self._issue_half, acc_dV, accumulate, *of_dv),
+            partial(self._issue_half, acc_dK, accumulate, *of_dk),
+        )
 
     def complete_sums(self, block: Int32) -> None:
         """Wait for dV and dK of a block: dQ takes the registers of P and dS."""
@@ -139,12 +138,13 @@ class BlockProducts:
     def _issue_half(
         self,
         accs: list,
-        words: cute.Tensor,
+        accumulate: bool | Boolean,
         operands_b: tuple,
         stage: Int32,
-        accumulate: bool | Boolean,
+        words: cute.Tensor,
         half: int,
     ) -> int:
+        """`HalfSums`: `_issue_sums` over half of the queries; returns the number of products."""
         first_step = half * cute.size(words) // wgmma.WORDS_PER_STEP
         adds = accumulate if half == 0 else True
         self._issue_sums(accs, words, operands_b, stage, adds, first_step)

@@ -266,6 +266,12 @@ class BlockScores:
         self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
+    def acquire_grads(self, block: Int32) -> None:
+        """Wait until dS of a block may be written, if it has the place of the dS before."""
+        for channel in (self.channels.grads, self.channels.ds):
+            if channel is not None:
+                channel.acquire(block)
+
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""
         if self.traits.shares_keys:
@@ -290,18 +296,13 @@ class BlockScores:
 
     def _store_own_grads(self, block: Int32) -> None:
         traits = self.traits
-        self._acquire_own_grads(block)
+        self.acquire_grads(block)
         groups = traits.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
             unit = traits.ds_unit(traits.ds_stage(block), mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
-
-    def _acquire_own_grads(self, block: Int32) -> None:
-        """Wait until both warpgroups have read the dS before, if that has the place of this one."""
-        if self.channels.ds is not None:
-            self.channels.ds.acquire(block)
 
     def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
         """P and dS, and their products with dO and Q, half of the queries after the other.
@@ -331,7 +332,7 @@ class BlockScores:
             warpgroup.wait_group(num_behind)
             self._make_grads(acc_dP, probs, grads, statistics.delta)
             if half == 0:
-                self._acquire_own_grads(state.block)
+                self.acquire_grads(state.block)
             self._store_half_grads(grads, state.block, half)
             num_behind = sums.add_dk(grads, half)
             if not is_last:
@@ -535,6 +536,21 @@ class BlockScores:
             first += half * num_queries
         layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
+        if self.traits.by_tokens:
+            # both statistics of a query follow each other, for all of its heads
+            heads = self.traits.packed_heads
+            # groups of 8 columns, of a query or of several
+            in_query, queries = max(heads // 8, 1), min(self.traits.tokens_per_block, tile_m // 8)
+            stride = (1, (8, 2 * max(heads, 8)))
+            layout = cute.make_layout((2, (in_query, queries)), stride=stride)
+            if heads < 8:
+                first = first // heads * (2 * heads) + first % heads
+            return Statistics(
+                *(
+                    cute.make_tensor((row + (first + start)).align(8), layout)
+                    for start in (0, heads)
+                )
+            )
         lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )

@@ -18,7 +18,6 @@ from cutlass.tensor_utils import LayoutEnum
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     RING_STAGES,
-    SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
@@ -32,30 +31,26 @@ from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
-from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.flash_bwd_limits import (
+    MAX_OWN_DIM,
+    MMA_REGISTERS,
+    SCALAR_REGISTERS,
+    SPARE_REGISTERS,
+    why_infeasible,
+)
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
-# the widest heads of which a warpgroup holds all columns of dK and dV for its keys
-MAX_OWN_DIM = 128
-# what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where there is little to schedule and few bits to make
-MMA_REGISTERS = (216, 232, 240)
-# what a thread needs besides fragments, or nearly so, and what it is better off with
-SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
-MAX_REGISTERS = 248
 # columns of an operand A that a WGMMA takes
 STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
-MAX_DIM = 256
-# columns of dK and dV together of which a thread has registers for all, if S and dP are computed in
-# halves of a block's queries
-MAX_SPLIT_COLS = 320
+# parts of a block where S and dP of all would take too many registers
 NUM_HALVES = 2
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
@@ -132,6 +127,9 @@ class BwdTraits:
     are left for S and dP of half of a block (`BlockScores`), and nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
     warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
+    packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
+    few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
+    lie together. shares_tile: narrower heads share keys, too.
     """
 
     dtype: type[cutlass.Numeric]
@@ -147,14 +145,28 @@ class BwdTraits:
     has_marks: bool = False
     has_reference: bool = False
     own_warpgroup: int | None = None
+    packed_heads: int = 1
+    shares_tile: bool = False
 
-    # heads of a group pass by one after the other
-    packed_heads = group_size = 1
+    @property
+    def group_size(self) -> int:
+        return self.packed_heads
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether blocks consist of listed queries."""
+        return self.packed_heads > 1
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Queries of a block, if they are listed."""
+        return self.tile_m // self.packed_heads
 
     @property
     def shares_keys(self) -> bool:
         """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
-        return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM and not self.splits_keys
+        is_wide = max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM and not self.splits_keys
+        return self.shares_tile or is_wide
 
     @property
     def key_groups(self) -> int:
@@ -369,6 +381,11 @@ class BwdTraits:
         return self.stats_words * 4
 
     @property
+    def bytes_tokens(self) -> int:
+        """Bytes of the queries of a walk's blocks, if they are listed."""
+        return self.tokens_per_block * CHUNK * WALK_STAGES * 4 if self.by_tokens else 0
+
+    @property
     def bytes_bits(self) -> int:
         return self.tile_n * COLUMNS.num_words * 4
 
@@ -385,51 +402,13 @@ class BwdTraits:
             + self.stages_kv * (self.bytes_k + self.bytes_v)
             + self.bytes_dq
             + self.bytes_bits
+            + self.bytes_tokens
             + SMEM_BOOKKEEPING
         )
 
     def infeasible(self) -> str | None:
         """The reason why a kernel with these traits cannot run, or None."""
-        if self.tile_m not in (64, 128):
-            return f"tile_m must be 64 or 128, got {self.tile_m}"
-        if max(self.head_dim, self.head_dim_v) > MAX_DIM:
-            dims = f"{self.head_dim}, {self.head_dim_v}"
-            return f"head_dim and head_dim_v go up to {MAX_DIM}, got {dims}"
-        if self.shares_keys and self.num_row_groups > 1:
-            return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {self.tile_m}"
-        for name in ("stages_q", "stages_do", "stages_kv"):
-            if getattr(self, name) not in (1, 2):
-                return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and self.head_dim <= MAX_OWN_DIM:
-            return f"cta_pair=True is for head_dim above {MAX_OWN_DIM}, got {self.head_dim}"
-        if self.cta_pair and self.stages_kv > 1:
-            # of the peer's keys there is one stage
-            return f"stages_kv must be 1 with cta_pair=True, got {self.stages_kv}"
-        if not self.do_says_dq and self.stages_q == 1:
-            # the load warp would wait for a Q that is released after parts of dQ that wait for it
-            return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
-        if self.value_cols % 16 != 0:
-            return f"value_cols must be a multiple of 16, got {self.value_cols}"
-        if self.splits_keys and max(self.head_dim, self.head_dim_v) <= MAX_OWN_DIM:
-            dims = f"{self.head_dim}/{self.head_dim_v}"
-            return f"splits_keys=True is for heads wider than {MAX_OWN_DIM}, got {dims}"
-        if self.splits_keys and (self.num_row_groups > 1 or self.cta_pair):
-            given = f"tile_m {self.tile_m}, cta_pair={self.cta_pair}"
-            return f"splits_keys=True needs tile_m 64 and cta_pair=False, got {given}"
-        if self.splits_keys and self.tile_d + self.tile_dv > MAX_SPLIT_COLS:
-            return (
-                f"splits_keys=True is for at most {MAX_SPLIT_COLS} columns of keys and values, got "
-                f"{self.tile_d} and {self.tile_dv}"
-            )
-        if self.value_cols > 0 and (self.shares_keys or self.splits_keys):
-            return f"value_cols must be 0 where head_dim is above {MAX_OWN_DIM}"
-        if self.smem_bytes > SMEM_CAPACITY:
-            return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
-        if self.fragment_registers + SCALAR_REGISTERS + SPARE_REGISTERS > MAX_REGISTERS:
-            return f"{self.fragment_registers} registers of fragments are too many for a thread"
-        if self.value_cols > 0 and self.needed_registers > MMA_REGISTERS[-1]:
-            return f"value_cols {self.value_cols} are more than a thread has registers for"
-        return None
+        return why_infeasible(self)
 
     def _mma(
         self,
@@ -614,6 +593,7 @@ class BwdTraits:
             grads_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
+            tokens: cute.struct.MemRange[cutlass.Int32, self.bytes_tokens // 4]
 
         return Storage
 
@@ -650,12 +630,17 @@ class BwdTraits:
         loads = 1
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
+        work_fields, tokens = lengths.work_fields, None
+        if self.by_tokens:
+            work_fields = (*work_fields, *SPLIT_FIELDS)
+            shape = (self.tokens_per_block, CHUNK, WALK_STAGES)
+            tokens = storage.tokens.get_tensor(cute.make_layout(shape))
         num_walkers = 1 + self.num_mask_warps
         num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
             storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
-            predecessors=predecessors, fields=lengths.work_fields,
-            chunk_fields=lengths.chunk_fields,
+            predecessors=predecessors, fields=work_fields,
+            chunk_fields=lengths.chunk_fields, tokens=tokens,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -31,10 +31,10 @@ from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, Walk
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.mods.calling import (
     RowPlace,
+    ScoreModifier,
     ScoreModTraits,
     at_plain_distances,
     inside,
-    modify_row,
 )
 from flash_mask_cute.mods.table_rows import LoadedRows
 from flash_mask_cute.rules import bit_tile
@@ -495,9 +495,9 @@ class KeyBlocks:
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            args = k_idx_of, self.aux_tensors, self.score_traits.factor
+            score_mod = ScoreModifier(self.score_mod, self.aux_tensors, self.score_traits.factor)
             for r, row in enumerate(rows):
-                modify_row(self.score_mod, scores, r, scales.scale_mod, row, *args, loaded=loaded)
+                score_mod.modify_row(scores, r, scales.scale_mod, row, k_idx_of, loaded)
 
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None

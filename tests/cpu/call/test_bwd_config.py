@@ -25,7 +25,11 @@ def test_a_row_runs_as_written(row: Any) -> None:
     # of the rows whose warpgroups have keys of their own, those that do not clear are for an order
     is_ordered = row.splits_keys and not row.clears_dq
     choice = select_bwd_config(
-        *dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, deterministic=is_ordered
+        *(*dims, kind),
+        seqlen_k=seqlen_k,
+        num_sms=num_sms,
+        deterministic=is_ordered,
+        token_lists=row.token_lists,
     )
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
