@@ -326,6 +326,30 @@ def test_keys_of_each_warpgroup(simulator: ModuleType, case: Case, seed: int | N
 
 
 @pytest.mark.parametrize(
+    "more", [{"deterministic": True}, {"config": {"clears_dq": False}}], ids=str
+)
+@pytest.mark.parametrize("case", SPLIT_KEYS_CASES[1:6:2], ids=lambda case: case.id)
+def test_orders_of_sums_with_keys_of_each_warpgroup(
+    simulator: ModuleType, case: Case, more: dict[str, Any]
+) -> None:
+    """One that is fixed, and one in which the first CTA stores."""
+    run_sim(simulator, make_inputs(case), seeds=(None, 3), **more)
+    assert cluster_of_main(simulator) == (1, 1, 1)
+
+
+def test_masks_that_ask_for_keys_of_each_warpgroup(simulator: ModuleType) -> None:
+    """By a config: a mask_mod with lists, and intervals of several vectors."""
+    config = {"splits_keys": True, "cta_pair": False}
+    wide = {"head_dim": 192, "head_dim_v": 128}
+    for case in (
+        Case("lists", 1, 129, 300, 1, 1, mask_mod="eviction", blocks=(48, 80), **wide),
+        Case("columns-2", 1, 129, 200, 1, 1, column="stepped2", **wide),
+    ):
+        run_sim(simulator, make_inputs(case), seeds=(1,), config=config)
+        assert cluster_of_main(simulator) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
     "case",
     [
         *MASK_BITS_CASES[2:4],
