@@ -13,7 +13,7 @@ memory:
 dS is then made from P in 16 bits. So it is where a block is computed in halves of its queries
 (`BwdTraits.splits_keys`), because wide sums leave registers for no more:
 
-    S0, dP0 -> P0 -> dV, S1 -> dS0 -> dK, dP1 -> P1 -> dV -> dS1 -> dK
+    S0, dP0 -> P0 -> dV, S1 -> dS0 -> dP1, dK -> P1 -> dV -> dS1 -> dK
 
 Gradients of aux tensors need S and dP of a score at once. If
 they are wanted, the first warpgroup computes both products and the second one only loads.
@@ -334,10 +334,11 @@ class BlockScores:
             if half == 0:
                 self.acquire_grads(state.block)
             self._store_half_grads(grads, state.block, half)
-            num_behind = sums.add_dk(grads, half)
             if not is_last:
                 acc_dP = wgmma.make_accumulator(width)
                 self._issue_dp(acc_dP, state, half + 1)
+            num_behind = sums.add_dk(grads, half)
+            if not is_last:
                 warpgroup.wait_group(num_behind + 1)
 
     def _make_probs(

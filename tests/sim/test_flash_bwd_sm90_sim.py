@@ -326,13 +326,13 @@ def test_keys_of_each_warpgroup(simulator: ModuleType, case: Case, seed: int | N
 
 
 @pytest.mark.parametrize(
-    "more", [{"deterministic": True}, {"config": {"clears_dq": False}}], ids=str
+    "more", [{"deterministic": True}, {"config": {"clears_dq": True}}], ids=str
 )
 @pytest.mark.parametrize("case", SPLIT_KEYS_CASES[1:6:2], ids=lambda case: case.id)
 def test_orders_of_sums_with_keys_of_each_warpgroup(
     simulator: ModuleType, case: Case, more: dict[str, Any]
 ) -> None:
-    """One that is fixed, and one in which the first CTA stores."""
+    """One that is fixed, and additions to sums that are cleared first."""
     run_sim(simulator, make_inputs(case), seeds=(None, 3), **more)
     assert cluster_of_main(simulator) == (1, 1, 1)
 

@@ -520,16 +520,25 @@ SM90_BWD = (
     *(
         BwdRow(
             *(d, d_v, 64, 2, stages_do, 1, 0),
-            reason,
-            (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
+            *(reason, masks, min_seqlen_k, max_seqlen_k),
             above_dim=128,
             clears_dq=clears_dq,
             splits_keys=True,
         )
         for d, d_v, stages_do in ((160, 160, 2), (192, 128, 1))
-        for clears_dq, reason in (
-            (True, "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often"),
-            (False, "the same, in a fixed order"),
+        for reason, masks, min_seqlen_k, max_seqlen_k, clears_dq in (
+            (
+                "as for narrower heads: all walks begin at the same queries",
+                *((TuningClass.FULL,), 0, 6144, True),
+            ),
+            (
+                "as for narrower heads: in long walks first stores cost more than clearing",
+                *((TuningClass.CAUSAL,), 32768, None, True),
+            ),
+            (
+                "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
+                *((TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER), 0, None, False),
+            ),
         )
     ),
     BwdRow(

@@ -22,13 +22,10 @@ def test_a_row_runs_as_written(row: Any) -> None:
     dims, kind = (row.max_dim, row.max_dim_v), (row.masks or (TuningClass.EDGES,))[0]
     num_sms = 2 if row.cta_pair else 1
     seqlen_k = row.min_seqlen_k or row.max_seqlen_k or 8192
-    # of the rows whose warpgroups have keys of their own, those that do not clear are for an order
-    is_ordered = row.splits_keys and not row.clears_dq
     choice = select_bwd_config(
         *(*dims, kind),
         seqlen_k=seqlen_k,
         num_sms=num_sms,
-        deterministic=is_ordered,
         token_lists=row.token_lists,
     )
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
@@ -60,7 +57,7 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
             assert choice.tile_n == (128 if is_narrow or splits_keys else 64)
             in_pairs = head_dim > 192 or (head_dim > 128 and head_dim_v <= 192 and not splits_keys)
             assert choice.tiles.cta_pair == in_pairs
-            assert choice.tiles.clears_dq == (in_pairs or splits_keys)
+            assert choice.tiles.clears_dq == in_pairs
             assert choice.cluster_tile_n == choice.tile_n * (2 if choice.tiles.cta_pair else 1)
 
 
@@ -144,11 +141,15 @@ def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
     for dims, cols in (((192, 128), 192), ((160, 160), 160), ((136, 8), 160)):
         for kind in ("full", "causal", "other"):
             for deterministic in (False, True):
-                choice = select_bwd_config(*dims, kind, deterministic=deterministic)
-                assert choice.tiles.splits_keys and not choice.tiles.cta_pair
-                assert choice.tiles.clears_dq != deterministic
-                assert choice.tile_n == choice.cluster_tile_n == 128
-        for said in ("128 < head_dim <=", "a fixed order", "nothing modifies"):
+                for seqlen_k in (4096, 8192, 32768):
+                    choice = select_bwd_config(
+                        *dims, kind, seqlen_k=seqlen_k, deterministic=deterministic
+                    )
+                    assert choice.tiles.splits_keys and not choice.tiles.cta_pair
+                    clears_dq = (kind, seqlen_k) in (("full", 4096), ("causal", 32768))
+                    assert choice.tiles.clears_dq == (clears_dq and not deterministic)
+                    assert choice.tile_n == choice.cluster_tile_n == 128
+        for said in ("128 < head_dim <=", "half as often", "nothing modifies"):
             assert said in choice.reason
         traits = BwdTraits(BFloat16, *dims, 64, stages_do=1, splits_keys=True)
         (product,) = traits.columns.products_dq(0)
