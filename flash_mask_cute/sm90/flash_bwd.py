@@ -136,7 +136,8 @@ class FlashAttentionBackwardSm90:
     :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
         a group; a work tile visits the queries that chose its keys, with all heads at once
         (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
-        Requires clears_dq, and neither callables nor intervals. shares_tile: see `BwdTraits`
+        Requires clears_dq, no score_mod, and masks that all heads of a group share. shares_tile:
+        see `BwdTraits`
     :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
@@ -194,6 +195,7 @@ class FlashAttentionBackwardSm90:
             has_reference=score_mod is not None,
             packed_heads=packed_heads,
             shares_tile=shares_tile,
+            sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
         )
         reason = self.traits.infeasible()
         if reason is not None:
@@ -214,10 +216,9 @@ class FlashAttentionBackwardSm90:
                 f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
                 f"{head_dim}/{head_dim_v}"
             )
-        if self.traits.by_tokens and (not clears_dq or mask_mod or intervals or splits_group):
+        if self.traits.by_tokens and (not clears_dq or splits_group):
             raise ValueError(
-                f"packed_heads={packed_heads} needs clears_dq=True, and no mask_mod, intervals or "
-                "splits_group"
+                f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
         self.is_causal = is_causal
@@ -472,7 +473,7 @@ class FlashAttentionBackwardSm90:
             [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
             for columns in (traits.columns.dv, traits.columns.dk)
         )
-        chain = make_chain(self, score_args, lengths)
+        chain = make_chain(self, score_args, lengths, tiles.sums)
         scores = BlockScores.create(traits, tiles, channels, chain, lengths, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -526,7 +527,7 @@ class FlashAttentionBackwardSm90:
 
             # -- dK and dV leave
             work = ring.read(tile)
-            if const_expr(chain.walk is not None):
+            if const_expr(chain.has_walk):
                 scores.end_walk(work)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
