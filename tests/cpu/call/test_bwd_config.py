@@ -27,6 +27,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
+    assert not row.token_lists or choice.tile_n == row.token_lists
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
