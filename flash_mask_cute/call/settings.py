@@ -67,8 +67,9 @@ class BwdConfig:
     skip_blocks: as in `FwdConfig`.
     clears_dq: the sums of dQ are set to 0 first, and every CTA adds to them. Otherwise the first
     CTA to reach a sum stores it (docs/backward_sm90.md#where-dq-goes).
-    cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, head_dim above
-    128, and scores that are neither modified nor capped.
+    cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, scores that are
+    neither modified nor capped, and head_dim above 128, but on Blackwell head_dim and head_dim_v of
+    97 to 128.
     group_splits: CTAs that share the query heads of a group, each with an equal number of them. It
     divides the group size, and is 1 for head dimensions above 128.
 

@@ -56,12 +56,14 @@ class ForwardKernel(AttentionKernel):
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
-    tensors may be summed in a fixed order."""
+    tensors may be summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several
+    sequences have in common."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
     splits_groups: bool
     orders_aux: bool
+    pairs_common_keys: bool
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ SM90_BACKWARD = BackwardKernel(
     "accumulators",
     splits_groups=True,
     orders_aux=True,
+    pairs_common_keys=True,
 )
 SM90 = ArchSpec(
     "Hopper",
@@ -194,6 +197,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             "lanes",
             splits_groups=False,
             orders_aux=False,
+            pairs_common_keys=False,
         ),
         _columns_sm100,
         reads_mask_bits=False,

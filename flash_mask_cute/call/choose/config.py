@@ -336,6 +336,18 @@ class BwdChoice:
     group_splits: int = 1
 
 
+class BwdWalkFacts(NamedTuple):
+    """What a backward knows of its walks beside its problem's class. window, has_lists: see
+    `CallFacts`. common_kv: see `AttentionProblem`."""
+
+    window: int | None = None
+    has_lists: bool = False
+    common_kv: bool = False
+
+
+NO_BWD_WALK_FACTS = BwdWalkFacts()
+
+
 @functools.lru_cache(maxsize=1024)
 def select_bwd_config(
     head_dim: int,
@@ -347,6 +359,7 @@ def select_bwd_config(
     modifier: str | None = None,
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
+    walk: BwdWalkFacts = NO_BWD_WALK_FACTS,
 ) -> BwdChoice:
     """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
     keys.
@@ -365,6 +378,8 @@ def select_bwd_config(
     if deterministic and given.get("clears_dq"):
         raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
     why_alone = _why_alone(given, deterministic, modifier, num_sms)
+    if walk.common_kv and not kernel.pairs_common_keys:
+        why_alone = why_alone or "keys of one batch entry for several sequences"
     if given.get("cta_pair") and why_alone is not None:
         raise ValueError(f"config cta_pair=True is not for {why_alone}")
     call = CallFacts(
@@ -374,6 +389,8 @@ def select_bwd_config(
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
         is_ordered=deterministic,
+        window=walk.window,
+        has_lists=walk.has_lists,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:
