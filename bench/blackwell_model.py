@@ -61,6 +61,8 @@ FROM_SHARED = "UTCHMMA with A in shared memory"
 # commits of a block: S, dQ, Q that was read, dP, dO that was read; of a pair, Q that was read by
 # rows and by columns
 COMMITS_OF_BLOCK = {1: 5, 2: 6}
+# stores of the first part of P: 32 words, and 16
+STORES_OF_PART = 2
 # instructions between the exponentials of a body, at most, and exponentials of what is no body
 NEIGHBOURS, FEW = 60, 50
 # bytes in 1000 clocks that L2 adds for each of 148 SMs, at 2.1 KB a clock as on an H200
@@ -223,22 +225,34 @@ def cycles(
     }
 
 
-def count_softmax(text: str) -> dict[str, dict[str, int]]:
+def count_softmax(text: str, polynomial: int) -> dict[str, dict[str, int]]:
     """Instructions of a softmax warp of the forward for a key block, on a way that never waits and
-    takes no newer maximum.
+    takes no newer maximum. polynomial: exponentials of 128 that are computed by it.
 
     Raises ValueError where the code is not as expected.
     """
     code = Code.create(text)
     exponentials = code.where(lambda x: (x.opcode, x.kind) == ("MUFU", ".EX2"))
+    whole_count = BLOCK - polynomial
     ends = [i for i, (a, b) in enumerate(pairwise(exponentials)) if b - a > NEIGHBOURS]
-    runs = zip([0, *(i + 1 for i in ends)], [*ends, len(exponentials) - 1], strict=True)
-    bodies = [(exponentials[a], exponentials[b]) for a, b in runs if b - a > FEW]
+    places = zip([0, *(i + 1 for i in ends)], [*ends, len(exponentials) - 1], strict=True)
+    runs = [(exponentials[a], exponentials[b], b - a + 1) for a, b in places]
+    bodies = [n for n, run in enumerate(runs) if run[2] > FEW]
     if len(bodies) != 2:
         raise ValueError(f"{len(bodies)} loops of exponentials stand in the code, expected 2")
     stores = code.where(lambda x: x.opcode == "STTM")
-    # P leaves behind the last exponential of a body, and not where the maximum is searched again
-    ways = [(*body, next(i for i in stores if i > body[1])) for body in bodies]
+    # P leaves behind the last exponential of a body, and not where the maximum is searched again;
+    # or its first part behind those of that part, and the rest behind the others
+    ways = []
+    for n in bodies:
+        begin, end, count = runs[n]
+        way = [begin, end, next(i for i in stores if i > end)]
+        if count < whole_count:
+            last = runs[n + 1][1]
+            behind = [i for i in stores if i > last]
+            # first the stores of a part that could not leave early
+            way += [last, behind[STORES_OF_PART]]
+        ways.append(way)
     whole, cut = sorted((_count(code, way) for way in ways), key=lambda x: x["instructions"])
     kept = ("instructions", *SHOWN, "FMNMX", "FMNMX3", "LOP3", "R2P")
     return {
@@ -306,7 +320,9 @@ def forward_row_of(name: str) -> Json:
     variant, kept, tiles, text = _disassembled(name)
     dims = variant.problem.head_dim, variant.problem.head_dim_v
     plan = {key: tiles[key] for key in ("num_stages", "cta_pair")}
-    return {"name": name, **kept, "dims": dims, "plan": plan, "roles": count_softmax(text)}
+    plan["early"] = _still_to_come(dims[1])
+    roles = count_softmax(text, tiles["polynomial"])
+    return {"name": name, **kept, "dims": dims, "plan": plan, "roles": roles}
 
 
 # -- wide heads, by arithmetic alone --------------------------------------------------------------
@@ -404,11 +420,18 @@ def backward_model(row: Json) -> Backward:
     )  # fmt: skip
 
 
+def _still_to_come(d_v: int) -> float:
+    """Share of the exponentials of a block behind the first part of P: of two halves."""
+    from flash_mask_cute.sm100.flash_fwd_traits import FIRST_PART
+
+    return 1 - FIRST_PART / BLOCK if d_v <= BLOCK else 0.0
+
+
 def forward_model(row: Json) -> Forward:
     (d, d_v), plan = row["dims"], row["plan"]
     halves = 2 if d_v <= BLOCK else 1
     exponentials = row["roles"]["softmax, full block"]["MUFU"] * BLOCK // EXPONENTIALS
-    return Forward(4 * d, 4 * d_v, exponentials, halves, plan["num_stages"])
+    return Forward(4 * d, 4 * d_v, exponentials, halves, plan["num_stages"], plan["early"])
 
 
 def _shares(tensor: int, least: int, model: Backward | Forward, rates: Sequence[Rates]) -> str:

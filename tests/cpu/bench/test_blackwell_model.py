@@ -57,15 +57,19 @@ def test_the_page_has_the_tables_of_the_kept_rows(capsys: pytest.CaptureFixture[
 
 
 def test_kept_forward_rows() -> None:
-    """No softmax is longer than flash-attn-4's (515 to 544 full, 659 to 735 partial) by more than
-    the bits of a partial block."""
+    """No softmax is longer than flash-attn-4's (515 to 544 full, 659 to 735 partial)."""
     rows = {row["name"]: row for row in read_forward_rows()}
     assert tuple(rows) == FORWARD_NAMES
     for name, row in rows.items():
         assert row["spill_bytes"] == 0, name
         full, partial = (row["roles"][f"softmax, {x} block"] for x in ("full", "partial"))
-        assert full["instructions"] <= 530 and partial["instructions"] <= 790, name
-        assert (full["MUFU"], full["LDTM"], full["STTM"]) == (104, 4, 2), name
+        # 30 more where P is handed over in two parts
+        in_parts = row["plan"]["early"] > 0
+        assert full["instructions"] <= 520 + 20 * in_parts, name
+        assert partial["instructions"] <= 700 + 16 * in_parts, name
+        assert (full["MUFU"], full["LDTM"], full["STTM"]) == (104, 4, 2 + in_parts), name
+        # the bits of a cut block are tested together
+        assert partial["R2P"] == 16 and partial["LOP3"] <= 20, name
 
 
 def test_counts_of_this_code() -> None:
