@@ -40,7 +40,8 @@ If dV, dK and dQ do not fit into TMEM together, there are two launches: one make
 dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`BwdTraits.launches`).
 
 With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
-mma warp of the first one issues the products of both (`flash_bwd_pairs`).
+mma warp of the first one issues the products of both (`flash_bwd_pairs`). dS in shared memory then
+has a channel of its own, from the compute warps of both CTAs.
 """
 
 import copy

@@ -6,7 +6,8 @@ for S and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums ov
 each CTA has half of the queries, the dS of these for all keys, and half of the columns of all keys.
 
 TMA completes on mbarriers of its own CTA. The CTA that does not issue products passes on each
-arrival to the one that does (`Arrivals`).
+arrival to the one that does (`Arrivals`). A CTA sends dS of the other one's queries to it
+(`PeerGrads`).
 """
 
 from dataclasses import dataclass
@@ -29,11 +30,7 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import (
-    BwdTraits,
-    Channels,
-    Tiles,
-)
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 # bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
 LINE, SWIZZLED_LINES, VECTOR = 128, 8, 16

@@ -21,6 +21,7 @@ half h of key block j is number 2 j + h.
     load ----k-----> mma                            one key block
     load ----v-----> mma                            one value block
     mma  ----s-----> softmax                        scores; released when probabilities replace them
+    softmax --p----> mma                            96 of 128 columns of probabilities
     mma  ----o-----> output                         the sums of P V of a tile
     softmax --sums-> output                         maximum and sum of each row of a tile
     mask ----bits--> softmax                        the bits of a key block that is cut
@@ -194,6 +195,8 @@ class FlashAttentionForwardSm100:
         # One half alone has two buffers of scores instead. With a score_mod, other things than a
         # sum show that a maximum is too old.
         self.in_parts = score_mod is None and self.traits.halves > 1
+        # beside what a score_mod computes, or the bounds of a split, it would spill 16 to 48 bytes
+        self.hides_in_order = score_mod is None and split is None
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
@@ -461,10 +464,9 @@ class FlashAttentionForwardSm100:
         """Turn raw products into the input of the softmax: modified scores, some of them hidden."""
         modify(chunk, words is not None, scores)
         if words is not None:
-            if self.score_mod is None:
+            if self.hides_in_order:
                 bit_tile.hide_unset_in_order(scores, words[chunk])
             else:
-                # beside what a score_mod computes, 16 scores at a time would spill
                 bit_tile.hide_unset(scores, (words[chunk],))
 
     def _chunks(self, first, prepare) -> Iterator[tuple[int, cute.Tensor]]:
