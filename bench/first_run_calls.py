@@ -158,6 +158,7 @@ def backward_of(call: Call, machine: Machine) -> Callable[[], Any]:
         Direction.FORWARD, q, k, v, causal=call.causal, return_lse=True
     )
     out, lse = prepare_fwd(forward, machine.target)(forward.tensors, forward.masks)
+    assert lse is not None
     given = AttentionCall.from_arguments(
         Direction.BACKWARD, q, k, v, out, dout, lse, causal=call.causal, config=call.config
     )

@@ -8,6 +8,10 @@ detached           that of the same mod whose tables need no gradient
 learned_in_order   `learned` with deterministic=True, where that is accepted
 detached_in_order  `detached` with deterministic=True
 torch              torch.compile(flex_attention), with the gradients of the tables
+cuequivariance     cuequivariance_torch.triangle_attention, of triangle cases
+
+A triangle case is attention of the rows of a pair representation: a bias of heads, queries and keys
+that all rows share, and a mask of keys for each row.
 
 Nothing is timed before the gradients of the tables are right: at a short length, against attention
 in float64. A row is a line of JSON in --out. `--dry` checks every case, small and on the CPU, and
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -32,7 +37,8 @@ from bench import Json, commit_here, say, timing, versions, why_no_gpu
 from bench.oracle import attend
 
 TOKENS, SHORT = 32768, 300
-PEERS = ("learned", "detached", "learned_in_order", "detached_in_order", "torch")
+OTHERS = ("torch", "cuequivariance")
+PEERS = ("learned", "detached", "learned_in_order", "detached_in_order", *OTHERS)
 # Of the gradient of a table by bf16 against float64, as a share of its largest value.
 TABLE_ERROR = 0.03
 BUCKETS = 32
@@ -40,7 +46,7 @@ BUCKETS = 32
 
 @dataclass(frozen=True)
 class Case:
-    """reads: of `MODS`. heads_kv: 0 for as many as heads."""
+    """reads: of `MODS`. heads_kv: 0 for as many as heads. batch: 0 for as many as have TOKENS."""
 
     reads: str
     n: int
@@ -48,6 +54,11 @@ class Case:
     d: int = 128
     heads: int = 16
     heads_kv: int = 0
+    batch: int = 0
+
+    @property
+    def masks_keys(self) -> bool:
+        return self.reads == "triangle"
 
     @property
     def name(self) -> str:
@@ -111,13 +122,19 @@ MODS: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[tuple[int, .
     "t5": (_t5, lambda h, n: [(h, BUCKETS)]),
     "axial": (_axial, lambda h, n: [(h, BUCKETS), (h, BUCKETS)]),
     "pairs": (_pairs, lambda h, n: [(h, n, n)]),
+    "triangle": (_pairs, lambda h, n: [(h, n, n)]),
 }
 
 
 def all_cases() -> list[Case]:
     found = [
-        Case(name, n, causal) for name in MODS for n in (8192, 2048) for causal in (False, True)
+        Case(name, n, causal)
+        for name in MODS
+        if name != "triangle"
+        for n in (8192, 2048)
+        for causal in (False, True)
     ]
+    found += [Case("triangle", n, d=32, heads=4, batch=384) for n in (384, 256, 768)]
     found += [Case(name, 8192, d=64) for name in ("slopes", "t5")]
     found += [Case(name, 8192, causal=True, heads=32, heads_kv=8) for name in ("slopes", "keys")]
     return found
@@ -132,7 +149,7 @@ class Problem:
         self.case, self.n = case, n or case.n
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, device=device, generator=generator)
-        batch = max(1, TOKENS // self.n) if n == 0 else 2
+        batch = (case.batch or max(1, TOKENS // self.n)) if n == 0 else 2
         heads = case.heads, case.heads_kv or case.heads, case.heads_kv or case.heads
         self.q, self.k, self.v = (
             draw(batch, self.n, count, case.d).to(dtype).requires_grad_() for count in heads
@@ -140,6 +157,7 @@ class Problem:
         self.dout = draw(self.q.shape).to(dtype)
         _, shapes = MODS[case.reads]
         self.tables = [0.5 * draw(shape) for shape in shapes(case.heads, self.n)]
+        self.valid = draw(batch, self.n) > -1.5 if case.masks_keys else None
 
     def mod(self, tables: list[Any]) -> Any:
         return MODS[self.case.reads][0](self.n, *tables)
@@ -150,7 +168,8 @@ class Problem:
 
         tables = [x.clone().requires_grad_(not peer.startswith("detached")) for x in self.tables]
         leaves = [self.q, self.k, self.v, *(x for x in tables if x.requires_grad)]
-        out = (self._torch if peer == "torch" else self._ours)(tables, peer)
+        attend = {"torch": self._torch, "cuequivariance": self._cuequivariance}
+        out = attend.get(peer, self._ours)(tables, peer)
         return partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
 
     def _ours(self, tables: list[Any], peer: str) -> Any:
@@ -158,8 +177,12 @@ class Problem:
 
         return flash_attn_func(
             self.q, self.k, self.v, causal=self.case.causal, score_mod=self.mod(tables),
-            deterministic=peer.endswith("in_order"),
+            deterministic=peer.endswith("in_order"), mask_mod=self._mask_mod(),
         )  # fmt: skip
+
+    def _mask_mod(self) -> Any:
+        valid = self.valid
+        return None if valid is None else lambda b, h, q, k: valid[b, k]
 
     def _torch(self, tables: list[Any], peer: str) -> Any:
         import torch
@@ -168,12 +191,22 @@ class Problem:
         torch._dynamo.reset()
         mask = None
         if self.case.causal:
-            sizes = None, None, self.n, self.n, str(self.q.device)
-            mask = flex.create_block_mask(lambda b, h, q, k: q >= k, *sizes)
+            sizes = self.n, self.n, str(self.q.device)
+            mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, *sizes)
+        elif (mask_mod := self._mask_mod()) is not None:
+            sizes = self.n, self.n, str(self.q.device)
+            mask = flex.create_block_mask(mask_mod, self.q.shape[0], None, *sizes)
         attend: Any = torch.compile(flex.flex_attention, dynamic=False)
         q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
         options = {"score_mod": self.mod(tables), "block_mask": mask, "enable_gqa": True}
         return attend(q, k, v, **options).transpose(1, 2)
+
+    def _cuequivariance(self, tables: list[Any], peer: str) -> Any:
+        module = importlib.import_module("cuequivariance_torch")
+        assert self.valid is not None
+        q, k, v = (x.transpose(1, 2)[None] for x in (self.q, self.k, self.v))
+        mask = self.valid[None, :, None, None, :]
+        return module.triangle_attention(q, k, v, tables[0][None, None], mask)[0].transpose(1, 2)
 
     def table_gradients(self) -> list[Any]:
         """In float64, by autograd."""
@@ -192,6 +225,8 @@ class Problem:
                 scores = mod(scores, torch.tensor(b), head, place[:, None], place)
                 if self.case.causal:
                     scores = scores.masked_fill(hidden, -torch.inf)
+                if self.valid is not None:
+                    scores = scores.masked_fill(~self.valid[b], -torch.inf)
                 total = total + (attend(scores, v[b, :, of_kv]).out * dout[b, :, h]).sum()
         return list(torch.autograd.grad(total, tables))
 
@@ -215,18 +250,25 @@ def is_accepted(problem: Problem, peer: str) -> bool:
     return True
 
 
+def others_of(case: Case) -> Iterator[str]:
+    """Other libraries that compute the case."""
+    yield "torch"
+    if case.masks_keys and importlib.util.find_spec("cuequivariance_torch") is not None:
+        yield "cuequivariance"
+
+
 def check_case(case: Case, device: str, dtype: Any) -> tuple[list[str], str]:
     """The peers that take part, and what they are off by. Raises ValueError where ours is wrong."""
     short = Problem(case, device, dtype, SHORT if device == "cuda" else 40)
     expected = short.table_gradients()
-    peers = [x for x in PEERS if x != "torch" and is_accepted(short, x)]
+    peers = [x for x in PEERS if x not in OTHERS and is_accepted(short, x)]
     told = [f"{x} {short.check(x, expected):.1e}" for x in peers if x.startswith("learned")]
-    if device == "cuda":
+    for other in others_of(case) if device == "cuda" else ():
         try:
-            told.append(f"torch {short.check('torch', expected):.1e}")
-            peers.append("torch")
+            told.append(f"{other} {short.check(other, expected):.1e}")
+            peers.append(other)
         except Exception as error:
-            told.append(f"torch left out: {type(error).__name__}: {str(error)[:200]}")
+            told.append(f"{other} left out: {type(error).__name__}: {str(error)[:200]}")
     return peers, ", ".join(told)
 
 
@@ -269,8 +311,8 @@ def wanted(patterns: list[str]) -> Iterator[Case]:
 def dry(patterns: list[str]) -> int:
     import torch
 
-    for reads in {case.reads: case for case in wanted(patterns)}:
-        case = Case(reads, 40, causal=True, d=16, heads=4, heads_kv=2)
+    for reads in dict.fromkeys(case.reads for case in wanted(patterns)):
+        case = Case(reads, 40, causal=reads != "triangle", d=16, heads=4, heads_kv=2)
         say(f"{case.name:40} {check_case(case, 'cpu', torch.float32)}")
     return 0
 

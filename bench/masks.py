@@ -111,6 +111,29 @@ class Mask:
         return gaps(*self.hidden_rows(), self.n)
 
 
+class TreePaths(NamedTuple):
+    """Of a tree whose nodes stand depth first. starts: where nodes begin, and n. tokens: of each
+    node in turn, those of its path from the root through itself. path_starts: where paths begin
+    there, and their sum."""
+
+    starts: IntArray
+    tokens: IntArray
+    path_starts: IntArray
+
+
+def tree_paths(mask: Mask) -> TreePaths:
+    """What attention reads that copies the keys of paths; of a mask tree_dfs."""
+    node = mask.tables["document"]
+    starts = np.flatnonzero(np.diff(node, prepend=-1, append=node[-1] + 1))
+    # a path has the tokens before the end of its node that are still seen at its first row
+    paths = [
+        np.flatnonzero(mask.hidden[:end, 0] > begin)
+        for begin, end in zip(starts, starts[1:], strict=False)
+    ]
+    path_starts = np.cumsum([0, *map(len, paths)])
+    return TreePaths(starts, np.concatenate(paths), path_starts)
+
+
 def gaps(begins: IntArray, ends: IntArray, n: int) -> tuple[IntArray, IntArray]:
     """First and end rows (keys, intervals + 1) of what [0, n) holds outside intervals (keys,
     intervals), in order; some hold no row. Intervals may overlap; one that ends before it begins

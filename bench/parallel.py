@@ -2,6 +2,7 @@
 
     python -m bench.parallel                         # on two GPUs, then four, as many as there are
     python -m bench.parallel 'documents-*' --world 2 --out rows.jsonl
+    python -m bench.parallel 'causal-*' --profile    # and what of the messages is under attention
 
 A case is a mask and a length, of one sequence with 32 heads, 8 of keys, head dimension 128, in
 bf16. First each rank compares its rows of the output and of the gradients with those of one GPU.
@@ -9,6 +10,8 @@ Then a rank's time is that of a forward, or of a forward and its backward, betwe
 the time of the group is that of its slowest rank. The rate is that of one GPU, which rank 0 times
 in the same process, over that of the group times its ranks. Of one causal sequence there are rows
 "torch" and "torch, ours": torch's own context_parallel, on its flash attention and on our kernels.
+With --profile a row also has the time in which kernels of NCCL run, and the share of it in which
+attention runs, too: of one call more, on the rank where the share is least.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import Json, commit_here, say, versions, why_no_gpu
+from bench.overlap import profiled
 
 COMMAND = "bench.parallel"
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
@@ -107,14 +111,15 @@ def calls_of(attend: Callable[..., Any], tensors: list[Any], dout: Any) -> dict[
 
 
 def why_wrong(found: tuple[Any, ...], expected: tuple[Any, ...]) -> str | None:
-    for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        error = float((x.detach().float() - y.float()).abs().max() / y.float().abs().max())
+    for name, *pair in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        x, y = (given.detach().float() for given in pair)
+        error = float((x - y).abs().max() / y.abs().max())
         if not error <= ALLOWED:
             return f"{name} differs from that of one GPU by {error:.1e} of its largest number"
     return None
 
 
-def measure(case: Case, rank: int, world: int) -> list[Json]:
+def measure(case: Case, rank: int, world: int, is_profiled: bool) -> list[Json]:
     """The rows of a case, the same in all ranks."""
     import torch
 
@@ -139,13 +144,16 @@ def measure(case: Case, rank: int, world: int) -> list[Json]:
     rows = []
     for method in METHODS:
         calls = calls_of(lambda *x, m=method: attend(*x, on_gpu, plan, method=m), own, own_dout)
-        rows.append(common | {"method": method} | of_plan | timed(calls, expected, one))
+        found = timed(calls, expected, one, is_profiled)
+        rows.append(common | {"method": method} | of_plan | found)
     if not case.documents:
-        rows += [common | row for row in by_torch(whole, dout, of_one["both"](), one)]
+        rows += [common | x for x in by_torch(whole, dout, of_one["both"](), one, is_profiled)]
     return rows
 
 
-def timed(calls: dict[str, Call], expected: tuple[Any, ...], one: dict[str, float]) -> Json:
+def timed(
+    calls: dict[str, Call], expected: tuple[Any, ...], one: dict[str, float], is_profiled: bool
+) -> Json:
     """Times and rates; or why the results of some rank are wrong, or are not there."""
     import torch.distributed as dist
 
@@ -163,11 +171,22 @@ def timed(calls: dict[str, Call], expected: tuple[Any, ...], one: dict[str, floa
         ms = milliseconds(call)
         row |= {f"{name}_ms": round(ms, 3), f"{name}_one_ms": round(one[name], 3)}
         row[f"{name}_rate"] = round(one[name] / (world * ms), 3)
+        if is_profiled:
+            of_ranks: list[Any] = [None] * world
+            dist.all_gather_object(of_ranks, profiled(call))
+            least = min(of_ranks, key=lambda x: x.share)
+            row[f"{name}_messages_ms"] = round(least.messages, 3)
+            row[f"{name}_attention_ms"] = round(least.attention, 3)
+            row[f"{name}_hidden"] = round(least.share, 3)
     return row
 
 
 def by_torch(
-    whole: list[Any], dout: Any, expected: tuple[Any, ...], one: dict[str, float]
+    whole: list[Any],
+    dout: Any,
+    expected: tuple[Any, ...],
+    one: dict[str, float],
+    is_profiled: bool,
 ) -> Iterator[Json]:
     """Rows of torch's own context_parallel. expected: of one GPU."""
     import torch.distributed as dist
@@ -182,7 +201,7 @@ def by_torch(
             *tensors, own_dout = (x.index_select(1, own) for x in (*whole, dout))
             calls = calls_of(torch_ring.attend, tensors, own_dout)
             of_rows = tuple(x.index_select(1, own) for x in expected)
-            found = timed(calls, of_rows, one)
+            found = timed(calls, of_rows, one, is_profiled)
         yield {"method": name, "imbalance": 1.0, "keys_received": seqlen - len(own)} | found
 
 
@@ -192,11 +211,14 @@ def shown(row: Json) -> str:
         if f"{name}_ms" in row:
             times = f"{row[f'{name}_ms']:8.3f} ms, one GPU {row[f'{name}_one_ms']:8.3f}"
             parts.append(f"{name} {times}: {row[f'{name}_rate']:.2f}")
+        if f"{name}_hidden" in row:
+            share = f"{100 * row[f'{name}_hidden']:.0f} % under attention"
+            parts.append(f"messages {row[f'{name}_messages_ms']:.3f} ms, {share}")
     parts.append(row.get("note") or f"imbalance {row['imbalance']}, keys {row['keys_received']}")
     return "  ".join(parts)
 
 
-def work(rank: int, world: int, store: str, names: list[str], out: str) -> None:
+def work(rank: int, world: int, store: str, names: list[str], out: str, is_profiled: bool) -> None:
     import torch
     import torch.distributed as dist
 
@@ -208,7 +230,7 @@ def work(rank: int, world: int, store: str, names: list[str], out: str) -> None:
     common = {"gpu": torch.cuda.get_device_name(), "commit": commit_here(), **versions()}
     try:
         for name in names:
-            for row in measure(CASES[name], rank, world):
+            for row in measure(CASES[name], rank, world, is_profiled):
                 if rank == 0:
                     say(shown(row))
                     if out:
@@ -224,6 +246,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("patterns", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--world", type=int, help="only as many GPUs")
     parser.add_argument("--out", default="", help="append the rows to this file")
+    parser.add_argument("--profile", action="store_true", help="overlap of messages, by a profile")
     given = parser.parse_args(arguments)
     patterns = given.patterns or ["*"]
     names = [x for x in CASES if any(fnmatch.fnmatch(x, pattern) for pattern in patterns)]
@@ -242,7 +265,7 @@ def main(arguments: list[str]) -> int:
         return 2
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            told = world, os.path.join(folder, "store"), names, given.out
+            told = world, os.path.join(folder, "store"), names, given.out, given.profile
             mp.start_processes(work, told, nprocs=world, start_method="spawn")
     return 0
 

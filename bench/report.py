@@ -2,9 +2,8 @@
 
 Without an option the table of every run, and its sweeps. --write makes bench/results/TABLES.md of
 all that follows. --table paper prints the FlashMask paper's Tables 4 to 9, ours and peers side by
-side, --table shapes those of everyday shapes (`bench.tables`), --table parts where the time of
-masks goes (`bench.breakdown`). --bars compares the figures with what they must reach;
-docs/benchmarking.md says what each bar means, and which runs decide it.
+side, --table shapes those of everyday shapes (`bench.tables`). --bars compares the figures with
+what they must reach; docs/benchmarking.md says what each bar means, and which runs decide it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from bench import DETERMINISTIC, ROOT, Json, breakdown, format_table, peer_of
+from bench import DETERMINISTIC, ROOT, Json, format_table, peer_of
 from bench.cases import STEP_DIMS
+from bench.cudnn_cases import MASKS as CUDNN_MASKS
 from bench.cudnn_cases import SIZES as CUDNN_SIZES
 from bench.cudnn_cases import WIDTHS as CUDNN_WIDTHS
-from bench.cudnn_cases import compared_names, other_names, table_names
+from bench.cudnn_cases import case_name, compared_names, other_names, table_names
 from bench.everyday import SHAPES, WIDTH_MASKS, WIDTHS, Shape, bound
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
@@ -72,13 +72,14 @@ DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "d
 TABLES: dict[str, Callable[[Sequence[Json]], str]] = {
     "paper": paper_tables,
     "shapes": shape_table,
-    "parts": lambda rows: "\n\n".join(breakdown.table(rows, way) for way in DIRECTIONS),
 }
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
 SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
 SHAPE_MEANS = {"fwd": 1.15, "bwd": 1.08}
 CUDNN_BARS = {"fwd": 1.10, "bwd": 1.05}
+CUDNN_FORWARD = "masks: ours / cudnn.flex_attention"
+CUDNN_BACKWARD = "backward of masks: ours / cudnn.flex_attention"
 COLD_LIMITS = {"import": 3.0, "first_call": 4.0, "first_call_cached": 1.0}
 
 PAGE_SAYS = """# Tables
@@ -90,11 +91,8 @@ BARS_SAY = "`python -m bench.report --bars` prints each bar."
 SHAPES_SAY = """\
 Shapes that people run, TFLOP/s in both directions. Ratios are to flash-attn-4, or to cuDNN
 where flash-attn-4 refuses."""
-PARTS_SAY = """\
-Percent of the rate of our own full attention in the same run. In brackets the other percent of
-the mask's time, by a fit over all masks of a run (`bench.report --table parts`): visited tiles
-beyond those that operations are counted by, partial tiles, ends of work tiles, and what the fit
-leaves. A dash: not timed in that run, or with tiles of another shape."""
+CUDNN_SAYS = """\
+Ours / cudnn.flex_attention. A star: below the bar, which is 1.10 forward and 1.05 backward."""
 FIGURES_SAY = """\
 Milliseconds, operations and rates of ours and of peers. Totals stand where both directions are
 of one run."""
@@ -369,6 +367,30 @@ def cudnn_table(rows: Sequence[Json]) -> str:
     return markdown(heads, lines, 1) if lines else "No row."
 
 
+def cudnn_ratios(found: dict[str, list[Bar]], direction: str) -> str:
+    """Markdown: ours / cudnn.flex_attention of each mask and size. found: all bars."""
+    is_backward = direction == "bwd"
+    figures: dict[str, Bar] = {}
+    for title in (CUDNN_FORWARD, CUDNN_BACKWARD):
+        figures |= {bar.name: bar for bar in found[title]}
+
+    def cell(name: str) -> str:
+        bar = figures[name]
+        short = "*" if bar.verdict() == "short" else ""
+        return "-" if bar.figure is None else f"{bar.figure:.3f}{short}"
+
+    sizes = [(width, size) for width in CUDNN_WIDTHS for size in CUDNN_SIZES]
+    lines = [
+        [mask, *(cell(case_name(mask, *of, is_backward=is_backward)) for of in sizes)]
+        for mask in CUDNN_MASKS
+    ]
+    way = "bwd-" if is_backward else ""
+    lines.append(["mean", *(cell(f"{way}cudnn mean {w.label} {size}") for w, size in sizes)])
+    head = ("backward" if is_backward else "forward", *(f"{w.label}, {size}" for w, size in sizes))
+    others = (f"{name} {cell(name)}" for name in other_names(is_backward=is_backward))
+    return f"{markdown(head, lines, 1)}\n\n{', '.join(others)}"
+
+
 def cudnn_plan_bars(runs: Runs) -> Iterator[Bar]:
     """Microseconds of preparing a mask over those of cuDNN's plan."""
     for name in (name for name in table_names() if name.startswith("cudnn-plan-")):
@@ -397,8 +419,8 @@ def bars(rows: Sequence[Json], targets: Sequence[Json] | None = None) -> dict[st
         "everyday shapes: ours / flash-attn-4": shape_bars(runs, "fwd"),
         "backward of everyday shapes: ours / flash-attn-4": shape_bars(runs, "bwd"),
         "head dimensions: time of ours / that of a larger one": width_bars(runs),
-        "masks: ours / cudnn.flex_attention": cudnn_bars(runs, "fwd"),
-        "backward of masks: ours / cudnn.flex_attention": cudnn_bars(runs, "bwd"),
+        CUDNN_FORWARD: cudnn_bars(runs, "fwd"),
+        CUDNN_BACKWARD: cudnn_bars(runs, "bwd"),
         "preparing masks: time / cudnn.flex_attention": cudnn_plan_bars(runs),
     }
     return {title: list(group) for title, group in found.items()}
@@ -413,12 +435,12 @@ def count_bars(found: dict[str, list[Bar]]) -> str:
 
 
 def missed_bars(found: dict[str, list[Bar]]) -> str:
-    """Markdown: the bars that are short."""
+    """Markdown: the bars that are short, but those of `cudnn_ratios`."""
     lines = [
         [title, bar.name, f"{bar.figure:.4g}", f"{'<=' if bar.most else '>='} {bar.bar:.4g}"]
         for title, group in found.items()
         for bar in group
-        if bar.verdict() == "short"
+        if bar.verdict() == "short" and title not in (CUDNN_FORWARD, CUDNN_BACKWARD)
     ]
     return markdown(("bars", "case", "figure", "must be"), lines, 2) if lines else "None."
 
@@ -431,8 +453,9 @@ def tables_page(rows: Sequence[Json]) -> str:
         "Bars": f"{BARS_SAY}\n\n{count_bars(found)}",
         "Bars that are short": missed_bars(found),
         "Everyday shapes": f"{SHAPES_SAY}\n\n{shape_table(rows)}",
-        "Forward: what a mask does not reach": f"{PARTS_SAY}\n\n{breakdown.table(rows, 'fwd')}",
-        "Backward: what a mask does not reach": breakdown.table(rows, "bwd"),
+        "Masks beside cuDNN": "\n\n".join(
+            (CUDNN_SAYS, *(cudnn_ratios(found, direction) for direction in DIRECTIONS))
+        ),
         "Latency against sparsity": linear,
         "All figures": f"{FIGURES_SAY}\n\n{paper_tables(rows)}",
     }
@@ -446,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
     shown.add_argument("--write", action="store_true", help="write bench/results/TABLES.md")
-    shown.add_argument("--table", choices=tuple(TABLES), help="the paper's, shapes, or parts")
+    shown.add_argument("--table", choices=tuple(TABLES), help="the paper's, or shapes")
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)

@@ -21,12 +21,12 @@ from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
     NO_OPTIONAL,
     AttentionCall,
-    BackwardOptions,
     CausalArgument,
     Lengths,
     OptionalTensors,
     Options,
     Tensors,
+    backward_options_of,
     configs_of,
     masks_of,
     split_causal,
@@ -246,7 +246,7 @@ def flash_attn_func(
             seqlen_k_per_split=seqlen_k_per_split, pack_gqa=pack_gqa, return_lse=return_lse,
             config=config_fwd,
         ),
-        BackwardOptions(score_mod_bwd, deterministic, config_bwd),
+        backward_options_of(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip
     results = attend(call, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)
@@ -377,7 +377,7 @@ def flash_attn_varlen_func(
             num_splits=num_splits, seqlen_k_per_split=seqlen_k_per_split, pack_gqa=pack_gqa,
             return_lse=return_lse, config=config_fwd,
         ),
-        BackwardOptions(score_mod_bwd, deterministic, config_bwd),
+        backward_options_of(score_mod_bwd, deterministic, config_bwd),
     )  # fmt: skip
     results = attend(call, return_max_logit)
     return results.chosen(q, return_lse, return_max_logit)

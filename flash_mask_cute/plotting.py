@@ -25,7 +25,7 @@ from flash_mask_cute.block_sparsity import (
     dense_states,
     from_block_mask,
 )
-from flash_mask_cute.call.choose.tile_classes import classes_of_columns
+from flash_mask_cute.cpu.tiles import classes_of_columns
 from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, is_chosen

@@ -2,7 +2,7 @@
 
 The functions are pure. A tensor map is 128 bytes, of which host code of CuTe DSL 4.8 fills the
 first 64 (read off maps of known tensors):
-    u64[0]      global address
+    u64[0]      global address in 57 bits, where one before address 0 (of a shifted view) wraps
     u32[2]      bit 1: set; 4-6: rank-1; 7-10: element type; 11-12: interleave; 13-14: swizzle;
                 15: NaN fill; 17-18: L2 promotion; 21: the tensor is at least 128 KiB
     u32[3..6]   strides of dims 1..4, in 16 bytes, low 32 bits; u32[7]: their high 4 bits each
@@ -36,6 +36,7 @@ TYPES = {
     11: ("tf32", 4),
 }
 SWIZZLE = {0: 0, 1: 32, 2: 64, 3: 128}
+ADDRESS_BITS = 57
 
 
 class TmaError(Exception):
@@ -203,7 +204,7 @@ def _region(tm: TensorMap, coords, mem):
         shape.append(last - first + 1)
         steps.append(e * tm.strides[i])
         where.append(slice(first, last + 1))
-    view = mem((tm.addr + lo_off) & (2**64 - 1), hi_off - lo_off + tm.esize)
+    view = mem((tm.addr + lo_off) & (2**ADDRESS_BITS - 1), hi_off - lo_off + tm.esize)
     v = np.lib.stride_tricks.as_strided(
         view, shape=tuple(shape[::-1]) + (tm.esize,), strides=tuple(steps[::-1]) + (1,)
     )

@@ -17,7 +17,10 @@ from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.autograd.passes import recorded, refuse_dual_level, with_outputs
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
 from flash_mask_cute.call.arguments import (
+    NO_BACKWARD_OPTIONS,
+    NO_LENGTHS,
     NO_MASKS,
+    NO_OPTIONAL,
     NO_OPTIONS,
     AttentionCall,
     Masks,
@@ -55,14 +58,15 @@ class Results(NamedTuple):
 
     def chosen(self, q: Tensor, return_lse: bool, return_max_logit: bool) -> Any:
         """The results that the caller of a public function asked for."""
+        out, lse, max_scores = self
         if not return_max_logit:
-            return (self.out, self.lse) if return_lse else self.out
-        scores: Any = self.max_scores
+            return (out, lse) if return_lse else out
+        scores: Any = max_scores
         # without rows there is nothing to look for
         largest = scores.new_full((q.shape[-2],), -torch.inf)
         if scores.numel():
             largest = scores.amax((0, 2) if scores.dim() == 3 else 1)
-        return (self.out, self.lse, largest) if return_lse else (self.out, largest)
+        return (out, lse, largest) if return_lse else (out, largest)
 
 
 def attend(call: AttentionCall, return_max: bool = False) -> Results:
@@ -70,6 +74,10 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     check_bool("return_lse", call.options.return_lse)
     check_bool("return_max_logit", return_max)
     score_mod, given = None, call.masks
+    score_mod_bwd, deterministic, _ = call.backward
+    if given is None and not return_max and _is_plain_forward(call):
+        out, lse = interface.forward(call)
+        return Results(out, lse, None)
     if call.masks is not None:
         masks = call.masks.with_own_mod()
         if masks is not call.masks:
@@ -78,7 +86,6 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         if masks.score_mod is not None or masks.mask_mod is not None:
             call = with_cute_mods(call, masks)
         score_mod = (call.masks or NO_MASKS).score_mod
-    score_mod_bwd, deterministic, _ = call.backward
     check_gradient_settings(deterministic, score_mod_bwd, score_mod)
     if torch._C._is_any_autocast_enabled():
         call = replaced(call, tensors=_as_autocast_casts(call.tensors))
@@ -107,6 +114,22 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         return _attend_by_operators(call, wants_aux, return_max)
     with refused.named_unless_from(IMPLEMENTATIONS):
         return _attend_by_operators(call, wants_aux, return_max)
+
+
+def _is_plain_forward(call: AttentionCall) -> bool:
+    """Whether a call without masks is a forward of q, k and v alone, all plain: what follows in
+    `attend` would change nothing, and takes time."""
+    if torch.compiler.is_compiling():
+        return False
+    x = call.tensors
+    return (
+        x.lengths is NO_LENGTHS
+        and x.optional is NO_OPTIONAL
+        and x.learnable_sink is x.out is None
+        and call.options.config is None
+        and call.backward is NO_BACKWARD_OPTIONS
+        and _is_forward_alone(x, None)
+    )
 
 
 def scale_number(softmax_scale: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -16,12 +16,18 @@ from flash_mask_cute.runtime.constant_result import (
     assume_constant_result,
     of_constants,
 )
+from flash_mask_cute.runtime.recent import Recent
 
 Mod: TypeAlias = Callable[..., Any]
 
 # whether Dynamo guards which function it is of which it traces id()
 _IDS_ARE_GUARDED = VERSION >= "2.13"
-_mods: dict[str, Mod] = {}
+# A graph has only names, so callables live here. One that runs keeps its own among those used last.
+_MOST = 1 << 14
+_mods: dict[str, Mod] = Recent(_MOST)
+_names: dict[tuple[str, Any], str] = Recent(_MOST)
+# the numbers in the names of a key: no name is ever made again for another object
+_numbers: dict[str, Iterator[int]] = {}
 
 
 def optional_name(mod: Mod | str | None) -> str | None:
@@ -58,13 +64,16 @@ def _name_of(function: Any, owner: Any) -> str:
     """
     mod = of_constants(function, owner)
     key = callable_key(mod)
-    names = (f"{key}#{number}" for number in count())
-    return next(name for name in names if _is_same(_mods.setdefault(name, mod), mod))
-
-
-def _is_same(known: Mod, mod: Mod) -> bool:
     # a method is bound anew whenever it is looked up
-    return known is mod or (isinstance(mod, types.MethodType) and known == mod)
+    is_method = isinstance(mod, types.MethodType)
+    place = key, (id(mod.__self__), id(mod.__func__)) if is_method else id(mod)
+    name = _names.get(place)
+    known = None if name is None else _mods.get(name)
+    # an id alone may belong to a newer object
+    if name is None or not (known is mod or (is_method and known == mod)):
+        name = f"{key}#{next(_numbers.setdefault(key, count()))}"
+        _mods[name], _names[place] = mod, name
+    return name
 
 
 def optional_mod(name: str | None) -> Mod | None:
@@ -79,7 +88,7 @@ def optional_mod(name: str | None) -> Mod | None:
     if mod is None:
         raise RuntimeError(
             f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "
-            "operators of flash_mask_cute hold in the process that made them only; trace the call "
-            "again in this one"
+            "operators of flash_mask_cute hold in the process that made them only, for the "
+            f"{_MOST // 2} that were used last; trace the call again"
         )
     return mod

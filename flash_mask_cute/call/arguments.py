@@ -261,6 +261,16 @@ class BackwardOptions(NamedTuple):
 
 NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 
+
+def backward_options_of(
+    score_mod_bwd: Callable[..., Any] | None, deterministic: bool, config: Any
+) -> BackwardOptions:
+    """What a call says of its backward, which is always the same object if it says nothing."""
+    if score_mod_bwd is None and deterministic is False and config is None:
+        return NO_BACKWARD_OPTIONS
+    return BackwardOptions(score_mod_bwd, deterministic, config)
+
+
 # what only one direction has
 _OF_FORWARD = {"max_scores", "page_table", *OptionalTensors._fields, *Options._fields[_SHARED:]}
 _OF_BACKWARD = {*Gradients._fields, *BackwardOptions._fields}

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
-from flash_mask_cute.block_sparsity import dense_states
+from flash_mask_cute.block_sparsity import FULL, PARTIAL
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.check.pages import describe_pages
 from flash_mask_cute.call.choose.arch import arch_spec
@@ -16,24 +14,17 @@ from flash_mask_cute.call.choose.copies import describe_copies
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.choose.packed import call_by_documents
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan, target_of
-from flash_mask_cute.call.choose.tile_classes import (
-    ChoiceVerdicts,
-    ColumnVerdicts,
-    ListVerdicts,
-    PlacedLists,
-    Verdicts,
-    judge_row,
-)
+from flash_mask_cute.call.choose.widen import call_in_16_bits
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
 from flash_mask_cute.call.explain_choice import explain_choice
 from flash_mask_cute.call.prepare import compiled_fwd
+from flash_mask_cute.call.run.forward import cpu_call
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.cpu.call import CpuTiles
+from flash_mask_cute.cpu.tiles import sequence_walks
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
-from flash_mask_cute.rules.band import side_of_sequence
-from flash_mask_cute.rules.block_info import BlockInfo
 from flash_mask_cute.runtime.target import Target
-from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,9 @@ class Explanation:
     empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
     empty if there are none; the CPU path puts them side by side first. choice: what is made of the
-    blocks that each query chose, empty if there is no choice. backward: None if such a call has
-    none.
+    blocks that each query chose, empty if there is no choice. tables: those of all differences that
+    a launch fills before attention, for reads of score_mod, empty if there are none. backward: None
+    if such a call has none.
     """
 
     where: str
@@ -75,6 +67,7 @@ class Explanation:
     splits: str = ""
     pages: str = ""
     choice: str = ""
+    tables: str = ""
     backward: BackwardExplanation | None = None
 
     def __str__(self) -> str:
@@ -106,6 +99,8 @@ class Explanation:
             lines["pages"] = self.pages
         if self.choice:
             lines["choice"] = self.choice
+        if self.tables:
+            lines["tables"] = self.tables
         if self.backward is not None:
             lines |= self.backward.lines()
         if self.note:
@@ -126,6 +121,8 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     """
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
+    if dense.wide is not None:
+        return _explain_widened(call, dense, named)
     run, counted = dense.packed or dense, call
     notes = []
     if run is not dense:
@@ -173,8 +170,26 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
         choice=explain_choice(run, counted.tensors.lengths.cu_seqlens_q),
+        tables="" if run.tables is None else run.tables.describe(),
         backward=backward,
     )
+
+
+def _explain_widened(
+    call: AttentionCall, coded: ExecutionPlan, named: Target | None
+) -> Explanation:
+    """Explain a forward over keys and values in fp8 that are converted before attention."""
+    wide = call_in_16_bits(call, coded.shapes)
+    assert wide is not None
+    found = explain_fwd(wide, named)
+    num_bytes = wide.tensors.k.nbytes + wide.tensors.v.nbytes
+    _, why_not = explain_backward(call, coded)
+    notes = [
+        f"k and v are converted from fp8 before attention, to {num_bytes} bytes",
+        *filter(None, [found.note]),
+        f"there is no backward: {why_not}",
+    ]
+    return replace(found, backward=None, note="; ".join(notes))
 
 
 def _describe_splits(run: ExecutionPlan) -> str:
@@ -259,58 +274,23 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
 
 def _count_tiles(run: ExecutionPlan, tensors: Tensors) -> tuple[int, int, int, int]:
     """(work tiles, full key tiles, partial ones, empty ones), over all heads and sequences."""
-    shapes, problem, tiles, masks = run.shapes, run.problem, run.fwd_choice.tiles, run.masks
-    block_info = BlockInfo(
-        tiles.cluster_tile_m,
-        tiles.tile_n,
-        is_causal=problem.is_causal,
-        is_local=problem.is_local,
-        window_size_left=run.window_left,
-        window_size_right=run.window_right,
-        qhead_per_kvhead_packgqa=padded_group(problem.packed_heads),
-    )
-    verdicts: list[Verdicts] = []
-    if masks.column_mask is not None:
-        bounds = masks.column_mask.bounds(tiles.tile_n, tensors.lengths.cu_seqlens_k)
-        verdicts.append(ColumnVerdicts(masks.column_mask, bounds, block_info))
-    if masks.block_lists is not None:
-        tile, seqlens = (tiles.cluster_tile_m, tiles.tile_n), (shapes.seqlen_q, shapes.seqlen_k)
-        has_mod = masks.mask_mod is not None
-        if not run.q_start.is_given:
-            verdicts.append(ListVerdicts.create(masks.block_lists, has_mod, tile, seqlens))
-        elif masks.block_size is not None:
-            states = dense_states(masks.block_lists)
-            verdicts.append(PlacedLists(states, masks.block_size, has_mod, block_info))
-    if masks.selected is not None:
-        verdicts.append(ChoiceVerdicts(masks.selected, block_info))
-    needs_mask_mod = masks.mask_mod is not None and masks.block_lists is None
-    heads = shapes.heads_q // problem.packed_heads
-    of = tensors.lengths
-    cu_seqlens = _values(of.cu_seqlens_q), _values(of.cu_seqlens_k)
-    seqused = _values(of.seqused_q), _values(of.seqused_k)
-    causals = _values(tensors.optional.causals) if problem.causal_each else None
+    shapes, tiles, packed_heads = run.shapes, run.fwd_choice.tiles, run.problem.packed_heads
+    of_kernel = CpuTiles(tiles.cluster_tile_m, tiles.tile_n, padded_group(packed_heads))
+    heads, cu_seqlens_q = shapes.heads_q // packed_heads, tensors.lengths.cu_seqlens_q
     work_tiles = full = partial = total = 0
-    for batch_idx in range(shapes.batch):
-        slot = SeqlenInfoQK.create(batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens)
-        used = SeqlenInfoQK.create(
-            batch_idx, shapes.seqlen_q, shapes.seqlen_k, *cu_seqlens, *seqused
-        )
-        start = run.q_start.of_sequence(of.q_starts, batch_idx, used)
-        right = side_of_sequence(run.window_right, causals, batch_idx)
-        used = replace(used, q_start=start, window_right=right)
-        m_blocks = -(-slot.seqlen_q * block_info.qhead_per_kvhead_packgqa // tiles.cluster_tile_m)
+    for walk in sequence_walks(cpu_call(run, tensors, of_kernel)):
+        rows = shapes.seqlen_q
+        if cu_seqlens_q is not None:
+            # of the slot of a sequence, some of whose rows may be unused
+            rows = int(cu_seqlens_q[walk.batch_idx + 1] - cu_seqlens_q[walk.batch_idx])
+        m_blocks = -(-rows * walk.pack // tiles.cluster_tile_m)
         work_tiles += m_blocks * heads
-        total += m_blocks * heads * -(-used.seqlen_k // tiles.tile_n)
+        total += m_blocks * heads * walk.num_n_blocks
         for m_block in range(m_blocks):
-            _, is_visible, is_cut = judge_row(
-                block_info, verdicts, needs_mask_mod, heads, batch_idx, used, m_block
-            )
-            partial += int((is_visible & is_cut).sum())
-            full += int((is_visible & ~is_cut).sum())
+            # heads that share a tile have the same masks
+            classes = walk.classes(m_block)[1][::packed_heads]
+            full += int((classes == FULL).sum())
+            partial += int((classes == PARTIAL).sum())
     if not tiles.skip_blocks:
         full, partial = 0, total
     return work_tiles, full, partial, total - full - partial
-
-
-def _values(lengths: Tensor | None) -> list[int] | None:
-    return None if lengths is None else lengths.tolist()

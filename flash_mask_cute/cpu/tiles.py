@@ -20,8 +20,10 @@ from flash_mask_cute.block_sparsity import (
     EMPTY,
     FULL,
     PARTIAL,
+    BlockSparseTensorsTorch,
     ceil_div,
     dense_states,
+    retile_lists,
 )
 from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -53,7 +55,29 @@ class Tile(NamedTuple):
 
     def positions(self, queries: range) -> Tensor:
         """Positions of some queries, int32; positions before 0 become 0."""
-        return (_int32(queries) + self.q_start).clamp(min=0)
+        return _positions(queries, self.q_start)
+
+
+class TileRow(NamedTuple):
+    """Some key tiles of a query tile: n_blocks, int64, and the keys [starts, ends) of each.
+
+    queries: those of the call that rows of the query tile touch. q_start: as in `Tile`.
+    """
+
+    m_block: int
+    queries: range
+    n_blocks: Tensor
+    starts: Tensor
+    ends: Tensor
+    q_start: int
+
+    def any_of(self, is_set: Tensor, block: int) -> Tensor:
+        """Whether one of the key blocks that a tile touches has its flag set: bool (heads, tiles)
+        of flags (heads, blocks of `block` keys)."""
+        counts = torch.nn.functional.pad(is_set.long().cumsum(-1), (1, 0))
+        last = is_set.shape[-1]
+        first, end = self.starts // block, (self.ends + block - 1) // block
+        return counts[:, end.clamp(max=last)] > counts[:, first.clamp(max=last)]
 
 
 class _Mask(Protocol):
@@ -62,8 +86,9 @@ class _Mask(Protocol):
     Heads are query heads; one entry stands for all of them.
     """
 
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """(hidden, cut), bool (heads | 1,): whether it hides all of the tile, or part of it."""
+    def classify(self, row: TileRow) -> tuple[Tensor, Tensor]:
+        """(hidden, cut), bool (heads | 1, tiles | 1): whether it hides all of a tile, or part of
+        it."""
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         """Bool (heads | 1, queries, keys). The values of heads that are not in `heads`, bool
@@ -133,6 +158,18 @@ class SequenceWalk:
             self.seqlen_info.q_start or 0,
         )
 
+    def classify(self, m_block: int, n_blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The verdicts of each mask on key tiles of a query tile, as `_Mask.classify`."""
+        return _classify(self.block_info, self.seqlen_info, self.masks, m_block, n_blocks)
+
+    def classes(self, m_block: int) -> tuple[int, Tensor]:
+        """What a kernel does with the key tiles of a query tile that it may visit: the first one,
+        and of each EMPTY (skipped), PARTIAL (masked) or FULL, int64 (heads_q, tiles).
+
+        A kernel judges by the bounds of key blocks, which may err on the side of more work.
+        """
+        return _classes(self.block_info, self.seqlen_info, self.masks, self.heads_q, m_block)
+
     def rows_of_q(self, x: Tensor) -> Tensor:
         """Rows of a tensor laid out like q, with or without its last mode, as float64."""
         return to_rows(x[self.slot_q].double(), self.heads_kv, self.pack)
@@ -162,9 +199,9 @@ class SequenceWalk:
         heads = torch.ones(self.heads_q, dtype=torch.bool, device="cpu")
         cuts = [heads for _ in self.masks]
         if self.skip_blocks:
-            for i, mask in enumerate(self.masks):
-                hidden, cuts[i] = mask.classify(tile)
-                heads = heads & ~hidden
+            verdicts = self.classify(tile.m_block, torch.tensor([tile.n_block], device="cpu"))
+            for i, (hidden, cut) in enumerate(verdicts):
+                heads, cuts[i] = heads & ~hidden[:, 0], cut[:, 0]
         visible = heads[:, None, None]
         for mask, cut in zip(self.masks, cuts, strict=True):
             cut_heads = heads & cut
@@ -179,7 +216,7 @@ class SequenceWalk:
 def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
     """The walk of each batch entry."""
     x, masks, tiles = call.tensors, call.masks, call.tiles
-    column_mask, block_lists, mask_mod = masks.column_mask, masks.block_lists, masks.mask_mod
+    column_mask = masks.column_mask
     tile_n, window_right = tiles.tile_n, call.window_right
     if column_mask is not None and column_mask.causal:
         window_right = 0 if window_right is None else min(window_right, 0)
@@ -193,12 +230,14 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
     )
     of = x.lengths
     bounds = None if column_mask is None else column_mask.bounds(tile_n, of.cu_seqlens_k)
-    states = None if block_lists is None else dense_states(block_lists)
     lengths = [
         None if y is None else y.tolist()
         for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
     ]
     causals = None if x.optional.causals is None else x.optional.causals.tolist()
+    lists_and_mod = None
+    if masks.block_lists is not None or masks.mask_mod is not None:
+        lists_and_mod = _ListsAndMod.create(call)
     batch = x.q.shape[0] if of.cu_seqlens_q is None else of.cu_seqlens_q.numel() - 1
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
     for batch_idx in range(batch):
@@ -215,16 +254,8 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
             )
         if masks.selected is not None:
             of_entry.append(_Choice.create(masks.selected, batch_idx, seqlen_info, heads_q))
-        if block_lists is not None or mask_mod is not None:
-            of_entry.append(
-                _ListsAndMod(
-                    None if states is None else _of_batch(states, batch_idx),
-                    None if block_lists is None else block_lists.block_size,
-                    mask_mod,
-                    masks.aux_tensors,
-                    batch_idx,
-                )
-            )
+        if lists_and_mod is not None:
+            of_entry.append(lists_and_mod.of_entry(batch_idx))
         yield SequenceWalk(
             batch_idx=batch_idx,
             block_info=block_info,
@@ -243,6 +274,51 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
             ),
             skip_blocks=tiles.skip_blocks,
         )
+
+
+def classes_of_columns(mask: ColumnMask, seqlen_q: int, tile_m: int, tile_n: int) -> Tensor:
+    """EMPTY, PARTIAL or FULL, as `SequenceWalk.classes`, for each tile of a mask on the CPU, of its
+    first batch entry and head: int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n))."""
+    _, heads, seqlen_k, _ = mask.startend_row_indices.shape
+    block_info = BlockInfo(tile_m, tile_n, is_causal=mask.causal)
+    used = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
+    bounds = mask.bounds(tile_n)
+    columns = _ColumnIntervals.create(mask, bounds, 0, used, tile_n, heads)
+    masks = _BandMask(block_info, used), columns
+    tiles = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
+    classes = torch.full(tiles, int(EMPTY), device="cpu")
+    for m_block, row in enumerate(classes):
+        first, found = _classes(block_info, used, masks, heads, m_block)
+        row[first : first + found.shape[1]] = found[0]
+    return classes
+
+
+def _classes(
+    block_info: BlockInfo, used: SeqlenInfoQK, masks: Sequence[_Mask], heads_q: int, m_block: int
+) -> tuple[int, Tensor]:
+    first, end = block_info.get_n_block_min_max(used, m_block)
+    n_blocks = torch.arange(first, end, device="cpu")
+    verdicts = _classify(block_info, used, masks, m_block, n_blocks)
+    found = torch.full((heads_q, len(n_blocks)), int(FULL), device="cpu")
+    for _, is_cut in verdicts:
+        found.masked_fill_(is_cut, PARTIAL)
+    for is_hidden, _ in verdicts:
+        found.masked_fill_(is_hidden, EMPTY)
+    return first, found
+
+
+def _classify(
+    block_info: BlockInfo,
+    used: SeqlenInfoQK,
+    masks: Sequence[_Mask],
+    m_block: int,
+    n_blocks: Tensor,
+) -> list[tuple[Tensor, Tensor]]:
+    starts = n_blocks * block_info.tile_n
+    ends = (starts + block_info.tile_n).clamp(max=used.seqlen_k)
+    queries = range(*block_info.query_range(used, m_block))
+    row = TileRow(m_block, queries, n_blocks, starts, ends, used.q_start or 0)
+    return [mask.classify(row) for mask in masks]
 
 
 class HeadInTile(NamedTuple):
@@ -279,12 +355,12 @@ class _BandMask:
     block_info: BlockInfo
     seqlen_info: SeqlenInfoQK
 
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
+    def classify(self, row: TileRow) -> tuple[Tensor, Tensor]:
         info, seqlen = self.block_info, self.seqlen_info
-        cut = tile.n_block >= info.get_n_block_min_causal_local_mask(seqlen, tile.m_block, 0)
+        cut = row.n_blocks >= info.get_n_block_min_causal_local_mask(seqlen, row.m_block, 0)
         if info.window_size_left is not None:
-            cut |= tile.n_block < info.get_n_block_min_before_local_mask(seqlen, tile.m_block, 0)
-        return torch.tensor([False], device="cpu"), torch.tensor([cut], device="cpu")
+            cut |= row.n_blocks < info.get_n_block_min_before_local_mask(seqlen, row.m_block, 0)
+        return _every(False), cut[None]
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         k_idx = _int32(tile.keys)
@@ -323,9 +399,9 @@ class _ColumnIntervals:
             seqlen_info.seqlen_q,
         )
 
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        bounds = self.bounds[..., tile.n_block].unbind(-1)
-        return self.intervals.classify(bounds, tile.queries.start, tile.queries.stop, self.seqlen_q)
+    def classify(self, row: TileRow) -> tuple[Tensor, Tensor]:
+        bounds = self.bounds[..., row.n_blocks].unbind(1)
+        return self.intervals.classify(bounds, row.queries.start, row.queries.stop, self.seqlen_q)
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx = _int32(tile.queries)[:, None]
@@ -336,36 +412,79 @@ class _ColumnIntervals:
         return visible
 
 
+class _Blocks(NamedTuple):
+    """States (heads | 1, num_q_blocks, num_k_blocks) of `dense_states`, in blocks of size scores;
+    before `of_entry` with the batch in front."""
+
+    states: Tensor
+    size: tuple[int, int]
+
+    @staticmethod
+    def create(lists: BlockSparseTensorsTorch) -> _Blocks:
+        assert lists.block_size is not None
+        return _Blocks(dense_states(lists), lists.block_size)
+
+    def of_entry(self, batch_idx: int) -> _Blocks:
+        return _Blocks(_of_batch(self.states, batch_idx), self.size)
+
+    def q_blocks(self, q_idx: Tensor) -> Tensor:
+        """Query blocks of positions; positions behind the lists are in the last block."""
+        return (q_idx // self.size[0]).clamp(max=self.states.shape[1] - 1)
+
+
 @dataclass(frozen=True)
 class _ListsAndMod:
     """Block lists and mask_mod, at least one of them; together they define what a block shows.
 
-    states (heads | 1, num_q_blocks, num_k_blocks) is that of `dense_states` for one batch entry, in
-    blocks of block_size scores; None: all are partial.
+    blocks: those of the lists, None: all are partial. walked: those by which a walk judges tiles.
+    cuts_partial: a partial block is masked even if no mask_mod decides about it.
     """
 
-    states: Tensor | None
-    block_size: tuple[int, int] | None
+    blocks: _Blocks | None
+    walked: _Blocks | None
+    cuts_partial: bool
     mask_mod: Callable[..., Any] | None
     aux_tensors: Sequence[Tensor] | None
-    batch_idx: int
+    batch_idx: int = 0
 
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        if self.states is None or self.block_size is None:
-            return torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
-        block_k = self.block_size[1]
-        q_blocks = self._q_blocks(tile.positions(tile.queries)).unique()
-        k_blocks = slice(tile.keys.start // block_k, ceil_div(tile.keys.stop, block_k))
-        states = self.states[:, q_blocks, k_blocks].flatten(1)
-        cutting = states == EMPTY if self.mask_mod is None else states != FULL
-        return (states == EMPTY).all(dim=1), cutting.any(dim=1)
+    @staticmethod
+    def create(call: CpuCall) -> _ListsAndMod:
+        """Of all batch entries. As in a kernel, lists whose blocks are not made of whole tiles are
+        walked as lists of tiles, and with a q_start as bits of the blocks."""
+        lists, mods = call.masks.block_lists, (call.masks.mask_mod, call.masks.aux_tensors)
+        if lists is None:
+            return _ListsAndMod(None, None, True, *mods)
+        blocks = walked = _Blocks.create(lists)
+        cuts_partial = call.masks.mask_mod is not None or call.q_start.is_given
+        if not call.q_start.is_given:
+            tile = call.tiles.tile_m, call.tiles.tile_n
+            retiled = retile_lists(lists, *tile, call.seqlen_q, call.seqlen_k)
+            if retiled.bits is not None:
+                walked, cuts_partial = _Blocks.create(retiled.lists), True
+        return _ListsAndMod(blocks, walked, cuts_partial, *mods)
+
+    def of_entry(self, batch_idx: int) -> _ListsAndMod:
+        blocks, walked = (
+            None if x is None else x.of_entry(batch_idx) for x in (self.blocks, self.walked)
+        )
+        return replace(self, blocks=blocks, walked=walked, batch_idx=batch_idx)
+
+    def classify(self, row: TileRow) -> tuple[Tensor, Tensor]:
+        if self.walked is None:
+            return _every(False), _every(True)
+        block_k = self.walked.size[1]
+        positions = _positions(row.queries, row.q_start)
+        states = self.walked.states[:, self.walked.q_blocks(positions).unique()]
+        cutting = states != FULL if self.cuts_partial else states == EMPTY
+        is_listed = row.any_of((states != EMPTY).any(1), block_k)
+        return ~is_listed, row.any_of(cutting.any(1), block_k)
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
         q_idx, k_idx = tile.positions(tile.queries), _int32(tile.keys)
         states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL, device="cpu")
-        if self.states is not None and self.block_size is not None:
-            k_block = k_idx // self.block_size[1]
-            states = self.states[:, self._q_blocks(q_idx)[:, None], k_block]
+        if self.blocks is not None:
+            q_blocks = self.blocks.q_blocks(q_idx)[:, None]
+            states = self.blocks.states[:, q_blocks, k_idx // self.blocks.size[1]]
         if self.mask_mod is None:
             return states != EMPTY
         visible = (states == FULL).repeat(len(heads) // len(states), 1, 1)
@@ -375,11 +494,6 @@ class _ListsAndMod:
                 self.mask_mod, self.aux_tensors, self.batch_idx, head_idx, q_idx, k_idx
             )
         return visible
-
-    def _q_blocks(self, q_idx: Tensor) -> Tensor:
-        """Query blocks of positions; positions behind the lists are in the last block."""
-        assert self.states is not None and self.block_size is not None
-        return (q_idx // self.block_size[0]).clamp(max=self.states.shape[1] - 1)
 
 
 @dataclass(frozen=True)
@@ -402,18 +516,21 @@ class _Choice:
         indices = _of_batch(selected.by_entry, batch_idx)[:, seqlen_info.offset_q :]
         return _Choice(indices, selected.block_size, heads_q // selected.heads)
 
-    def classify(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        chosen = self._of_heads(self._chosen(tile)).flatten(1)
-        return ~chosen.any(1), ~chosen.all(1)
+    def classify(self, row: TileRow) -> tuple[Tensor, Tensor]:
+        num_blocks = ceil_div(int(row.ends.max()) if len(row.ends) else 0, self.block_size)
+        chosen = self._of_heads(self._chosen(row.queries, range(num_blocks)))
+        is_chosen_by_any = row.any_of(chosen.any(1), self.block_size)
+        return ~is_chosen_by_any, row.any_of(~chosen.all(1), self.block_size)
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        place = _int32(tile.keys) // self.block_size - tile.keys.start // self.block_size
-        return self._of_heads(self._chosen(tile)[..., place])
+        first = tile.keys.start // self.block_size
+        touched = range(first, ceil_div(tile.keys.stop, self.block_size))
+        chosen = self._chosen(tile.queries, touched)
+        return self._of_heads(chosen[..., _int32(tile.keys) // self.block_size - first])
 
-    def _chosen(self, tile: Tile) -> Tensor:
-        """Bool (heads, queries, blocks that the tile touches)."""
-        blocks = tile.keys.start // self.block_size, ceil_div(tile.keys.stop, self.block_size)
-        return is_chosen(self.indices[:, tile.queries.start : tile.queries.stop], *blocks)
+    def _chosen(self, queries: range, blocks: range) -> Tensor:
+        """Bool (heads, queries, blocks)."""
+        return is_chosen(self.indices[:, queries.start : queries.stop], blocks.start, blocks.stop)
 
     def _of_heads(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self.heads_per_choice, dim=0)
@@ -422,6 +539,15 @@ class _Choice:
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:
     """One batch entry of a tensor that may have a single entry for all."""
     return x[min(batch_idx, x.shape[0] - 1)]
+
+
+def _every(value: bool) -> Tensor:
+    """The same answer for all heads and tiles."""
+    return torch.tensor([[value]], device="cpu")
+
+
+def _positions(queries: range, q_start: int) -> Tensor:
+    return (_int32(queries) + q_start).clamp(min=0)
 
 
 def _int32(positions: range) -> Tensor:

@@ -175,37 +175,55 @@ def at_plain_distances(
     return lambda rows: first + (distance + rows), lambda cols: first + cols
 
 
-def modify_row(
-    score_mod: Callable[..., Any],
-    scores: cute.Tensor,
-    r: int,
-    scale: Float32,
-    place: RowPlace,
-    k_idx_of: Callable[[int], Int32],
-    aux_tensors: Any,
-    factor: float = 1.0,
-    by_rows: bool = False,
-    loaded: LoadedRows | None = None,
-) -> None:
-    """Apply a score_mod to row r of scores (rows, cols), which become scores by `scale`.
-
-    k_idx_of: gives the key of a column, in the sequence. factor: the number that the caller
-    multiplies by later. by_rows: pass all columns at once. For both see `ScoreModTraits`. loaded:
-    what it reads along the keys, of all rows; not with by_rows.
-    """
+def columns_of(scores: cute.Tensor, one_by_one: bool) -> tuple[range, ...]:
+    """The columns of scores (rows, cols), together or one by one."""
     num_cols = cute.size(scores, mode=[1])
-    width = num_cols if by_rows else 1
-    for first in range(0, num_cols, width):
-        cols = range(first, first + width)
-        score = _vector_of([scores[r, c] for c in cols]) * scale
-        indices = [_vector(i, Int32, width) for i in place]
-        keys = _vector_of([Int32(k_idx_of(c)) for c in cols])
-        _keep_first(score), _keep_first(keys)
-        with answered_reads(None if loaded is None else loaded.answer(r, first)):
-            modified = _modified(score_mod, score, [*indices, keys], aux_tensors)
-        for c, number in zip(cols, modified, strict=True):
-            scores[r, c] = number if factor == 1.0 else ir_analysis.divided(number, factor)
-        ir_analysis.join_factors(score, scale)
+    if not one_by_one:
+        return (range(num_cols),)
+    return tuple(range(c, c + 1) for c in range(num_cols))
+
+
+class ScoreModifier(NamedTuple):
+    """A score_mod, as a kernel applies it to scores.
+
+    factor: the number that the kernel multiplies by later. by_rows: pass all columns of a row at
+    once. For both see `ScoreModTraits`.
+    """
+
+    score_mod: Callable[..., Any]
+    aux_tensors: Any
+    factor: float = 1.0
+    by_rows: bool = False
+
+    def modify_row(
+        self,
+        scores: cute.Tensor,
+        r: int,
+        scale: Float32,
+        place: RowPlace,
+        k_idx_of: Callable[[int], Int32],
+        loaded: LoadedRows | None = None,
+        of_cols: range | None = None,
+    ) -> None:
+        """Modify row r of scores (rows, cols), which become scores by `scale`.
+
+        k_idx_of: gives the key of a column, in the sequence. loaded: what the score_mod reads along
+        the keys, of all rows; not with by_rows. of_cols: these columns only.
+        """
+        num_cols = cute.size(scores, mode=[1])
+        width = num_cols if self.by_rows else 1
+        for first in range(0, num_cols, width) if of_cols is None else of_cols:
+            cols = range(first, first + width)
+            score = _vector_of([scores[r, c] for c in cols]) * scale
+            indices = [_vector(i, Int32, width) for i in place]
+            keys = _vector_of([Int32(k_idx_of(c)) for c in cols])
+            _keep_first(score), _keep_first(keys)
+            with answered_reads(None if loaded is None else loaded.answer(r, first)):
+                modified = _modified(self.score_mod, score, [*indices, keys], self.aux_tensors)
+            for c, number in zip(cols, modified, strict=True):
+                divided = self.factor != 1.0
+                scores[r, c] = ir_analysis.divided(number, self.factor) if divided else number
+            ir_analysis.join_factors(score, scale)
 
 
 def call_mask_mod(
@@ -288,13 +306,15 @@ class ScoreModTraits(NamedTuple):
     computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number that
     it multiplies by last, which the softmax can do instead; 1 if there is none. takes_rows: for
     vectors of scores and keys it returns what it would return for each element. row_reads: its
-    reads of rows of keys (`LoadedRows`).
+    reads of rows of keys (`LoadedRows`). by_columns: what rows have in common in a column takes
+    more registers, kept for all columns, than a thread has.
     """
 
     computes_functions: bool = False
     factor: float = 1.0
     takes_rows: bool = False
     row_reads: tuple[PlacedRead, ...] = ()
+    by_columns: bool = False
 
     @staticmethod
     def create(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
@@ -309,7 +329,9 @@ class ScoreModTraits(NamedTuple):
             factor = ir_analysis.last_factor(modified)
         with ir_analysis.draft():
             takes_rows = _takes_rows(score_mod, aux_tensors)
-            return ScoreModTraits(computes_functions, factor, takes_rows, tuple(row_reads))
+            by_columns = getattr(score_mod, "by_columns", False)
+            more = tuple(row_reads), by_columns
+            return ScoreModTraits(computes_functions, factor, takes_rows, *more)
 
 
 def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:

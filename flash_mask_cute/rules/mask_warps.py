@@ -42,14 +42,22 @@ def send_walks(
         ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
         chunks = rules.send_walk(walk, chunks, work)
         tiles += 1
-        # a tile is claimed as late as can be: another CTA may be free for it sooner
-        ring.acquire(tiles)
-        if const_expr(claims_late is not None):  # noqa: SIM102 (decided while tracing)
-            if claims_late:
-                walk.wait_until_read(chunks)
+        wait_to_claim(ring, tiles, walk, chunks, claims_late)
         tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), *blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)
+
+
+@cute.jit
+def wait_to_claim(
+    ring: WorkRing, entries: Int32, walk: WalkRing, chunks: Int32, claims_late: Boolean | None
+) -> None:
+    """Wait until the next work tile is to be claimed, which is as late as can be: another CTA may
+    be free for it sooner. claims_late: as in `send_walks`."""
+    ring.acquire(entries)
+    if const_expr(claims_late is not None):  # noqa: SIM102 (decided while tracing)
+        if claims_late:
+            walk.wait_until_read(chunks)
 
 
 @cute.jit

@@ -31,7 +31,7 @@ from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.forward_mask import ForwardMask
-from flash_mask_cute.rules.mask_warps import send_walks
+from flash_mask_cute.rules.mask_warps import send_walks, wait_to_claim
 
 # Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, so that each
 # goes to a CTA that will soon be free, if heads have at least LATE_BLOCKS query blocks: short walks
@@ -211,13 +211,9 @@ def send_segments(
             chunks = rules.send_walk(walk, chunks, part)
             entries += 1
             segment_idx += 1
+        wait_to_claim(ring, entries, walk, chunks, claims_late)
+        tile, search = scheduler.locate(scheduler.advance(search, claims), *blocks_of)
         claims += 1
-        # a tile is claimed as late as can be: another CTA may be free for it sooner
-        ring.acquire(entries)
-        if const_expr(claims_late is not None):  # noqa: SIM102 (decided while tracing)
-            if claims_late:
-                walk.wait_until_read(chunks)
-        tile, search = scheduler.locate(scheduler.advance(search, claims - 1), *blocks_of)
     scheduler.finish()
     ring.write(entries, NO_WORK)
 

@@ -6,9 +6,9 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.packages import tells_what_to_install
@@ -16,6 +16,7 @@ from flash_mask_cute.runtime.process_state import collector_paused
 from flash_mask_cute.runtime.target import Target
 
 CACHE = CompileCache()
+_Facts = TypeVar("_Facts", bound=NamedTuple)
 _more_options: ContextVar[str] = ContextVar("_more_options", default="")
 
 
@@ -47,6 +48,24 @@ def compiler_keeps(options: str) -> Iterator[None]:
         yield
     finally:
         _more_options.reset(token)
+
+
+def by_facts(
+    name: str,
+    facts: _Facts,
+    build: Callable[[_Facts, Target], Compiled],
+    target: Target,
+    cache: CompileCache = CACHE,
+) -> Compiled:
+    """The kernel `name` that these facts and the target determine, from the cache or built now."""
+    return cache.get(
+        name,
+        facts._asdict,
+        lambda: build(facts, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=facts,
+    )
 
 
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:

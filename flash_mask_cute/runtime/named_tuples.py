@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 Bundle = TypeVar("Bundle", bound=NamedTuple)
+
+
+# A bundle of a kind, of the values of all its fields: made(kind, values) takes half the time of
+# kind(*values), and does not count them.
+made: Callable[[type[Bundle], tuple[Any, ...]], Bundle] = tuple.__new__
 
 
 def replaced(bundle: Bundle, **changes: Any) -> Bundle:

@@ -64,10 +64,10 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, Work
 from flash_mask_cute.mods.calling import (
     RowPlace,
+    ScoreModifier,
     ScoreModTraits,
     head_of_row,
     inside,
-    modify_row,
 )
 from flash_mask_cute.mods.table_rows import LoadedRows, OwnRowColumns
 from flash_mask_cute.rules import bit_tile
@@ -655,15 +655,13 @@ class FlashAttentionForwardSm100:
                 OwnRowColumns(),
                 TABLE_WORDS,
             )
-            modify_row(
-                self.score_mod,
+            traits = self.score_traits
+            given = aux_tensors, traits.factor, traits.takes_rows
+            ScoreModifier(self.score_mod, *given).modify_row(
                 scores,
                 0,
                 scales.scale_mod,
                 of_row,
                 lambda c: inside(first_k_idx + c, work) if is_cut else first_k_idx + c,
-                aux_tensors,
-                factor=self.score_traits.factor,
-                by_rows=self.score_traits.takes_rows,
-                loaded=loaded,
+                loaded,
             )

@@ -229,3 +229,21 @@ def test_cute_layouts():
         n += 1
     print("CuTe layouts checked:", n)
     assert n >= 40
+
+
+def test_addresses_wrap():
+    """The base of a view lies before address 0 if its first row in use is far behind it."""
+    memory = np.arange(64, dtype=np.uint8)
+    address, stride, row = 0x3E07_0680, 1 << 32, 3
+    base = address - row * stride
+    assert base < 0
+    for kept in (base % 2**tma.ADDRESS_BITS, base % 2**64):  # as CuTe DSL writes it, and whole
+        view = tma.decode(tma.encode(kept, "u8", [64, 8], [stride], [64, 1]))
+
+        def mem(found, count):
+            assert (found, count) == (address, 64)
+            return memory
+
+        smem = np.zeros(64, np.uint8)
+        tma.load(view, [0, row], smem, 0, mem)
+        assert np.array_equal(smem, memory)

@@ -57,16 +57,19 @@ def test_views_have_the_bits_of_copies(seqlen_q: int) -> None:
     q = torch.randn(4, seqlen_q, 8, 128, dtype=BF16, device=CUDA)
     k, v = (torch.randn(1, 5000, 2, 128, dtype=BF16, device=CUDA) for _ in "kv")
     views = [x.expand(4, -1, -1, -1) for x in (k, v)]
-    expected = flash_attn_func(q, *(x.contiguous() for x in views), causal=True)
-    flash_attn_func(q, *views, causal=True)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found = flash_attn_func(q, *views, causal=True)
+    copies = [x.contiguous() for x in views]
+
+    def attend(keys: list[Tensor]) -> tuple[Tensor, int]:
+        """The output, and the bytes that a warm call takes at most, those of splits among them."""
+        flash_attn_func(q, *keys, causal=True)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = flash_attn_func(q, *keys, causal=True)
+        return out, torch.cuda.max_memory_allocated() - before
+
+    (expected, of_copies), (found, of_views) = attend(copies), attend(views)
     assert torch.equal(found, expected)
-    if seqlen_q > 1:
-        # decode has splits in scratch memory
-        taken = torch.cuda.max_memory_allocated() - before
-        assert taken < k.numel() * k.element_size() + found.numel() * found.element_size()
+    assert of_views <= of_copies
 
 
 def test_a_graph_of_forward_and_backward() -> None:

@@ -163,3 +163,43 @@ def test_cuts_are_in_the_bits_and_a_graph_has_them() -> None:
         lengths.fill_(end)
         graph.replay()
         assert whole.rows(end - 1, 1).has_bits_of(Results.of(result))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_written_and_padded_keys_have_the_bits(dims: tuple[int, int]) -> None:
+    """Keys that the call appends, behind padding, in pages, and causal as a tensor."""
+    rows = Rows.create(dims, (8, 2))
+    whole = rows.whole(records=False)
+    options = {name: x for name, x in rows.options.items() if name != "causal"}
+    unlike = []
+    for end, new, padding, page_size in (
+        (4097, 1, 0, None),
+        (12345, 3, 131, None),
+        (9000, 1, 0, 16),
+        (2500, 1, 77, 128),
+    ):
+        first, size = end - new, page_size or 16384
+        in_cache: dict[str, Any] = {}
+        caches = []
+        for x in (rows.k, rows.v):
+            cache = torch.full((1, 16384, *x.shape[2:]), float("nan"), device="cuda").bfloat16()
+            cache[:, padding : padding + first] = x[:, :first]
+            caches.append(cache.view(16384 // size, size, *x.shape[2:]))
+        if page_size:
+            in_cache["page_table"] = torch.arange(16384 // size, device="cuda").int()[None]
+        if padding:
+            in_cache["cache_leftpad"] = torch.tensor([padding], device="cuda").int()
+        q, keys, values = (x[:, first:end] for x in (rows.q, rows.k, rows.v))
+        lengths = torch.tensor([padding + first], device="cuda").int()
+        appended = flash_attn_with_kvcache(
+            q, *caches, keys, values, cache_seqlens=lengths, causal=True, **in_cache, **options
+        )
+        lengths += new
+        causals = torch.ones(1, device="cuda").int()
+        again = flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=lengths, causal=causals, **in_cache, **options
+        )
+        for way, result in (("appended", appended), ("causal", again)):
+            if not whole.rows(first, new).has_bits_of(Results.of(result)):
+                unlike.append((way, end, new, padding, page_size))
+    assert not unlike

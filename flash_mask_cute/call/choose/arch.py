@@ -57,13 +57,15 @@ class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
     tensors may be summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several
-    sequences have in common."""
+    sequences have in common. gathers_tokens: it takes each query's choice of key blocks as token
+    lists."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
     splits_groups: bool
     orders_aux: bool
     pairs_common_keys: bool
+    gathers_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ SM90_BACKWARD = BackwardKernel(
     splits_groups=True,
     orders_aux=True,
     pairs_common_keys=True,
+    gathers_tokens=True,
 )
 SM90 = ArchSpec(
     "Hopper",

@@ -112,7 +112,7 @@ def _may_hold_documents(call: AttentionCall) -> bool:
         return False
     others = (
         *x.lengths.of_sequences(),
-        *(options.max_seqlen_q, options.max_seqlen_k, x.optional.causals),
+        *(options.max_seqlen_q, options.max_seqlen_k, *x.optional),
         *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
     )
     return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)

@@ -25,7 +25,7 @@ class CallFacts(NamedTuple):
     may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
     sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
     selected_block: keys of a block of each query's choice, 0 if there is none. has_lists: block
-    lists or choices leave out blocks.
+    lists or choices leave out blocks. token_lists: as in the problem.
     """
 
     head_dim: int
@@ -43,6 +43,7 @@ class CallFacts(NamedTuple):
     num_sms: int = 1
     selected_block: int = 0
     has_lists: bool = False
+    token_lists: int = 0
 
     @property
     def splits_sectors(self) -> bool:
@@ -181,7 +182,8 @@ class BwdRow(NamedTuple):
     cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
     also only for unmodified scores and for devices with two SMs. min_window: of windows that are
     closed on both sides, those with at least so many keys. without_lists: no block lists or choices
-    leave out blocks.
+    leave out blocks. token_lists: only for choices that are taken as token lists, with so many keys
+    of a work tile.
     """
 
     max_dim: int
@@ -200,6 +202,7 @@ class BwdRow(NamedTuple):
     cta_pair: bool = False
     min_window: int = 0
     without_lists: bool = False
+    token_lists: int = 0
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -211,6 +214,9 @@ class BwdRow(NamedTuple):
         if self.max_seqlen_k is not None:
             longest = self.max_seqlen_k
             yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
+        if self.token_lists:
+            keys = self.token_lists
+            yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.min_window:
@@ -442,6 +448,24 @@ SM100_FWD = tuple(row._replace(polynomial=24) for row in _SM100_FWD)
 SM103_FWD = _SM100_FWD
 
 SM90_BWD = (
+    BwdRow(
+        *(64, 64, 64, 2, 2, 1, 64),
+        "a few listed queries, all values in registers",
+        clears_dq=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 32),
+        "a few listed queries, with registers left for those who look them up",
+        clears_dq=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 0),
+        "a few listed queries; both warpgroups have the same keys, and half of the columns each",
+        clears_dq=True,
+        token_lists=64,
+    ),
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
         "user callables take the registers of 64 queries, but not those of the values",

@@ -31,7 +31,7 @@ from flash_mask_cute.runtime.checks import (
     check_own_memory,
     check_tensor,
 )
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.target import Target
 
@@ -399,14 +399,7 @@ def _check_room(x: Append) -> None:
 def compile_append(facts: AppendFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
     """The compiled kernel. `function` takes three tuples: the fields of `NewRows`, `Cache` and
     `Rotary` (or None)."""
-    return cache.get(
-        KERNEL_NAME,
-        facts._asdict,
-        lambda: build_append(facts, target),
-        arch=target.arch,
-        options=options_of(target),
-        token=facts,
-    )
+    return by_facts(KERNEL_NAME, facts, build_append, target, cache)
 
 
 def build_append(facts: AppendFacts, target: Target) -> Compiled:

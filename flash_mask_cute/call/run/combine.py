@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.splits import Splits
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.limits import STRIDE_STEP
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.fake_tensors import operand, strided
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -49,14 +50,7 @@ class CombineFacts(NamedTuple):
 def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
     """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, its
     rounding error or None, pending or None, out, lse or None (shapes: `kernels/combine.py`)."""
-    return cache.get(
-        COMBINE_NAME,
-        facts._asdict,
-        lambda: build_combine(facts, target),
-        arch=target.arch,
-        options=options_of(target),
-        token=facts,
-    )
+    return by_facts(COMBINE_NAME, facts, build_combine, target, cache)
 
 
 def build_combine(facts: CombineFacts, target: Target) -> Compiled:
@@ -119,30 +113,43 @@ class CombinedForward:
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""
         splits = self._splits
-        out = like.new_empty(splits.out_shape, dtype=torch.float32)
-        lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
-        low = torch.empty_like(lse) if splits.has_low else None
         if not self._by_slots:
-            return out, lse, low, None, splits.number
+            return *new_splits(splits, like), None, splits.number
         pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
-        return out, lse, low, pending, None
+        return *new_splits(splits, like), pending, None
 
     def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
-        """A tensor in the dtype of q and the shape of out. The kernel reads its shape, and writes
-        splits only: this is in their memory."""
-        of_out = partials[0][0, 0] if self._is_packed else partials[0][0]
-        return of_out.view(q.dtype)[..., : of_out.shape[-1]]
+        """As `in_splits`."""
+        return in_splits(partials[0], self._is_packed, q)
 
     def __call__(
         self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None = None
     ) -> None:
         """Combine the splits in the scratch memory, of which the first has the sink."""
         of_out, of_lse, of_low, pending, _ = partials
-        if self._is_packed:
-            out = out.unsqueeze(0)
-            lse = None if lse is None else lse.unsqueeze(0)
-        lse = None if lse is None else lse.transpose(-1, -2)
-        self._function(of_out, of_lse, of_low, pending, out, lse)
+        self._function(of_out, of_lse, of_low, pending, *by_rows(out, lse, self._is_packed))
+
+
+def new_splits(splits: Splits, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scratch memory of splits: their outputs, LSE, and its rounding error or None."""
+    out = like.new_empty(splits.out_shape, dtype=torch.float32)
+    lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
+    return out, lse, torch.empty_like(lse) if splits.has_low else None
+
+
+def in_splits(of_out: Tensor, is_packed: bool, q: Tensor) -> Tensor:
+    """A tensor in the dtype of q and the shape of out. The kernel reads its shape, and writes
+    splits only: this is in the memory of their outputs."""
+    of_out = of_out[0, 0] if is_packed else of_out[0]
+    return of_out.view(q.dtype)[..., : of_out.shape[-1]]
+
+
+def by_rows(out: Tensor, lse: Tensor | None, is_packed: bool) -> tuple[Tensor, Tensor | None]:
+    """out (batch, row, head, d) and lse (batch, row, head), as kernels of rows take them."""
+    if is_packed:
+        out = out.unsqueeze(0)
+        lse = None if lse is None else lse.unsqueeze(0)
+    return out, None if lse is None else lse.transpose(-1, -2)
 
 
 def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:

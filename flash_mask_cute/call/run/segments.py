@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.run.combine import by_rows, in_splits, new_splits
 from flash_mask_cute.core.segments import BY_SEGMENTS
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import operand, strided, vector
 from flash_mask_cute.runtime.target import Target
 
@@ -35,14 +36,7 @@ class FoldFacts(NamedTuple):
 def compile_fold(facts: FoldFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
     """The compiled kernel. `function` takes, by position: outputs of segments, their LSE, its
     rounding error or None, sink or None, out, lse or None (shapes: `kernels/fold.py`)."""
-    return cache.get(
-        FOLD_NAME,
-        facts._asdict,
-        lambda: build_fold(facts, target),
-        arch=target.arch,
-        options=options_of(target),
-        token=facts,
-    )
+    return by_facts(FOLD_NAME, facts, build_fold, target, cache)
 
 
 def build_fold(facts: FoldFacts, target: Target) -> Compiled:
@@ -90,26 +84,18 @@ class FoldedForward:
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""
         splits = self._splits
-        out = like.new_empty(splits.out_shape, dtype=torch.float32)
-        lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
-        low = torch.empty_like(lse) if splits.has_low else None
-        return out, lse, low, None, splits.number, self._num_blocks
+        return *new_splits(splits, like), None, splits.number, self._num_blocks
 
     def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
-        """A tensor in the dtype of q and the shape of out, of which the kernel reads the shape."""
-        of_out = partials[0][0, 0] if self._is_packed else partials[0][0]
-        return of_out.view(q.dtype)[..., : of_out.shape[-1]]
+        """As `in_splits`."""
+        return in_splits(partials[0], self._is_packed, q)
 
     def __call__(
         self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None
     ) -> None:
         """Fold the segments in the scratch memory."""
         of_out, of_lse, of_low, *_ = partials
-        if self._is_packed:
-            out = out.unsqueeze(0)
-            lse = None if lse is None else lse.unsqueeze(0)
-        lse = None if lse is None else lse.transpose(-1, -2)
-        self._function(of_out, of_lse, of_low, sink, out, lse)
+        self._function(of_out, of_lse, of_low, sink, *by_rows(out, lse, self._is_packed))
 
 
 class InTurnForward:

@@ -206,6 +206,20 @@ def test_all_forms_of_a_mask_say_the_same(mask: str) -> None:
     assert np.array_equal(of_endpoints(row_intervals.endpoints(whole), case.n), seen)
 
 
+def test_paths_of_a_tree() -> None:
+    """Each node's rows see the keys of its path up to their own, and no others."""
+    mask = static("tree_dfs").mask_of(244)
+    paths = masks.tree_paths(mask)
+    assert paths.starts.tolist() == [0, 40, 71, 98, 148, 166, 211, 244]
+    seen = np.zeros((244, 244), dtype=bool)
+    for node, (begin, end) in enumerate(zip(paths.starts, paths.starts[1:], strict=False)):
+        tokens = paths.tokens[slice(*paths.path_starts[node : node + 2])]
+        assert tokens[begin - end :].tolist() == list(range(begin, end))
+        for row in range(begin, end):
+            seen[row, tokens[: len(tokens) - (end - row) + 1]] = True
+    assert np.array_equal(seen, dense(static("tree_dfs")))
+
+
 def test_a_tree_is_complete_and_packed_ranges_count_from_their_own_first_key() -> None:
     with pytest.raises(ValueError, match="no complete binary tree has 6 nodes"):
         masks.make_mask("tree_dfs", 60, None, Draw(((10,),) * 6))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from bench import parallel as bench_parallel
+from bench.overlap import overlap_of, union
 from bench.parallel import CASES, Case, calls_of, shown, why_wrong
 from flash_mask_cute import flash_attn_func, parallel
 
@@ -42,6 +45,30 @@ def test_a_row_is_told_with_its_rate() -> None:
     row |= {"keys_received": 5, "forward_ms": 2.0, "forward_one_ms": 3.6, "forward_rate": 0.9}
     assert ": 0.90" in shown(row)
     assert "failed: x" in shown(row | {"note": "failed: x"})
+    profile = {"forward_messages_ms": 0.5, "forward_hidden": 0.874}
+    assert "messages 0.500 ms, 87 % under attention" in shown(row | profile)
+
+
+def test_time_of_messages_under_attention() -> None:
+    """By counting microseconds."""
+    rng = random.Random(5)
+    for _ in range(50):
+        kernels = []
+        for _ in range(rng.randint(0, 12)):
+            begin = rng.randint(0, 90)
+            name = rng.choice(["ncclDevKernel_SendRecv", "flash_mask_cutesm90flash_fwd", "copy"])
+            kernels.append((name, (float(begin), float(begin + rng.randint(0, 20)))))
+        times: dict[str, set[int]] = {"nccl": set(), "flash": set()}
+        for name, (first, last) in kernels:
+            for kind, at in times.items():
+                if kind in name:
+                    at.update(range(int(first), int(last)))
+        found = overlap_of(kernels)
+        assert found.messages * 1e3 == pytest.approx(len(times["nccl"]))
+        assert found.attention * 1e3 == pytest.approx(len(times["flash"]))
+        assert found.hidden * 1e3 == pytest.approx(len(times["nccl"] & times["flash"]))
+    assert union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
+    assert overlap_of([]).share == 1.0
 
 
 def test_without_a_gpu_it_says_so(

@@ -323,3 +323,29 @@ def test_cudnn_says_what_it_cannot_do(cudnn: peers.CudnnFlexPeer) -> None:
     for package in ("small_cases", "no_such_package"):
         absent = peers.CudnnFlexPeer("cudnn_flex", package)
         assert absent.supports(small()) == f"{package}.flex_attention is not installed"
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_copied_paths_compute_a_tree(heads_kv: int) -> None:
+    gather = peers.PEERS["gather"]
+    case = static("tree_dfs", heads_kv=heads_kv)
+    tensors = make_tensors(case, "cpu", 2)
+    assert gather.supports(case) is None
+    out, lse = gather.unpack(gather.prepare(case, tensors)())
+    truth = gate.reference(case, tensors, seed=4, count=16)
+    assert lse is None and gate.check(truth, out, lse, rule=gate.RULE).ok
+    wrong = gate.reference(static("sink_window", heads_kv=heads_kv), tensors, seed=4, count=16)
+    assert not gate.check(wrong, out, lse, rule=gate.PEER_RULE).ok
+    backward = replace(case, kind="backward")
+    tensors = tensors._replace(saved=cases.Saved(out, out, torch.randn_like(out)))
+    found = gather.prepare(backward, tensors)()
+    truth_of_gradients = gate.gradient_reference(backward, tensors, 4)
+    assert gate.check_gradients(truth_of_gradients, found, rule=gate.PEER_RULE).ok
+
+
+def test_what_is_not_gathered() -> None:
+    gather = peers.GatherPeer("gather", "flash_mask_cute")
+    assert "depth-first order" in (gather.supports(masked("document")) or "")
+    assert "attention and backward only" in (gather.supports(static("tree_dfs", kind="prep")) or "")
+    absent = peers.GatherPeer("gather", "no_such_package.cute")
+    assert absent.supports(static("tree_dfs")) == "no_such_package is not installed"

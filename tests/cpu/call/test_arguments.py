@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from flash_mask_cute import interface
 from flash_mask_cute.call import given_outputs
 from flash_mask_cute.call.arguments import (
+    NO_BACKWARD_OPTIONS,
+    NO_GRADIENTS,
     NO_LENGTHS,
     NO_OPTIONAL,
     AttentionCall,
@@ -13,11 +18,14 @@ from flash_mask_cute.call.arguments import (
     Gradients,
     Lengths,
     OptionalTensors,
+    Options,
     Tensors,
+    keywords_of,
     lengths_of,
     optional_of,
 )
 from flash_mask_cute.call.check.inputs import inputs_of
+from flash_mask_cute.call.settings import FwdConfig
 
 
 def test_tensors_come_back_from_their_other_forms() -> None:
@@ -53,3 +61,16 @@ def test_a_forward_reads_or_writes_each_tensor() -> None:
     outputs = given_outputs._OUTPUTS[Direction.FORWARD]
     names = {*call.tensors.by_name()} - {*Gradients._fields}
     assert {*inputs_of(call), *outputs} == names
+
+
+def test_each_keyword_of_a_forward_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles are made by the order of their fields."""
+    names = {*keywords_of(Direction.FORWARD)} - {"q", "k", "v"}
+    given: dict[str, Any] = {name: object() for name in names}
+    given |= {"softmax_scale": 0.5, "causal": True, "q_start": 3, "config": FwdConfig(tile_n=64)}
+    monkeypatch.setattr(interface, "forward", lambda call: call)
+    call: Any = interface._flash_attn_fwd("q", "k", "v", **given)  # type: ignore[arg-type]
+    assert call.arguments() | {"config": call.config} == given | {"q": "q", "k": "k", "v": "v"}
+    assert len(call.tensors) == len(Tensors._fields) and len(call.options) == len(Options._fields)
+    assert call.tensors.gradients is NO_GRADIENTS and not call.options.is_recorded
+    assert (call.backward, call.direction) == (NO_BACKWARD_OPTIONS, Direction.FORWARD)

@@ -11,6 +11,7 @@ import torch
 from placed_attention import Draw
 
 from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import explain as explain_module
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -47,6 +48,22 @@ def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
                         full += bool(tile.all()) and tile.shape[1] == tiles.tile_n
         assert found.full_key_tiles + found.partial_key_tiles >= seen, call.name
         assert found.full_key_tiles <= full, call.name
+
+
+def test_partial_blocks_are_read_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a position a kernel masks blocks that are listed as partial, with or without a
+    mask_mod, and explain counts them so."""
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    q = torch.empty(1, 256, 1, 128, dtype=torch.bfloat16)
+    full = torch.full((1, 1, 2), 1, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+    mask = torch.full((1, 1, 2), 1, dtype=torch.int32), torch.ones(1, 1, 2, 2, dtype=torch.int32)
+    lists = BlockSparseTensorsTorch(*mask, *full, (128, 128))
+    counts = []
+    for start in (None, 128):
+        more = {"q_start": start, "block_sparse_tensors_torch": lists}
+        found = explain(q, q, q, target="sm_90a", **more)
+        counts.append((found.full_key_tiles, found.partial_key_tiles, found.empty_key_tiles))
+    assert counts == [(4, 0, 0), (2, 2, 0)]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

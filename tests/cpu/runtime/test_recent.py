@@ -15,6 +15,7 @@ import torch
 from cached_adders import Builder, apply, get_adder
 
 from flash_mask_cute import flash_attn_func, interface
+from flash_mask_cute.autograd import mod_names
 from flash_mask_cute.flex import flex_attention, lower_mod
 from flash_mask_cute.lowering import lower
 from flash_mask_cute.mods import on_cpu, traits
@@ -188,6 +189,26 @@ def test_structures_of_torch_mods() -> None:
         torch.testing.assert_close(out, scores.softmax(-1) @ v, atol=1e-5, rtol=1e-5)
         for kept in (lower._structures, lower._programs, lower._mods):
             assert _held(kept) <= 8
+
+
+def test_names_of_mods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callables that operators know by a name: few are kept, and no name is that of another one."""
+    for kept in ("_mods", "_names"):
+        monkeypatch.setattr(mod_names, kept, Recent(4))
+
+    def new_mod() -> Callable[..., Any]:
+        return lambda s, b, h, q, k, aux: s
+
+    mods = [new_mod() for _ in range(8)]
+    names = [mod_names.optional_name(mod) for mod in mods]
+    assert len(set(names)) == 8
+    assert mod_names.optional_name(mods[-1]) == names[-1]
+    assert mod_names.optional_mod(names[-1]) is mods[-1]
+    assert len(mod_names._mods) <= 4 and len(mod_names._names) <= 4
+    with pytest.raises(RuntimeError, match="no callable is known"):
+        mod_names.optional_mod(names[0])
+    again = mod_names.optional_name(mods[0])
+    assert again not in names and mod_names.optional_mod(again) is mods[0]
 
 
 def test_an_annealed_slope_and_the_first_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
