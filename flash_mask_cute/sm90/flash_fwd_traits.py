@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -29,12 +30,17 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
+    ROWS_OF_GROUP,
+    ROWS_PER_THREAD,
     ROWS_PER_WARPGROUP,
     WORDS_PER_STEP,
+    row_of,
+    row_of_few,
     tile_columns,
 )
 
@@ -49,10 +55,11 @@ MMA_REGISTERS = {1: (MAX_REGISTERS,), 2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of mask warps, and what that takes
 MMA_REGISTERS_BESIDE_MASK_WARPS = 208
 MASK_REGISTERS = 56
-# The same beside a warpgroup that converts keys and values from fp8, and what that takes. One MMA
-# warpgroup keeps the same as without it.
+# The same beside warpgroups that convert keys and values from fp8, and what each of these takes.
+# One MMA warpgroup keeps the same as without them.
 MMA_REGISTERS_BESIDE_CONVERSION = 240
-CONVERSION_REGISTERS = 104
+CONVERSION_REGISTERS = 96
+CONVERSION_WARPGROUPS = 2
 # Blocks in fp8 that wait for conversion, at most.
 MOST_CODE_STAGES = 8
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
@@ -79,7 +86,8 @@ class FwdTraits(PackedHeads):
     score of a block is much work. cta_pair: an option of other kernels; not supported here.
     packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
     that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
-    memory, and a warpgroup converts them.
+    memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
+    They lie in groups of 8, each with 8 rows without queries behind it, so that a thread has one.
     """
 
     dtype: type[cutlass.Numeric]
@@ -96,6 +104,7 @@ class FwdTraits(PackedHeads):
     heads_there: int | None = None
     page_box: int | None = None
     in_fp8: bool = False
+    few_rows: bool = False
 
     @property
     def moves_registers(self) -> bool:
@@ -126,6 +135,22 @@ class FwdTraits(PackedHeads):
         return self.tile_m // ROWS_PER_WARPGROUP
 
     @property
+    def rows_of_thread(self) -> int:
+        """Rows of a thread's accumulator for which there are queries."""
+        return 1 if self.few_rows else ROWS_PER_THREAD
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether threads store their rows of the output, as TMA would store others, too."""
+        return self.is_padded or self.few_rows
+
+    def row_of(self, thread: Int32, r: int) -> Int32:
+        """Which of a warpgroup's query rows is accumulator row r of a thread (0..127)."""
+        if self.few_rows:
+            return row_of_few(thread)
+        return row_of(thread, r)
+
+    @property
     def table_words(self) -> int:
         """Registers of a thread for rows of tables (`mods/table_rows.py`); more would spill."""
         return 64 if self.num_mma_warpgroups < 3 else 32
@@ -140,11 +165,28 @@ class FwdTraits(PackedHeads):
 
     @property
     def _num_warpgroups(self) -> int:
-        return 1 + self.num_mma_warpgroups + self.mask_warpgroup + self.in_fp8
+        others = 1 + self.num_mma_warpgroups + self.mask_warpgroup
+        return others + self.num_conversion_warpgroups
+
+    @property
+    def num_conversion_warpgroups(self) -> int:
+        """Keys and values have one each."""
+        return CONVERSION_WARPGROUPS if self.in_fp8 else 0
+
+    @property
+    def value_parts(self) -> int:
+        """Products in which P V is computed, of as many columns each: with more warpgroups a launch
+        gives a thread fewer registers for a product."""
+        most = launch_registers(self._num_warpgroups) - PRODUCT_REGISTERS
+        return 2 if self.in_fp8 and self.tile_dv // 2 > most else 1
 
     @property
     def num_conversion_warps(self) -> int:
-        return WARPS_PER_WARPGROUP if self.in_fp8 else 0
+        return WARPS_PER_WARPGROUP * self.num_conversion_warpgroups
+
+    @property
+    def first_conversion_warp(self) -> int:
+        return Role.MMA + self.num_mma_warps
 
     @property
     def num_mask_warps(self) -> int:
@@ -225,19 +267,30 @@ class FwdTraits(PackedHeads):
         return self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
+    def _product_registers(self) -> int:
+        """What the larger product wants of the registers of a launch."""
+        return max(self.tile_n, self.tile_dv // self.value_parts) // 2 + PRODUCT_REGISTERS
+
+    @property
     def helper_registers(self) -> int:
         """Registers of warpgroup 0, which the launch bounds:
         docs/facts/compiler.md#setmaxnreginc-hangs-if-the-sum-exceeds-what-the-launch-gave
         """
         mask_warps = MASK_REGISTERS if self.mask_warpgroup else 0
         taken = self.mma_registers * self.num_mma_warpgroups + mask_warps
-        taken += CONVERSION_REGISTERS if self.in_fp8 else 0
+        taken += CONVERSION_REGISTERS * self.num_conversion_warpgroups
         return registers_left(self._num_warpgroups, taken)
 
     @property
+    def spread_rows(self) -> int | None:
+        return ROWS_OF_GROUP if self.few_rows else None
+
+    @property
     def row_tile(self) -> tuple[int, int]:
-        """Query rows of a warpgroup as (packed heads, positions)."""
-        return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads)
+        """Query rows of a box, as (heads, positions): of a warpgroup or, if few, `spread_rows`."""
+        rows = self.spread_rows or ROWS_PER_WARPGROUP
+        heads = min(self.packed_heads, rows)
+        return heads, rows // heads
 
     @property
     def box_k(self) -> tuple[int, int]:
@@ -255,17 +308,24 @@ class FwdTraits(PackedHeads):
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
         """The part of the output stored together: rows of a warpgroup, all columns."""
-        return self.row_tile, self.tile_dv
+        return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads), self.tile_dv
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = 1
 
     @property
     def q_boxes(self) -> int:
+        if self.few_rows:
+            return FEW_ROWS // ROWS_OF_GROUP
         return self.num_mma_warpgroups
 
     @property
     def bytes_q(self) -> int:
+        """As loaded."""
+        return self._stage_bytes_q // (2 if self.few_rows else 1)
+
+    @property
+    def _stage_bytes_q(self) -> int:
         return self.tile_m * self.tile_d * 2
 
     @property
@@ -297,7 +357,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def _smem_without_spare_key(self) -> int:
-        query = self.stages_q * self.bytes_q
+        query = self.stages_q * self._stage_bytes_q
         query_output = max(query, self.bytes_o) if self.share_qo else query + self.bytes_o
         keys_values = self.stages_kv * (self._stage_bytes_k + self._stage_bytes_v)
         return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
@@ -361,10 +421,9 @@ class FwdTraits(PackedHeads):
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.registers_needed > self.mma_registers:
             return f"{self.registers_needed} registers a thread exceed {self.mma_registers}"
-        widest = max(self.tile_n, self.tile_dv) // 2 + PRODUCT_REGISTERS
         most = launch_registers(self._num_warpgroups)
-        if widest > most:
-            return f"{widest} registers of a product exceed the {most} of a launch"
+        if self._product_registers > most:
+            return f"{self._product_registers} registers of a product exceed the {most} of a launch"
         return None
 
     @property
@@ -389,7 +448,8 @@ class FwdTraits(PackedHeads):
             source,
         )
 
-    def mma_pv(self) -> cute.TiledMma:
+    def mma_pv(self, num_columns: int | None = None) -> cute.TiledMma:
+        """O += P V of a value block, or of num_columns of its columns."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -397,7 +457,7 @@ class FwdTraits(PackedHeads):
             OperandMajorMode.MN,
             cutlass.Float32,
             (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.tile_dv),
+            (ROWS_PER_WARPGROUP, self.tile_dv if num_columns is None else num_columns),
             warpgroup.OperandSource.RMEM,
         )
 

@@ -15,6 +15,8 @@ from flash_mask_cute.rules import bit_tile
 
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
+# neighbouring rows, of which each belongs to another quad of threads of a warp
+ROWS_OF_GROUP = 8
 # of a thread, for 64 rows by 16 columns of an operand A in registers
 WORDS_PER_STEP = 4
 
@@ -47,10 +49,11 @@ def num_cols(acc: cute.Tensor) -> int:
     return cute.size(acc) // ROWS_PER_THREAD * 4
 
 
-def rows_by_cols(acc: cute.Tensor) -> cute.Tensor:
-    """View of an accumulator as (2 rows, n/4 columns) of this thread, columns ascending."""
+def rows_by_cols(acc: cute.Tensor, num_rows: int = ROWS_PER_THREAD) -> cute.Tensor:
+    """View of an accumulator as (rows, n/4 columns) of this thread, columns ascending; num_rows:
+    1 for its first row alone."""
     groups = cute.size(acc) // 4
-    layout = cute.make_layout((2, (2, groups)), stride=(2, (1, 4)))
+    layout = cute.make_layout((num_rows, (2, groups)), stride=(2, (1, 4)))
     return cute.make_tensor(acc.iterator, layout)
 
 
@@ -62,6 +65,11 @@ def columns(acc: cute.Tensor, first: int, end: int) -> cute.Tensor:
 def row_of(thread: Int32, r: int) -> Int32:
     """Row, inside the warpgroup's 64, of accumulator row r of a thread (0..127)."""
     return (thread // 32) * 16 + (thread % 32) // 4 + row_offset(r)
+
+
+def row_of_few(thread: Int32) -> Int32:
+    """Which one is the first row of a thread, counting only first rows."""
+    return (thread // 32) * ROWS_OF_GROUP + (thread % 32) // 4
 
 
 def row_offset(r: int) -> int:
@@ -268,6 +276,23 @@ def issue_sum(
         if cutlass.const_expr(num_steps is not None):
             steps = num_steps
         for k in cutlass.range_constexpr(steps):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def issue_parts(
+    tiled_mma: cute.TiledMma,
+    a: cute.Tensor,
+    parts: list[tuple[cute.Tensor, cute.Tensor]],
+    accumulate: bool | Boolean,
+) -> None:
+    """Start acc (+)= a b for each (acc, b) of `parts`, as one commit group."""
+    warpgroup.fence()
+    for acc, b in parts:
+        mma = cute.make_mma_atom(tiled_mma.op)
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in range(cute.size(a, mode=[2])):
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
