@@ -1,10 +1,10 @@
 """Who computes attention, and how each is told which tokens see each other.
 
-All but `fa4` and `sdpa_loop` get a mask of transformers: causal, and a function of indices. It is
-made once for all layers, before the model is called. These two know sequences only. So where
-answers share a question, each gets a copy of it, as trainers do. This holds for all implementations
-in models with windows: a window counts rows, and the second answer is further from the question in
-rows than in positions.
+All but `fa4`, `sdpa_loop` and `ours_lengths` get a mask of transformers: causal, and a function of
+indices. It is made once for all layers, before the model is called. These get sequences only. So
+where answers share a question, each gets a copy of it, as trainers do. This holds for all
+implementations in models with windows: a window counts rows, and the second answer is further from
+the question in rows than in positions.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ def _why_no_flex(shape: Shape, device: str) -> str | None:
 
 IMPLEMENTATIONS = {
     "ours": Implementation("mask_cute", register=_register_ours),
+    "ours_lengths": Implementation("mask_cute", sees_sequences=True, register=_register_ours),
     "fa4": Implementation("flash_attention_4", sees_sequences=True, why_not=_why_no_fa4),
     "sdpa": Implementation("sdpa", why_not=_why_no_sdpa),
     "sdpa_loop": Implementation(

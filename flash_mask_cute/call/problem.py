@@ -99,10 +99,12 @@ class AttentionProblem:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
-    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn.
+    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. token_lists: keys of a
+    work tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and
+    packs all heads of a group; 0: it does not.
 
-    The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
-    bits.
+    The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
+    only as bits.
     """
 
     dtype: str
@@ -143,6 +145,7 @@ class AttentionProblem:
     has_selected: bool = False
     common_kv: bool = False
     in_fp8: bool = False
+    token_lists: int = 0
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

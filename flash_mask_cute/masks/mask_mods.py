@@ -41,16 +41,28 @@ def mask_of_rows(rows: Rows, seqlens: tuple[int, int], agrees: Tensor | None = N
     # what is hidden above the diagonal is then told by one flag
     is_causal = (is_empty | (rows.low == (place - (seqlen_k - seqlen_q)).clamp(min=0))).all()
     is_right = rows.is_right if agrees is None else rows.is_right & agrees
-    flags = torch.stack(
-        (is_right, is_causal, rows.are_documents, *(x.is_inside for x in rows.reads))
-    )
-    is_right_known, is_causal_known, are_documents, *are_inside = flags.tolist()
+    are_documents = rows.are_documents
+    if seqlen_q == seqlen_k:
+        are_documents = are_documents | _are_apart(rows, is_empty, seqlen_q)
+    flags = torch.stack((is_right, is_causal, are_documents, *(x.is_inside for x in rows.reads)))
+    is_right_known, is_causal_known, are_documents_known, *are_inside = flags.tolist()
     if not is_right_known:
         return FoundMask(None, are_inside)
     vectors = (rows.high.where(~is_empty, 0),) if is_causal_known else (rows.high, rows.low)
     indices = torch.stack(torch.broadcast_tensors(*vectors), -1)[:, None].to(torch.int32)
-    mask = ColumnMask(indices, is_causal_known, are_documents, seqlen_q, one_sequence=True)
+    mask = ColumnMask(indices, is_causal_known, are_documents_known, seqlen_q, one_sequence=True)
     return FoundMask(mask, are_inside)
+
+
+def _are_apart(rows: Rows, is_empty: Tensor, seqlen: int) -> Tensor:
+    """Whether there are documents, whatever the function says of them: a token from which on
+    queries see no key before it, nor queries before it a key from it on, and keys of both sides are
+    seen."""
+    seen_before = rows.high.where(~is_empty, 0).cummax(-1).values[..., :-1]
+    seen_behind = rows.low.where(~is_empty, seqlen).flip(-1).cummin(-1).values.flip(-1)[..., 1:]
+    begin = torch.arange(1, seqlen, device=rows.low.device)
+    is_apart = (seen_before <= begin) & (begin <= seen_behind)
+    return (is_apart & (seen_before > 0) & (seen_behind < seqlen)).any()
 
 
 def mask_of_band(

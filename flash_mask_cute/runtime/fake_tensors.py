@@ -171,6 +171,11 @@ def choice_bits() -> tuple[Any, ...]:
     return (strided(4), None, *int32_pair(), strided(4), strided(4))
 
 
+def token_lists() -> tuple[Any, ...]:
+    """The queries of each key block, and the work that follows."""
+    return strided(2), strided(3), strided(1)
+
+
 def counter() -> Any:
     """The two numbers of a tile scheduler."""
     import cutlass

@@ -449,6 +449,21 @@ class BlockScores:
         first = wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
+        if self.traits.by_tokens:
+            # both statistics of a query follow each other, for all of its heads
+            heads = self.traits.packed_heads
+            # groups of 8 columns, of a query or of several
+            in_query, queries = max(heads // 8, 1), min(self.traits.tokens_per_block, tile_m // 8)
+            stride = (1, (8, 2 * max(heads, 8)))
+            layout = cute.make_layout((2, (in_query, queries)), stride=stride)
+            if heads < 8:
+                first = first // heads * (2 * heads) + first % heads
+            return Statistics(
+                *(
+                    cute.make_tensor((row + (first + start)).align(8), layout)
+                    for start in (0, heads)
+                )
+            )
         lse, delta = (
             cute.make_tensor((row + (first + start)).align(8), layout) for start in (0, tile_m)
         )

@@ -32,7 +32,7 @@ from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
-from flash_mask_cute.core.work_ring import WorkRing
+from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
@@ -53,6 +53,8 @@ STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
 MAX_DIM = 256
+# query heads of a group that a block of listed queries may have
+TOKEN_HEADS = (4, 8, 16, 32, 64)
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 
@@ -125,6 +127,9 @@ class BwdTraits:
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
     warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
+    packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
+    few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
+    lie together. shares_tile: narrower heads share keys, too.
     """
 
     dtype: type[cutlass.Numeric]
@@ -139,14 +144,27 @@ class BwdTraits:
     has_marks: bool = False
     has_reference: bool = False
     own_warpgroup: int | None = None
+    packed_heads: int = 1
+    shares_tile: bool = False
 
-    # heads of a group pass by one after the other
-    packed_heads = group_size = 1
+    @property
+    def group_size(self) -> int:
+        return self.packed_heads
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether blocks consist of listed queries."""
+        return self.packed_heads > 1
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Queries of a block, if they are listed."""
+        return self.tile_m // self.packed_heads
 
     @property
     def shares_keys(self) -> bool:
         """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
-        return max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+        return self.shares_tile or max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
 
     @property
     def key_groups(self) -> int:
@@ -351,6 +369,11 @@ class BwdTraits:
         return self.stats_words * 4
 
     @property
+    def bytes_tokens(self) -> int:
+        """Bytes of the queries of a walk's blocks, if they are listed."""
+        return self.tokens_per_block * CHUNK * WALK_STAGES * 4 if self.by_tokens else 0
+
+    @property
     def bytes_bits(self) -> int:
         return self.tile_n * COLUMNS.num_words * 4
 
@@ -367,6 +390,7 @@ class BwdTraits:
             + self.stages_kv * (self.bytes_k + self.bytes_v)
             + self.bytes_dq
             + self.bytes_bits
+            + self.bytes_tokens
             + SMEM_BOOKKEEPING
         )
 
@@ -379,6 +403,10 @@ class BwdTraits:
             return f"head_dim and head_dim_v go up to {MAX_DIM}, got {dims}"
         if self.shares_keys and self.num_row_groups > 1:
             return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {self.tile_m}"
+        if self.by_tokens:
+            why_not = self._why_not_by_tokens()
+            if why_not is not None:
+                return why_not
         for name in ("stages_q", "stages_do", "stages_kv"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
@@ -400,6 +428,19 @@ class BwdTraits:
             return f"{self.fragment_registers} registers of fragments are too many for a thread"
         if self.value_cols > 0 and self.needed_registers > MMA_REGISTERS[-1]:
             return f"value_cols {self.value_cols} are more than a thread has registers for"
+        return None
+
+    def _why_not_by_tokens(self) -> str | None:
+        if self.packed_heads not in TOKEN_HEADS:
+            return f"listed queries have {TOKEN_HEADS} heads of a group, got {self.packed_heads}"
+        is_wide = max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+        columns = self.columns
+        is_wide = is_wide or max(map(len, (columns.dk, columns.dv, columns.parts_dq))) > 1
+        if self.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.in_turn:
+            dims = f"head dimensions {self.head_dim}/{self.head_dim_v}, tile_m={self.tile_m}"
+            return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {dims}"
+        if self.has_marks or self.has_reference:
+            return "listed queries have no marks, and no scores of any magnitude"
         return None
 
     def _mma(
@@ -576,6 +617,7 @@ class BwdTraits:
             grads_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
+            tokens: cute.struct.MemRange[cutlass.Int32, self.bytes_tokens // 4]
 
         return Storage
 
@@ -612,12 +654,17 @@ class BwdTraits:
         loads = 1
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
+        work_fields, tokens = lengths.work_fields, None
+        if self.by_tokens:
+            work_fields = (*work_fields, *SPLIT_FIELDS)
+            shape = (self.tokens_per_block, CHUNK, WALK_STAGES)
+            tokens = storage.tokens.get_tensor(cute.make_layout(shape))
         num_walkers = 1 + self.num_mask_warps
         num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
             storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
-            predecessors=predecessors, fields=lengths.work_fields,
-            chunk_fields=lengths.chunk_fields,
+            predecessors=predecessors, fields=work_fields,
+            chunk_fields=lengths.chunk_fields, tokens=tokens,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -157,6 +157,7 @@ DEVICE = (
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
     *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
+    "rules.token_mask",
     *("rules.mask_warps", "rules.share_walks", "rules.choice_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",

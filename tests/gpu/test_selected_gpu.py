@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_choices import Drawn, dense_attention, draw
+from drawn_choices import Drawn, dense_attention, draw, regroup
 from torch import Tensor
 
 from flash_mask_cute import (
+    BwdConfig,
     SelectedBlocks,
     compile_count,
     flash_attn_func,
@@ -67,6 +68,71 @@ def test_draws(head_dim: int) -> None:
                 unit = of[1].abs().amax().item() * 2.0**-8
                 worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
                 assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [8, 16, 64])
+def test_draws_by_token_lists(group: int, head_dim: int) -> None:
+    """Groups and blocks that a backward takes as token lists, without a sink and with one."""
+    for seed in range(DRAWS // 8):
+        drawn = on_gpu(regroup(draw(1000 + seed, 8, (128,), 900), group, head_dim), torch.bfloat16)
+        exact = [x.double() for x in drawn[:3]]
+        wanted = results_of(
+            lambda x: dense_attention(x)[0], drawn._replace(q=exact[0], k=exact[1], v=exact[2])
+        )
+        eager = results_of(lambda x: dense_attention(x)[0], drawn)
+        by_bits = {"config": (None, BwdConfig(skip_blocks=True))}
+        for more in ({}, by_bits):
+            got = results_of(lambda x, more=more: attend(x, **more), drawn)
+            for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
+                unit = of[1].abs().amax().item() * 2.0**-8
+                worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
+                assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
+
+
+def test_token_lists_of_a_long_sequence() -> None:
+    """Lists in many segments: dK and dV are the same in every run, and near those by bits."""
+    q, k, v, choice = family(8192)
+    choice[..., 0] = 0
+    chosen = SelectedBlocks(choice, 128)
+    gen = torch.Generator().manual_seed(1)
+    dout = torch.randn(q.shape, generator=gen).bfloat16().cuda()
+
+    def gradients(**more: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, causal=True, block_sparse_tensors=chosen, **more)
+        return list(torch.autograd.grad(out, leaves, dout))
+
+    by_bits = gradients(config=(None, BwdConfig(skip_blocks=True)))
+    runs = [gradients() for _ in range(5)]
+    for run in runs:
+        assert torch.equal(run[1], runs[0][1]) and torch.equal(run[2], runs[0][2])
+        for x, y in zip(run, by_bits, strict=True):
+            assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
+
+
+def test_a_graph_of_a_backward_reads_the_choice_anew() -> None:
+    q, k, v, choice = family(1024)
+    chosen = SelectedBlocks(choice, 128)
+    leaf = k.detach().requires_grad_()
+
+    def run() -> Tensor:
+        out = flash_attn_func(q, leaf, v, causal=True, block_sparse_tensors=chosen)
+        (dk,) = torch.autograd.grad(out, leaf, q)
+        return dk
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        dk = run()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        choice.copy_(torch.randint(-1, 9, choice.shape, device="cuda"))
+        graph.replay()
+        assert torch.equal(dk, run())
 
 
 def family(n: int, heads: tuple[int, int] = (16, 1), block: int = 128, k: int = 16) -> Any:

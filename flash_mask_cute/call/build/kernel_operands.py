@@ -97,6 +97,8 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
 
 
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
+    if x.token_lists:
+        return fake_tensors.token_lists()
     return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
 
 
@@ -249,13 +251,18 @@ def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
     return None if choice.tiles.clears_dq else strided(2)
 
 
+def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
+    """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
+    return choice.tiles.splits_group or x.token_lists > 0
+
+
 def _dk(x: AttentionProblem, choice: BwdChoice) -> Any:
     """dK, or its partial sums."""
-    return scratch(choice.tile_n * choice.tile_d) if choice.tiles.splits_group else _k(x, choice)
+    return scratch(choice.tile_n * choice.tile_d) if leaves_sums(x, choice) else _k(x, choice)
 
 
 def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
-    return scratch(choice.tile_n * choice.tile_dv) if choice.tiles.splits_group else _v(x, choice)
+    return scratch(choice.tile_n * choice.tile_dv) if leaves_sums(x, choice) else _v(x, choice)
 
 
 def _aux_grads(x: AttentionProblem, _: Any) -> Any:

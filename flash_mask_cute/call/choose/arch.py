@@ -56,12 +56,14 @@ class ForwardKernel(AttentionKernel):
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
-    tensors may be summed in a fixed order."""
+    tensors may be summed in a fixed order. gathers_tokens: it takes each query's choice of key
+    blocks as token lists."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
     splits_groups: bool
     orders_aux: bool
+    gathers_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ SM90_BACKWARD = BackwardKernel(
     "accumulators",
     splits_groups=True,
     orders_aux=True,
+    gathers_tokens=True,
 )
 SM90 = ArchSpec(
     "Hopper",

@@ -347,13 +347,16 @@ def select_bwd_config(
     modifier: str | None = None,
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
+    packed_heads: int = 1,
+    token_lists: int = 0,
 ) -> BwdChoice:
     """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
     keys.
 
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. The split of a group of
+    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. packed_heads,
+    token_lists: as in `AttentionProblem`. The split of a group of
     heads is not decided here.
 
     Raises:
@@ -374,6 +377,7 @@ def select_bwd_config(
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
         is_ordered=deterministic,
+        token_lists=token_lists,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:
@@ -386,7 +390,12 @@ def select_bwd_config(
     for row in rows[:2] if rows[0].cta_pair else rows[:1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            traits = _bwd_traits(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
+            has_score_mod = modifier == "score_mod"
+            of_lists = {"packed_heads": packed_heads, "shares_tile": token_lists == 64}
+            traits = _bwd_traits(
+                *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
+                of_lists if token_lists else {},
+            )
             why_not = traits.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
@@ -437,7 +446,12 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
 
 @tells_what_to_install()
 def _bwd_traits(
-    kernel: BackwardKernel, head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool
+    kernel: BackwardKernel,
+    head_dim: int,
+    head_dim_v: int,
+    tiles: BwdTiles,
+    has_score_mod: bool,
+    of_lists: dict[str, Any],
 ) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
@@ -452,6 +466,7 @@ def _bwd_traits(
         value_cols=tiles.value_cols,
         cta_pair=tiles.cta_pair,
         # tiles are chosen before it is known whether masks may empty rows
-        has_marks=True,
+        has_marks=not of_lists,
         has_reference=has_score_mod,
+        **of_lists,
     )

@@ -65,6 +65,7 @@ from flash_mask_cute.call.choose.splits import (
     decode_rows,
     refuse_splits,
 )
+from flash_mask_cute.call.choose.token_lists import with_token_lists
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
@@ -412,6 +413,9 @@ def _choose_tiles(
         seqlens = shapes.seqlen_q, shapes.seqlen_k
         empties = may_empty_rows(problem, seqlens, (window_left, window_right))
         problem = replace(problem, may_empty_rows=empties)
+        if masks.selected is not None:
+            problem = with_token_lists(call, problem, shapes, masks, arch_spec(target))
+            empties = problem.may_empty_rows
         choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
@@ -593,8 +597,10 @@ def _bwd_chooser(
             modifier=problem.score_modifier,
             num_sms=target.num_sms,
             kernel=kernel,
+            packed_heads=problem.packed_heads,
+            token_lists=problem.token_lists,
         )
-        if not kernel.splits_groups:
+        if not kernel.splits_groups or problem.token_lists:
             return choice
         return split_group(choice, problem, shapes, window, target.num_sms, splits)
 

@@ -24,7 +24,8 @@ class CallFacts(NamedTuple):
     problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
     may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
     sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
-    selected_block: keys of a block of each query's choice, 0 if there is none.
+    selected_block: keys of a block of each query's choice, 0 if there is none. token_lists: as in
+    the problem.
     """
 
     head_dim: int
@@ -41,6 +42,7 @@ class CallFacts(NamedTuple):
     sequences: int = 1
     num_sms: int = 1
     selected_block: int = 0
+    token_lists: int = 0
 
     @property
     def splits_sectors(self) -> bool:
@@ -177,7 +179,8 @@ class BwdRow(NamedTuple):
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
     cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
-    also only for unmodified scores and for devices with two SMs.
+    also only for unmodified scores and for devices with two SMs. token_lists: only for choices that
+    are taken as token lists, with so many keys of a work tile.
     """
 
     max_dim: int
@@ -194,6 +197,7 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
+    token_lists: int = 0
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -205,6 +209,9 @@ class BwdRow(NamedTuple):
         if self.max_seqlen_k is not None:
             longest = self.max_seqlen_k
             yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
+        if self.token_lists:
+            keys = self.token_lists
+            yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.cta_pair:
@@ -428,6 +435,24 @@ SM100_FWD = tuple(row._replace(polynomial=24) for row in _SM100_FWD)
 SM103_FWD = _SM100_FWD
 
 SM90_BWD = (
+    BwdRow(
+        *(64, 64, 64, 2, 2, 1, 64),
+        "a few listed queries, all values in registers",
+        clears_dq=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 32),
+        "a few listed queries, with registers left for those who look them up",
+        clears_dq=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 0),
+        "a few listed queries; both warpgroups have the same keys, and half of the columns each",
+        clears_dq=True,
+        token_lists=64,
+    ),
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
         "user callables take the registers of 64 queries, but not those of the values",

@@ -190,9 +190,12 @@ def test_pairs_of_answers() -> None:
 # -- runs ---------------------------------------------------------------------------------------
 
 PEERS = {
-    "llama3-8b": ("sdpa", "sdpa_loop", "eager"),
-    "gemma3": ("sdpa", "sdpa_loop", "eager"),
-    "gpt-oss": ("eager",),
+    "llama3-8b": ("ours_lengths", "sdpa", "sdpa_loop", "eager"),
+    "gemma3": ("ours_lengths", "sdpa", "sdpa_loop", "eager"),
+    "gpt-oss": (
+        "ours_lengths",
+        "eager",
+    ),
 }
 
 

@@ -429,3 +429,35 @@ def test_attention_by_it() -> None:
     p = scores.masked_fill(~dense(mod), float("-inf")).softmax(-1).nan_to_num()
     expected = torch.einsum("bhqk,bkhd->bqhd", p, v)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_documents_that_only_their_numbers_show() -> None:
+    """A row from which on each key is hidden, as trainers write it, says nothing of documents."""
+    lengths = torch.tensor([9, 1, 20, 15])
+    bounds = lengths.cumsum(0)
+    ends = bounds.repeat_interleave(lengths)
+    starts = (bounds - lengths).repeat_interleave(lengths)
+    size = len(ends)
+
+    def hidden_later(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < ends[k])
+
+    def both_ways(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q < ends[k]) & (q >= starts[k])
+
+    def of_mod(mod: Mod) -> bool | None:
+        return check(mod, size, size).documents
+
+    assert of_mod(hidden_later) and of_mod(both_ways)
+    assert of_mod(joined(hidden_later, lambda b, h, q, k: q - k < 4))
+    # a question that two answers share, in one document and before another
+    shared = torch.where(torch.arange(size) < 10, 30, ends)
+    assert of_mod(lambda b, h, q, k: (k <= q) & (q < shared[k]))
+    shared = torch.where(torch.arange(size) < 10, size, ends)
+    assert not of_mod(lambda b, h, q, k: (k <= q) & (q < shared[k]))
+    # padding before or behind the only document
+    for first, end in ((5, size), (0, size - 5), (5, size - 5)):
+        valid = torch.zeros(size, dtype=torch.bool)
+        valid[first:end] = True
+        last = torch.where(valid, end, 0)
+        assert not of_mod(lambda b, h, q, k, last=last: (k <= q) & (q < last[k]))
