@@ -14,6 +14,7 @@ from flash_mask_cute.call.choose.copies import describe_copies
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.choose.packed import call_by_documents
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan, target_of
+from flash_mask_cute.call.choose.widen import call_in_16_bits
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
 from flash_mask_cute.call.explain_choice import explain_choice
 from flash_mask_cute.call.prepare import compiled_fwd
@@ -41,8 +42,9 @@ class Explanation:
     empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
     empty if there are none; the CPU path puts them side by side first. choice: what is made of the
-    blocks that each query chose, empty if there is no choice. backward: None if such a call has
-    none.
+    blocks that each query chose, empty if there is no choice. tables: those of all differences that
+    a launch fills before attention, for reads of score_mod, empty if there are none. backward: None
+    if such a call has none.
     """
 
     where: str
@@ -65,6 +67,7 @@ class Explanation:
     splits: str = ""
     pages: str = ""
     choice: str = ""
+    tables: str = ""
     backward: BackwardExplanation | None = None
 
     def __str__(self) -> str:
@@ -96,6 +99,8 @@ class Explanation:
             lines["pages"] = self.pages
         if self.choice:
             lines["choice"] = self.choice
+        if self.tables:
+            lines["tables"] = self.tables
         if self.backward is not None:
             lines |= self.backward.lines()
         if self.note:
@@ -116,6 +121,8 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     """
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
+    if dense.wide is not None:
+        return _explain_widened(call, dense, named)
     run, counted = dense.packed or dense, call
     notes = []
     if run is not dense:
@@ -163,8 +170,26 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
         choice=explain_choice(run, counted.tensors.lengths.cu_seqlens_q),
+        tables="" if run.tables is None else run.tables.describe(),
         backward=backward,
     )
+
+
+def _explain_widened(
+    call: AttentionCall, coded: ExecutionPlan, named: Target | None
+) -> Explanation:
+    """Explain a forward over keys and values in fp8 that are converted before attention."""
+    wide = call_in_16_bits(call, coded.shapes)
+    assert wide is not None
+    found = explain_fwd(wide, named)
+    num_bytes = wide.tensors.k.nbytes + wide.tensors.v.nbytes
+    _, why_not = explain_backward(call, coded)
+    notes = [
+        f"k and v are converted from fp8 before attention, to {num_bytes} bytes",
+        *filter(None, [found.note]),
+        f"there is no backward: {why_not}",
+    ]
+    return replace(found, backward=None, note="; ".join(notes))
 
 
 def _describe_splits(run: ExecutionPlan) -> str:

@@ -84,11 +84,15 @@ def explain_backward(
         return None, str(error)
     backward = backward.packed or backward
     choice, scratch_bytes, parts_bytes = backward.bwd_choice, None, 0
+    smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:
         scratch = BwdScratch.of(backward)
         scratch_bytes, parts_bytes = scratch.num_bytes, scratch.partial_sums_bytes
         if backward.mask_bits is not None:
             scratch_bytes += backward.mask_bits.num_bytes
+        if backward.tables is not None:
+            scratch_bytes += backward.tables.num_bytes
+            smem_bytes += backward.tables.smem_bytes
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
         sizes = [x.numel() for x in aux_tensors]
@@ -101,7 +105,7 @@ def explain_backward(
         cols_v=choice.tile_dv,
         group_splits=choice.group_splits,
         reason=choice.reason,
-        smem_bytes=choice.smem_bytes,
+        smem_bytes=smem_bytes,
         scratch_bytes=scratch_bytes,
         partial_sums_bytes=parts_bytes,
         aux_gradients=explain_reads(backward, aux_tensors),

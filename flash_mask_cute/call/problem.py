@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_mask_cute.core.segments import ORDERED
+from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.limits import OPEN_WINDOW
 
 
@@ -35,6 +36,11 @@ class FwdShapes(NamedTuple):
     def mean_seqlen_q(self) -> int:
         """Queries of a sequence on average, rounded up."""
         return -(-self.total_q // max(self.batch, 1))
+
+    @property
+    def mean_seqlen_k(self) -> int:
+        """Keys of a sequence on average, rounded up."""
+        return -(-self.total_k // max(self.batch, 1))
 
     @property
     def is_empty(self) -> bool:
@@ -99,9 +105,12 @@ class AttentionProblem:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
-    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. token_lists: keys of a
-    work tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and
-    packs all heads of a group; 0: it does not.
+    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
+    `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
+    tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
+    heads of a group; 0: it does not. tables: dtypes of the tables of differences that the kernel
+    gets behind the aux tensors (`difference_tables.py`), summed: (number, size of the sums) of the
+    reads whose gradients it sums by difference.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -145,11 +154,20 @@ class AttentionProblem:
     has_selected: bool = False
     common_kv: bool = False
     in_fp8: bool = False
+    few_rows: bool = False
     token_lists: int = 0
+    tables: tuple[str, ...] = ()
+    summed: tuple[tuple[int, int], ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""
         return any(x.name == name for x in self.optional)
+
+    def with_few_rows(self, shapes: FwdShapes) -> AttentionProblem:
+        """The same, with what its kernel may know of the number of query rows."""
+        rows = shapes.seqlen_q * self.packed_heads
+        few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
+        return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
 
     @property
     def causal_each(self) -> bool:

@@ -70,8 +70,8 @@ def by_lanes(groups: int) -> cute.Layout:
 
 
 def by_queries(packed_heads: int, width: int) -> cute.Layout:
-    """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators of
-    `width` columns of two warpgroups, so that those of a query's packed heads lie together.
+    """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators
+    of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
 
     The rows of a warp are one query's or a part of them, or two or four queries'.
     """

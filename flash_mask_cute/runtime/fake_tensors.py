@@ -112,6 +112,16 @@ def strided(rank: int, name: str = "int32") -> Any:
     return make_fake_tensor(dtype, extents(rank), strides, assumed_align=align)
 
 
+def rows(name: str, rank: int) -> Any:
+    """A tensor with contiguous rows."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    dtype = cutlass_dtype(name)
+    strides: Any = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
+    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
+
+
 def scratch(*inner: int) -> Any:
     """A contiguous fp32 tensor (heads, row blocks, *inner)."""
     import cutlass

@@ -189,6 +189,7 @@ class FlashAttentionBackwardSm90:
             has_reference=score_mod is not None,
             packed_heads=packed_heads,
             shares_tile=shares_tile,
+            sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
         )
         reason = self.traits.infeasible()
         if reason is not None:
@@ -465,7 +466,7 @@ class FlashAttentionBackwardSm90:
             [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
             for columns in (traits.columns.dv, traits.columns.dk)
         )
-        chain = make_chain(self, score_args, lengths)
+        chain = make_chain(self, score_args, lengths, tiles.sums)
         scores = BlockScores.create(traits, tiles, channels, chain, lengths, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -519,7 +520,7 @@ class FlashAttentionBackwardSm90:
 
             # -- dK and dV leave
             work = ring.read(tile)
-            if const_expr(chain.walk is not None):
+            if const_expr(chain.has_walk):
                 scores.end_walk(work)
             for acc in acc_dK:
                 scale(acc, softmax_scale)

@@ -385,7 +385,7 @@ class BlockScores:
     # -- gradients of aux tensors ---------------------------------------------------------------
 
     def _turn_to_head(self, state: MainloopState) -> None:
-        if self.chain.walk is not None:
+        if self.chain.has_walk:
             work, head_idx, _ = self._place(state)
             self.chain.turn_to(work, head_idx)
 

@@ -91,7 +91,7 @@ class Tiles(NamedTuple):
     sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
     bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
     used alternately: whether the bits of the next block had arrived when both warpgroups met in a
-    block.
+    block. sums: of reads by difference, of each warp.
     """
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
@@ -108,6 +108,7 @@ class Tiles(NamedTuple):
     bits: cute.Tensor  # (4 words, tile_n)
     any_bits: cute.Tensor  # (tile_n / 32,)
     ready: cute.Tensor  # (2,)
+    sums: cute.Tensor | None  # (sums_of_warp, warps)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class BwdTraits:
     nothing modifies the scores; the products of dO with these read half as much shared memory.
 
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
+    sums_of_warp: of gradients of aux tensors by difference.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
@@ -143,6 +145,7 @@ class BwdTraits:
     cta_pair: bool = False
     has_marks: bool = False
     has_reference: bool = False
+    sums_of_warp: int = 0
     own_warpgroup: int | None = None
     packed_heads: int = 1
     shares_tile: bool = False
@@ -378,6 +381,11 @@ class BwdTraits:
         return self.tile_n * COLUMNS.num_words * 4
 
     @property
+    def sums_words(self) -> int:
+        """fp32 sums by difference, of all warps."""
+        return self.sums_of_warp * self.num_mma_warps
+
+    @property
     def smem_bytes(self) -> int:
         return (
             # marks are among the small things
@@ -391,6 +399,7 @@ class BwdTraits:
             + self.bytes_dq
             + self.bytes_bits
             + self.bytes_tokens
+            + self.sums_words * 4
             + SMEM_BOOKKEEPING
         )
 
@@ -618,6 +627,7 @@ class BwdTraits:
             claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
             tokens: cute.struct.MemRange[cutlass.Int32, self.bytes_tokens // 4]
+            sums: cute.struct.MemRange[cutlass.Float32, self.sums_words]
 
         return Storage
 
@@ -640,7 +650,12 @@ class BwdTraits:
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
+            sums=None if self.sums_of_warp == 0 else self._sums(storage),
         )
+
+    def _sums(self, storage: Any) -> cute.Tensor:
+        shape = self.sums_of_warp, self.num_mma_warps
+        return storage.sums.get_tensor(cute.make_layout(shape))
 
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths

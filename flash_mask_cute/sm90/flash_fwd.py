@@ -8,7 +8,7 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 | 1 of warpgroup 0        | schedule | choose work tiles and the key blocks they visit            |
 | 2, 3 of warpgroup 0 (*) | mask     | bits of the scores that count, for blocks that a mask cuts |
 | warpgroups 1..tile_m/64 | mma      | 64 rows each: S = Q K^T, softmax, P V, output              |
-| one more, if there is   | convert  | keys and values in fp8 to tiles in 16 bits                 |
+| the rest, if any        | convert  | keys and values in fp8 to tiles in 16 bits                 |
 
 (*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
 registers.
@@ -57,6 +57,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
+    WARPS_PER_WARPGROUP,
     scheduler_rings,
     swizzled,
 )
@@ -91,7 +92,7 @@ from flash_mask_cute.sm90.flash_fwd_traits import (
     MASK_REGISTERS,
     FwdTraits,
 )
-from flash_mask_cute.sm90.fp8_conversion import Codes, Descales, KeyConversion
+from flash_mask_cute.sm90.fp8_conversion import Codes, Conversion, Descales
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -130,6 +131,7 @@ class FlashAttentionForwardSm90:
         and of the page size of every launch
     :param common_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
+    :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -163,6 +165,7 @@ class FlashAttentionForwardSm90:
         page_box: int | None = None,
         common_kv: bool = False,
         in_fp8: bool = False,
+        few_rows: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -179,6 +182,7 @@ class FlashAttentionForwardSm90:
             heads_there=qhead_per_kvhead if pack_gqa else None,
             page_box=page_box,
             in_fp8=in_fp8,
+            few_rows=few_rows,
         )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
@@ -353,7 +357,7 @@ class FlashAttentionForwardSm90:
         storage = allocator.allocate(traits.storage())
         mma_warps = traits.num_mma_warps
         # the load warp arrives with the bytes that TMA brings; each converting warp with its part
-        loads, loads_kv = 1, max(traits.num_conversion_warps, 1)
+        loads, loads_kv = 1, WARPS_PER_WARPGROUP if traits.in_fp8 else 1
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
@@ -430,9 +434,13 @@ class FlashAttentionForwardSm90:
             self.mask(mask_warp, tiles, channels, lengths, masks)
         elif const_expr(traits.in_fp8):
             cute.arch.setmaxregister_decrease(CONVERSION_REGISTERS)
-            KeyConversion(
-                loaded, k, v, tiles.block_flags, descales, pages, schedule.heads_per_kv, traits
-            ).stream(channels.ring)
+            of_all = pages, schedule.heads_per_kv, traits
+            if warp_idx < traits.first_conversion_warp + WARPS_PER_WARPGROUP:
+                of_k = True, k, tiles.block_flags, descales.k
+                Conversion(loaded, *of_k, *of_all).stream(channels.ring)
+            else:
+                of_v = False, v, tiles.block_flags, descales.v
+                Conversion(loaded, *of_v, *of_all).stream(channels.ring)
 
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs

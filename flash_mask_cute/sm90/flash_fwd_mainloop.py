@@ -34,6 +34,7 @@ from flash_mask_cute.mods.calling import (
     ScoreModifier,
     ScoreModTraits,
     at_plain_distances,
+    columns_of,
     inside,
 )
 from flash_mask_cute.mods.table_rows import LoadedRows
@@ -136,7 +137,7 @@ class KeyBlocks:
         computes_functions = scales.cap is not None or score_traits.computes_functions
         softmax = OnlineSoftmax.create(
             scales.scale_log2 * score_traits.factor,
-            wgmma.ROWS_PER_THREAD,
+            traits.rows_of_thread,
             traits.dtype,
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
@@ -166,7 +167,15 @@ class KeyBlocks:
 
     def make_probs(self) -> cute.Tensor:
         """Words of P."""
-        return wgmma.make_operand_words(self.traits.tile_n // 16)
+        words = wgmma.make_operand_words(self.traits.tile_n // 16)
+        if self.traits.few_rows:
+            # those of rows for which there are no queries keep it
+            words.fill(0)
+        return words
+
+    def _rows_of(self, acc: cute.Tensor) -> cute.Tensor:
+        """The rows of an accumulator for which there are queries."""
+        return wgmma.rows_by_cols(acc, self.traits.rows_of_thread)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -215,11 +224,21 @@ class KeyBlocks:
 
     def issue_values(self, probs: cute.Tensor, state: MainloopState) -> None:
         """Start O += P V of the last block that was not skipped."""
-        mma = self.traits.mma_pv()
+        width = self.traits.tile_dv // self.traits.value_parts
+        mma = self.traits.mma_pv(width)
         operand = wgmma.words_as_operand_a(probs, self.traits.dtype)
         v_stage = self.channels.v.index(state.block - state.passed)
-        v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
-        wgmma.issue(mma, self.acc_O, operand, v_tile, state.accumulate)
+        if const_expr(self.traits.value_parts == 1):
+            v_tile = wgmma.operand_b(mma, self.tiles.v)[None, None, None, v_stage]
+            wgmma.issue(mma, self.acc_O, operand, v_tile, state.accumulate)
+        else:
+            parts = []
+            for part in range(self.traits.value_parts):
+                v = cute.local_tile(self.tiles.v, (width, self.traits.tile_n), (part, 0, None))
+                v_tile = wgmma.operand_b(mma, v)[None, None, None, v_stage]
+                acc = wgmma.columns(self.acc_O, part * width, (part + 1) * width)
+                parts.append((acc, v_tile))
+            wgmma.issue_parts(mma, operand, parts, state.accumulate)
 
     def wait_for_values(self, state: MainloopState) -> None:
         self.channels.v.wait_unless(state.v_ready, state.block - state.passed)
@@ -253,7 +272,7 @@ class KeyBlocks:
         """P of a work tile's first key block, whose S is complete. Returns the position, and the
         kind of the next block."""
         channels = self.channels
-        flags, scores = self._block_flags(state.block), wgmma.rows_by_cols(acc_S)
+        flags, scores = self._block_flags(state.block), self._rows_of(acc_S)
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
         elif channels.ring.read(tile).has_scores:
@@ -378,7 +397,7 @@ class KeyBlocks:
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
         channels.k.release(block)
-        scores = wgmma.rows_by_cols(acc_S)  # (2 rows, tile_n / 4) of a thread
+        scores = self._rows_of(acc_S)  # (rows, tile_n / 4) of a thread
         self._modify(places, loaded, scores)
         if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
@@ -395,7 +414,7 @@ class KeyBlocks:
         if softmax_math.differ_from_one(factors):
             if const_expr(not traits.values_first):
                 warpgroup.wait_group(0)
-            softmax_math.rescale(wgmma.rows_by_cols(self.acc_O), factors)
+            softmax_math.rescale(self._rows_of(self.acc_O), factors)
         if const_expr(not traits.values_first):
             # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
             # start of its basic block: above the exponentials that should overlap P V.
@@ -442,7 +461,7 @@ class KeyBlocks:
         """
         softmax = self.softmax
         softmax.see(scores)
-        factors = (Float32(1.0), Float32(1.0))
+        factors = tuple(Float32(1.0) for _ in range(self.traits.rows_of_thread))
         if const_expr(not self.traits.keeps_scores):
             tile_max = softmax.tile_max(scores)
             is_old = softmax.outgrown(tile_max)
@@ -476,7 +495,8 @@ class KeyBlocks:
 
     def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
+        words = take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
+        return words[: self.traits.rows_of_thread]
 
     def _visible_columns(self) -> Int32:
         """The OR of the bits of this warpgroup's rows in the block whose bits have arrived."""
@@ -495,9 +515,12 @@ class KeyBlocks:
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            score_mod = ScoreModifier(self.score_mod, self.aux_tensors, self.score_traits.factor)
-            for r, row in enumerate(rows):
-                score_mod.modify_row(scores, r, scales.scale_mod, row, k_idx_of, loaded)
+            traits = self.score_traits
+            score_mod = ScoreModifier(self.score_mod, self.aux_tensors, traits.factor)
+            for cols in columns_of(scores, traits.by_columns):
+                for r, row in enumerate(rows):
+                    args = scores, r, scales.scale_mod, row, k_idx_of, loaded
+                    score_mod.modify_row(*args, of_cols=cols)
 
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None
@@ -509,7 +532,7 @@ class KeyBlocks:
         if self.score_mod is None:
             return None
         work, n_block = self.channels.ring.read(tile), flags >> N_BLOCK_SHIFT
-        rows, heads = tile_rows(self.traits, work, thread_in_warpgroup()), self.traits.packed_heads
+        rows, heads = self._tile_rows(work), self.traits.packed_heads
         first_k_idx = n_block * self.traits.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
@@ -527,6 +550,10 @@ class KeyBlocks:
         ]
         return places, lambda c: k_after(wgmma.col_offset(c))
 
+    def _tile_rows(self, work: Work) -> tuple:
+        rows = tile_rows(self.traits, work, thread_in_warpgroup())
+        return rows[: self.traits.rows_of_thread]
+
     def _load_table_rows(
         self, tile: Int32, flags: Int32, half: Int32 | None = None
     ) -> LoadedRows | None:
@@ -537,7 +564,7 @@ class KeyBlocks:
         first_key, num_keys = (flags >> N_BLOCK_SHIFT) * traits.tile_n, traits.tile_n
         if half is not None:
             first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
-        rows = tile_rows(traits, work, thread_in_warpgroup())
+        rows = self._tile_rows(work)
         group = traits.packed_heads, traits.group_size
         return LoadedRows.load(
             self.score_traits.row_reads,

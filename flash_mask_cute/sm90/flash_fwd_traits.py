@@ -33,6 +33,7 @@ from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
+    ROWS_PER_THREAD,
     ROWS_PER_WARPGROUP,
     WORDS_PER_STEP,
     tile_columns,
@@ -49,10 +50,11 @@ MMA_REGISTERS = {1: (MAX_REGISTERS,), 2: (216, 232), 3: (152, 160), 4: (112,)}
 # the same beside a warpgroup of mask warps, and what that takes
 MMA_REGISTERS_BESIDE_MASK_WARPS = 208
 MASK_REGISTERS = 56
-# The same beside a warpgroup that converts keys and values from fp8, and what that takes. One MMA
-# warpgroup keeps the same as without it.
+# The same beside warpgroups that convert keys and values from fp8, and what each of these takes.
+# One MMA warpgroup keeps the same as without them.
 MMA_REGISTERS_BESIDE_CONVERSION = 240
-CONVERSION_REGISTERS = 104
+CONVERSION_REGISTERS = 96
+CONVERSION_WARPGROUPS = 2
 # Blocks in fp8 that wait for conversion, at most.
 MOST_CODE_STAGES = 8
 # Columns of the query are kept in registers at this head_dim_v, where that was timed; with 96 and
@@ -79,7 +81,7 @@ class FwdTraits(PackedHeads):
     score of a block is much work. cta_pair: an option of other kernels; not supported here.
     packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
     that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
-    memory, and a warpgroup converts them.
+    memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
     """
 
     dtype: type[cutlass.Numeric]
@@ -96,6 +98,7 @@ class FwdTraits(PackedHeads):
     heads_there: int | None = None
     page_box: int | None = None
     in_fp8: bool = False
+    few_rows: bool = False
 
     @property
     def moves_registers(self) -> bool:
@@ -126,6 +129,11 @@ class FwdTraits(PackedHeads):
         return self.tile_m // ROWS_PER_WARPGROUP
 
     @property
+    def rows_of_thread(self) -> int:
+        """Rows of a thread's accumulator for which there are queries."""
+        return 1 if self.few_rows else ROWS_PER_THREAD
+
+    @property
     def table_words(self) -> int:
         """Registers of a thread for rows of tables (`mods/table_rows.py`); more would spill."""
         return 64 if self.num_mma_warpgroups < 3 else 32
@@ -140,11 +148,28 @@ class FwdTraits(PackedHeads):
 
     @property
     def _num_warpgroups(self) -> int:
-        return 1 + self.num_mma_warpgroups + self.mask_warpgroup + self.in_fp8
+        others = 1 + self.num_mma_warpgroups + self.mask_warpgroup
+        return others + self.num_conversion_warpgroups
+
+    @property
+    def num_conversion_warpgroups(self) -> int:
+        """Keys and values have one each."""
+        return CONVERSION_WARPGROUPS if self.in_fp8 else 0
+
+    @property
+    def value_parts(self) -> int:
+        """Products in which P V is computed, of as many columns each: with more warpgroups a launch
+        gives a thread fewer registers for a product."""
+        most = launch_registers(self._num_warpgroups) - PRODUCT_REGISTERS
+        return 2 if self.in_fp8 and self.tile_dv // 2 > most else 1
 
     @property
     def num_conversion_warps(self) -> int:
-        return WARPS_PER_WARPGROUP if self.in_fp8 else 0
+        return WARPS_PER_WARPGROUP * self.num_conversion_warpgroups
+
+    @property
+    def first_conversion_warp(self) -> int:
+        return Role.MMA + self.num_mma_warps
 
     @property
     def num_mask_warps(self) -> int:
@@ -225,13 +250,18 @@ class FwdTraits(PackedHeads):
         return self.tile_n // 2 + self.tile_n // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
+    def _product_registers(self) -> int:
+        """What the larger product wants of the registers of a launch."""
+        return max(self.tile_n, self.tile_dv // self.value_parts) // 2 + PRODUCT_REGISTERS
+
+    @property
     def helper_registers(self) -> int:
         """Registers of warpgroup 0, which the launch bounds:
         docs/facts/compiler.md#setmaxnreginc-hangs-if-the-sum-exceeds-what-the-launch-gave
         """
         mask_warps = MASK_REGISTERS if self.mask_warpgroup else 0
         taken = self.mma_registers * self.num_mma_warpgroups + mask_warps
-        taken += CONVERSION_REGISTERS if self.in_fp8 else 0
+        taken += CONVERSION_REGISTERS * self.num_conversion_warpgroups
         return registers_left(self._num_warpgroups, taken)
 
     @property
@@ -361,10 +391,9 @@ class FwdTraits(PackedHeads):
             return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
         if self.registers_needed > self.mma_registers:
             return f"{self.registers_needed} registers a thread exceed {self.mma_registers}"
-        widest = max(self.tile_n, self.tile_dv) // 2 + PRODUCT_REGISTERS
         most = launch_registers(self._num_warpgroups)
-        if widest > most:
-            return f"{widest} registers of a product exceed the {most} of a launch"
+        if self._product_registers > most:
+            return f"{self._product_registers} registers of a product exceed the {most} of a launch"
         return None
 
     @property
@@ -389,7 +418,8 @@ class FwdTraits(PackedHeads):
             source,
         )
 
-    def mma_pv(self) -> cute.TiledMma:
+    def mma_pv(self, num_columns: int | None = None) -> cute.TiledMma:
+        """O += P V of a value block, or of num_columns of its columns."""
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -397,7 +427,7 @@ class FwdTraits(PackedHeads):
             OperandMajorMode.MN,
             cutlass.Float32,
             (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.tile_dv),
+            (ROWS_PER_WARPGROUP, self.tile_dv if num_columns is None else num_columns),
             warpgroup.OperandSource.RMEM,
         )
 

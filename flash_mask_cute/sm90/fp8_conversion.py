@@ -11,6 +11,7 @@ wrote for it (`operand_loads`), which says where it lies and whether the walk en
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import (
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    thread_in_warpgroup,
+)
+from flash_mask_cute.core.fp8_codes import CODES, numbers_of
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, Place
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.walk_ring import KIND_MASK, Kind
@@ -27,12 +33,10 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 
-# Codes in a word, and those that a thread converts at once: 8 bytes, which become 16.
-CODES, UNIT = 4, 8
+# Codes that a thread converts at once: 8 bytes, which become 16.
+UNIT = 8
 # Threads side by side in a row, at most: their units of 16 bytes fill the banks once.
 LANES_OF_ROW = 8
-# Units of a thread that are read before the first one is written.
-UNITS_IN_FLIGHT = 4
 
 
 class Codes(NamedTuple):
@@ -47,15 +51,16 @@ class Codes(NamedTuple):
     def create(traits: FwdTraits, storage: Any) -> "Codes":
         """storage: that of the traits' codes."""
         stages_k, stages_v = traits.code_stages
-        readers = traits.num_conversion_warps
+        # whoever converts values reads the words of the keys
+        readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
         return Codes(
             Buffer(
                 storage.k.get_tensor(traits.layout_codes_k()),
-                Channel.create(storage.k_barriers.data_ptr(), stages_k, 1, readers),
+                Channel.create(storage.k_barriers.data_ptr(), stages_k, 1, readers_k),
             ),
             Buffer(
                 storage.v.get_tensor(traits.layout_codes_v()),
-                Channel.create(storage.v_barriers.data_ptr(), stages_v, 1, readers),
+                Channel.create(storage.v_barriers.data_ptr(), stages_v, 1, readers_v),
             ),
             storage.words.get_tensor(cute.make_layout(stages_k)),
         )
@@ -68,34 +73,38 @@ class Descales(NamedTuple):
     k: cute.Tensor | None
     v: cute.Tensor | None
 
-    @property
-    def are_by_row(self) -> bool:
-        """Whether some of them differ from row to row."""
-        return any(x is not None and cute.rank(x) == 3 for x in self)
-
 
 class Scales(NamedTuple):
-    """The scales of a lane's row of a block of keys, and of the same block of values. block: which
-    one. Where there is none, nobody reads them."""
+    """The scales of a lane's row of a block, and of the same row of the block before it, which a
+    walk usually visits next.
 
-    k: Float32
-    v: Float32
+    block: which one; -1: none yet. next_value may still be on its way, as may entry: what the table
+    of pages has for the row of the block before that.
+    """
+
+    value: Float32
     block: Int32
+    next_value: Float32
+    entry: Int32
 
     @staticmethod
     def none() -> "Scales":
-        return Scales(Float32(1.0), Float32(1.0), Int32(-1))
+        return Scales(Float32(1.0), Int32(-1), Float32(1.0), Int32(0))
 
 
 @dataclass(frozen=True)
-class KeyConversion:
-    """What the converting warps read and write. k, v, block_flags: as `codes`, in 16 bits."""
+class Conversion:
+    """What the warpgroup that converts keys, or the one that converts values, reads and writes.
+
+    to: the tile in 16 bits. descale: (batch, heads), or one a row, or None, as in `Descales`.
+    block_flags: as the words of codes, for readers of the tiles of keys.
+    """
 
     codes: Codes
-    k: Buffer
-    v: Buffer
+    of_keys: cutlass.Constexpr[bool]
+    to: Buffer
     block_flags: cute.Tensor
-    descales: Descales
+    descale: cute.Tensor | None
     pages: Pages | None
     heads_per_kv: Int32
     traits: cutlass.Constexpr[FwdTraits]
@@ -110,8 +119,8 @@ class KeyConversion:
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
             scales, is_last = Scales.none(), Boolean(False)
-            if const_expr(not self.descales.are_by_row):
-                scales = self._look_up(place, Int32(0))
+            if const_expr(self.descale is not None and not self._has_scales_of_rows):
+                scales = scales._replace(value=self.descale[place.batch_idx, place.head])
             while not is_last:
                 scales, is_last = self._convert_block(place, scales, number)
                 number += 1
@@ -120,53 +129,71 @@ class KeyConversion:
 
     @cute.jit
     def _convert_block(self, place: Place, scales: Scales, number: Int32) -> tuple[Scales, Boolean]:
-        """Convert a block of keys and of values. scales: of the block that a walk usually visits
-        after the one before. Returns those of the next one, and whether the walk is at its end."""
+        """Convert a block. scales: of the block that a walk usually visits after the one before.
+        Returns those of the next one, and whether the walk is at its end."""
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
-        following = scales
-        if const_expr(self.descales.are_by_row):
+        if const_expr(self._has_scales_of_rows):
             block = word >> N_BLOCK_SHIFT
             if scales.block != block:
                 scales = self._look_up(place, block)
-            # they are on their way while this block is converted
-            following = self._look_up(place, cutlass.max(block - 1, 0))
-        self.k.channel.acquire(number)
-        if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
-            self.block_flags[self.k.channel.index(number)] = word
-        self._convert(codes.k, self.k, number, self.descales.k, scales.k)
-        codes.v.channel.wait(number)
-        self.v.channel.acquire(number)
-        # (d_v, keys) to products, (keys, d_v) here
-        codes_v, v = (x._replace(smem=_transposed(x.smem)) for x in (codes.v, self.v))
-        self._convert(codes_v, v, number, self.descales.v, scales.v)
-        return following, (word & KIND_MASK) == Kind.END
+        if const_expr(not self.of_keys):
+            # of the keys, whoever converts values wants their word alone
+            codes.k.channel.release(number)
+            codes.v.channel.wait(number)
+        units = self._read(number)
+        of_rows = self._scales_of_rows(scales.value)
+        self.to.channel.acquire(number)
+        if const_expr(self.of_keys):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
+                self.block_flags[self.to.channel.index(number)] = word
+        self._write(number, units, of_rows)
+        if const_expr(self._has_scales_of_rows):
+            # Behind the fence, which would wait for loads; they have the time of a block.
+            scales = self._advanced(place, scales)
+        return scales, (word & KIND_MASK) == Kind.END
 
     # -- scales ---------------------------------------------------------------------------------
 
-    @cute.jit
-    def _look_up(self, place: Place, block: Int32) -> Scales:
-        """The scales of this lane's row. A row behind the sequence's end has those of its last one,
-        as it may have its numbers."""
-        key = block * self.traits.tile_n + cutlass.min(self._own_row(), self.traits.tile_n - 1)
-        key = cutlass.max(cutlass.min(key, place.length - 1), 0)
-        entry, row = place.batch_idx, key
-        if const_expr(self.descales.are_by_row and self.pages is not None):
-            row = self.pages.row(place.batch_idx, key)
-            entry = self.pages.number(self.pages.entry(place.batch_idx, row))
-            row = self.pages.place(entry, row, place.length).row
-        k, v = (self._scale(x, place, entry, row) for x in self.descales)
-        return Scales(k, v, block)
+    @property
+    def _has_scales_of_rows(self) -> bool:
+        return self.descale is not None and cute.rank(self.descale) == 3
 
-    def _scale(
-        self, descale: cute.Tensor | None, place: Place, entry: Int32, row: Int32
-    ) -> Float32:
-        if descale is None:
-            return Float32(1.0)
-        if cute.rank(descale) == 2:
-            return descale[place.batch_idx, place.head]
-        return descale[entry, row, place.head]
+    def _look_up(self, place: Place, block: Int32) -> Scales:
+        """Those of a block, of which nothing is known yet."""
+        value, next_value = (
+            self._scale(place, x, self._entry(place, x)) for x in (block, block - 1)
+        )
+        return Scales(value, block, next_value, self._entry(place, block - 2))
+
+    def _advanced(self, place: Place, scales: Scales) -> Scales:
+        """Those of the block before."""
+        block = scales.block
+        after_next = self._scale(place, block - 2, scales.entry)
+        return Scales(scales.next_value, block - 1, after_next, self._entry(place, block - 3))
+
+    def _key(self, place: Place, block: Int32) -> Int32:
+        """This lane's key of a block. A row behind the sequence's end is its last one, whose scale
+        it takes, as its memory may hold anything."""
+        key = block * self.traits.tile_n + cutlass.min(self._own_row(), self.traits.tile_n - 1)
+        return cutlass.max(cutlass.min(key, place.length - 1), 0)
+
+    def _entry(self, place: Place, block: Int32) -> Int32:
+        """What the table of pages has for this lane's key of a block: nobody waits for it yet."""
+        if self.pages is None:
+            return Int32(0)
+        row = self.pages.row(place.batch_idx, self._key(place, block))
+        return self.pages.entry(place.batch_idx, row)
+
+    def _scale(self, place: Place, block: Int32, entry: Int32) -> Float32:
+        """The scale of this lane's row of a block. entry: of the table of pages."""
+        key = self._key(place, block)
+        if self.pages is None:
+            return self.descale[place.batch_idx, key, place.head]
+        page, row = self.pages.number(entry), self.pages.row(place.batch_idx, key)
+        row = self.pages.place(page, row, place.length).row
+        return self.descale[page, row, place.head]
 
     # -- tiles ----------------------------------------------------------------------------------
     #
@@ -175,106 +202,124 @@ class KeyConversion:
     # one of them.
 
     @property
+    def _tiles(self) -> tuple[cute.Tensor, cute.Tensor]:
+        """Codes and numbers, (rows, columns, stages)."""
+        if self.of_keys:
+            return self.codes.k.smem, self.to.smem
+        # (d_v, keys) to products
+        return _transposed(self.codes.v.smem), _transposed(self.to.smem)
+
+    @property
+    def _units_of_row(self) -> int:
+        return cute.size(self._tiles[1], mode=[1]) // UNIT
+
+    @property
     def lanes(self) -> int:
-        columns = [cute.size(x.smem, mode=[mode]) for x, mode in ((self.k, 1), (self.v, 0))]
-        return math.gcd(*(x // UNIT for x in columns), LANES_OF_ROW)
+        return math.gcd(self._units_of_row, LANES_OF_ROW)
+
+    @property
+    def _rows_of_step(self) -> int:
+        return THREADS_PER_WARPGROUP // self.lanes
+
+    @property
+    def _steps(self) -> int:
+        return -(-self.traits.tile_n // self._rows_of_step)
+
+    @property
+    def _has_whole_steps(self) -> bool:
+        return self.traits.tile_n % self._rows_of_step == 0
 
     def _row(self, step: int | Int32, row_of_warp: Int32) -> Int32:
         """A row of a block, of those that this warp converts. Steps may end behind the block: its
         last row is then converted several times, to the same numbers."""
         warp = thread_in_warpgroup() // WARP
-        row = step * (THREADS_PER_WARPGROUP // self.lanes) + warp * (WARP // self.lanes)
-        return cutlass.min(row + row_of_warp, self.traits.tile_n - 1)
+        row = step * self._rows_of_step + warp * (WARP // self.lanes) + row_of_warp
+        return row if self._has_whole_steps else cutlass.min(row, self.traits.tile_n - 1)
 
     def _own_row(self) -> Int32:
         rows, lane = WARP // self.lanes, cute.arch.lane_idx()
         return self._row(lane // rows, lane % rows)
 
-    def _scale_of_row(self, descale: cute.Tensor | None, own: Float32, step: int) -> Float32 | None:
-        """The scale of the row that this lane converts in a step. own: of the lane's own row."""
-        if descale is None:
-            return None
-        if cute.rank(descale) == 2:
-            return own
-        owner = step * (WARP // self.lanes) + cute.arch.lane_idx() // self.lanes
-        return cute.arch.shuffle_sync(own, owner)
-
-    def _convert(
-        self,
-        codes: Buffer,
-        to: Buffer,
-        number: Int32,
-        descale: cute.Tensor | None,
-        own: Float32,
-    ) -> None:
-        """Convert a stage, (keys, columns), and hand it over. own: the scale of the lane's own
+    def _scales_of_rows(self, own: Float32) -> list[Float32 | None]:
+        """The scales of the rows that this lane converts, a row a step. own: of the lane's own
         row."""
-        source = codes.smem[None, None, codes.channel.index(number)]
-        source = cute.recast_tensor(source, Int32)
-        target = to.smem[None, None, to.channel.index(number)]
-        lanes, lane = self.lanes, cute.arch.lane_idx()
-        of_thread = cute.size(target, mode=[1]) // UNIT // lanes
-        steps = -(-self.traits.tile_n * lanes // THREADS_PER_WARPGROUP)
-        scales: dict[int, Float32 | None] = {}
-        units = [(step, i) for step in range(steps) for i in range(of_thread)]
-        read = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=UNIT * 8)
-        write = cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(),
-            self.traits.dtype,
-            num_bits_per_copy=UNIT * self.traits.dtype.width,
+        if self.descale is None:
+            return [None] * self._steps
+        if not self._has_scales_of_rows:
+            return [own] * self._steps
+        first, rows = cute.arch.lane_idx() // self.lanes, WARP // self.lanes
+        return [cute.arch.shuffle_sync(own, step * rows + first) for step in range(self._steps)]
+
+    @property
+    def _units_of_step(self) -> int:
+        """Units of a thread in a row."""
+        return self._units_of_row // self.lanes
+
+    def _places(self, step: int) -> list[tuple[Int32, Int32]]:
+        """The row and the first column of each unit of this lane in a step."""
+        lane = cute.arch.lane_idx()
+        row = self._row(step, lane // self.lanes)
+        # neighbouring rows begin in different halves, so that both are in other banks
+        turn = row & 1 if self._units_of_step % 2 == 0 else 0
+        units = ((i ^ turn) * self.lanes + lane % self.lanes for i in range(self._units_of_step))
+        return [(row, unit * UNIT) for unit in units]
+
+    def _addresses(self, smem: cute.Tensor) -> Iterator[cute.Pointer]:
+        """Where each unit of this lane lies in a stage (rows, columns), step by step.
+
+        A step is a multiple of the rows after which a swizzle repeats. So what a lane computes are
+        the places of the first step, and those of others are at fixed distances from them.
+        """
+        first = [_pointer(smem, *place) for place in self._places(0)]
+        for step in range(self._steps):
+            if self._has_whole_steps:
+                distance = cute.crd2idx((step * self._rows_of_step, 0), smem.layout)
+                yield from (pointer + distance for pointer in first)
+            else:
+                yield from (_pointer(smem, *place) for place in self._places(step))
+
+    def _read(self, number: Int32) -> list[cute.Tensor]:
+        """Take all codes of this lane from a stage, which is free again afterwards."""
+        channel = self.codes.k.channel if self.of_keys else self.codes.v.channel
+        source = self._tiles[0][None, None, channel.index(number)]
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=UNIT * 8)
+        units = []
+        for pointer in self._addresses(source):
+            words = cute.make_rmem_tensor((UNIT // CODES,), Int32)
+            at = cute.recast_ptr(pointer, dtype=Int32)
+            cute.copy(atom, cute.make_tensor(at, words.layout), words)
+            units.append(words)
+        cute.arch.sync_warp()
+        channel.release(number)
+        return units
+
+    def _write(self, number: Int32, units: list[cute.Tensor], scales: list[Float32 | None]) -> None:
+        """Convert what was read into a stage that is free, and hand it over."""
+        dtype, channel = self.traits.dtype, self.to.channel
+        target = self._tiles[1][None, None, channel.index(number)]
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=UNIT * dtype.width
         )
-        for first in range(0, len(units), UNITS_IN_FLIGHT):
-            at_once = units[first : first + UNITS_IN_FLIGHT]
-            places, found = [], []
-            for step, i in at_once:
-                row = self._row(step, lane // lanes)
-                # neighbouring rows begin in different halves, so that both are in other banks
-                unit = (i ^ (row & 1) if of_thread % 2 == 0 else i) * lanes + lane % lanes
-                words = cute.make_rmem_tensor((UNIT // CODES,), Int32)
-                cute.copy(
-                    read, cute.local_tile(source[row, None], (UNIT // CODES,), (unit,)), words
-                )
-                places.append((row, unit))
-                found.append(words)
-            for (step, _), (row, unit), words in zip(at_once, places, found, strict=True):
-                if step not in scales:
-                    scales[step] = self._scale_of_row(descale, own, step)
-                numbers = cute.make_rmem_tensor((UNIT,), self.traits.dtype)
-                pairs = cute.recast_tensor(numbers, Int32)
-                for j in range(UNIT // CODES):
-                    two = numbers_of(words[j], scales[step], self.traits.dtype)
-                    pairs[2 * j], pairs[2 * j + 1] = two
-                cute.copy(write, numbers, cute.local_tile(target[row, None], (UNIT,), (unit,)))
+        for i, pointer in enumerate(self._addresses(target)):
+            numbers = cute.make_rmem_tensor((UNIT,), dtype)
+            pairs = cute.recast_tensor(numbers, Int32)
+            for j in range(UNIT // CODES):
+                two = numbers_of(units[i][j], scales[i // self._units_of_step], dtype)
+                pairs[2 * j], pairs[2 * j + 1] = two
+            cute.copy(atom, numbers, cute.make_tensor(pointer, numbers.layout))
         # products read through another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        to.channel.publish(number)
-        codes.channel.release(number)
+        channel.publish(number)
+
+
+def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:
+    """The address of a unit, with the swizzle of the tile applied to it."""
+    dtype, space, swizzle = smem.element_type, smem.memspace, smem.iterator.type.swizzle_type
+    address = (smem.iterator + cute.crd2idx((row, column), smem.layout)).toint()
+    turned = ((1 << swizzle.num_bits) - 1) << swizzle.num_base
+    address = address ^ ((address >> swizzle.num_shift) & turned)
+    return cute.make_ptr(dtype, address, space, assumed_align=UNIT * dtype.width // 8)
 
 
 def _transposed(smem: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
-
-
-def numbers_of(
-    word: Int32, scale: Float32 | None, dtype: type[cutlass.Numeric]
-) -> tuple[Int32, Int32]:
-    """Four codes as numbers in 16 bits, in two words: times the scale in fp32, rounded once.
-
-    Written as PTX, for which the language has no name. Codes are exact in fp16, NaN stays NaN.
-    """
-    text = (
-        "{ .reg .b16 c0, c1; .reg .b32 a, b; mov.b32 {c0, c1}, {$r0}; "
-        "cvt.rn.f16x2.e4m3x2 a, c0; cvt.rn.f16x2.e4m3x2 b, c1; "
-    )
-    if scale is None and dtype is cutlass.Float16:
-        text += "mov.b32 {$w0}, a; mov.b32 {$w1}, b; }"
-    else:
-        name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-        text += ".reg .b16 h0, h1, h2, h3; .reg .f32 f0, f1, f2, f3; "
-        text += "mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b; "
-        text += "".join(f"cvt.f32.f16 f{i}, h{i}; " for i in range(CODES))
-        if scale is not None:
-            text += "".join(f"mul.rn.f32 f{i}, f{i}, {{$r1}}; " for i in range(CODES))
-        text += f"cvt.rn.{name}.f32 {{$w0}}, f1, f0; cvt.rn.{name}.f32 {{$w1}}, f3, f2; }}"
-    arguments = [word] if scale is None else [word, scale]
-    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=arguments)

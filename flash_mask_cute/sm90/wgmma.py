@@ -47,10 +47,11 @@ def num_cols(acc: cute.Tensor) -> int:
     return cute.size(acc) // ROWS_PER_THREAD * 4
 
 
-def rows_by_cols(acc: cute.Tensor) -> cute.Tensor:
-    """View of an accumulator as (2 rows, n/4 columns) of this thread, columns ascending."""
+def rows_by_cols(acc: cute.Tensor, num_rows: int = ROWS_PER_THREAD) -> cute.Tensor:
+    """View of an accumulator as (rows, n/4 columns) of this thread, columns ascending; num_rows:
+    1 for its first row alone."""
     groups = cute.size(acc) // 4
-    layout = cute.make_layout((2, (2, groups)), stride=(2, (1, 4)))
+    layout = cute.make_layout((num_rows, (2, groups)), stride=(2, (1, 4)))
     return cute.make_tensor(acc.iterator, layout)
 
 
@@ -268,6 +269,23 @@ def issue_sum(
         if cutlass.const_expr(num_steps is not None):
             steps = num_steps
         for k in cutlass.range_constexpr(steps):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def issue_parts(
+    tiled_mma: cute.TiledMma,
+    a: cute.Tensor,
+    parts: list[tuple[cute.Tensor, cute.Tensor]],
+    accumulate: bool | Boolean,
+) -> None:
+    """Start acc (+)= a b for each (acc, b) of `parts`, as one commit group."""
+    warpgroup.fence()
+    for acc, b in parts:
+        mma = cute.make_mma_atom(tiled_mma.op)
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in range(cute.size(a, mode=[2])):
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

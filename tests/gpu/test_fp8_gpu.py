@@ -30,6 +30,8 @@ CASES = (
     Fp8Case("80", 80, heads=(4, 4), scales=("token", "token"), page_size=7),
     Fp8Case("prefill", 64, seqlen_q=300, heads=(4, 2), scales=("token", "token"), page_size=16,
             keywords=SMALL | {"causal": True}),
+    Fp8Case("converted first", seqlen_q=300, heads=(32, 8), scales=("token", "head"), page_size=16,
+            keywords={"causal": True}),
     Fp8Case("segments", heads=(32, 8), scales=("head", "token"), page_size=16,
             keywords={"seqlen_k_per_split": 512, "causal": True}),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from flash_mask_cute.call.build.kernel_operands import (
 )
 from flash_mask_cute.call.choose.arch import DqOrder, arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.choose.plan import GradientFacts
+from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.problem import AttentionProblem, Mods, Padding
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled

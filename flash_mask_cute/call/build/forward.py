@@ -79,7 +79,7 @@ def build_fwd(
         split=problem.split,
         page_box=problem.page_box,
         common_kv=problem.common_kv,
-        **({"in_fp8": True} if problem.in_fp8 else {}),
+        **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes

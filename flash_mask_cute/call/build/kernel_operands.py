@@ -102,6 +102,11 @@ def _block_bits(x: AttentionProblem, _: Any) -> Any:
     return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
 
 
+def _aux_tensors(x: AttentionProblem, _: Any) -> Any:
+    given = fake_tensors.aux_tensors(x)
+    return (*(given or ()), *(fake_tensors.rows(name, 3) for name in x.tables)) or None
+
+
 def _mask_bits(x: AttentionProblem, tiles: BitTiles) -> Any:
     return fake_mask_bits(tiles, has_places=x.varlen_q) if x.reads_mask_bits else None
 
@@ -116,7 +121,7 @@ _WINDOW = (
     KernelOperand("window_size_left", "window_left", lambda x, _: fake_tensors.window(x)[0]),
     KernelOperand("window_size_right", "window_right", lambda x, _: fake_tensors.window(x)[1]),
 )
-_AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", lambda x, _: fake_tensors.aux_tensors(x))
+_AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", _aux_tensors)
 _SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
 _COLUMNS = KernelOperand("column_tensors", "columns", _columns)
 _BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)

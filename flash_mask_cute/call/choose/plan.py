@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +32,8 @@ from flash_mask_cute.call.choose.copies import (
     split_scale,
     tma_strides,
 )
+from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choose_tables
+from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.mask_bits import (
     LIMITS,
@@ -66,11 +68,11 @@ from flash_mask_cute.call.choose.splits import (
     refuse_splits,
 )
 from flash_mask_cute.call.choose.token_lists import with_token_lists
+from flash_mask_cute.call.choose.widen import call_in_16_bits
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
     GivenTensor,
-    Padding,
     fold_window,
     may_empty_rows,
     sink_dtype,
@@ -100,20 +102,6 @@ class Backend(Enum):
     KERNEL = "kernel"
 
 
-class GradientFacts(NamedTuple):
-    """Facts that determine the kernels of a backward, besides its problem.
-
-    sink_dtype: dtype, as kernels read it, of a sink whose gradient is requested, or that identifies
-    queries that see nothing; a name of a torch dtype. padding: see `Padding`.
-    """
-
-    has_dlse: bool
-    has_lse_low: bool
-    sink_dtype: str | None
-    score_mod_bwd: Callable[..., Any] | None
-    padding: Padding
-
-
 Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
 
 
@@ -131,7 +119,9 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass. segments: of the keys, if sums have an order.
+    computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
+    plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
+    tables: of differences that score_mod reads.
     """
 
     direction: Direction
@@ -154,8 +144,10 @@ class ExecutionPlan:
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
+    wide: ExecutionPlan | None = None
     splits: Splits | None = None
     segments: Segments | None = None
+    tables: DifferenceTables | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -210,6 +202,7 @@ class ExecutionPlan:
                 problem.q_start is not None or not choice.tiles.nest_in(block_size)
             )
             problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+            problem = problem.with_few_rows(self.shapes)
         return replace(self, problem=problem, choice=choice)
 
 
@@ -241,9 +234,9 @@ def plan(
         call.options.window_size_right,
     )
     causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
-    problem = _fwd_problem if is_forward else _bwd_problem
+    make = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    plain = replace(problem(call, masks, window), **start.problem_fields())
+    plain = replace(make(call, masks, window), **start.problem_fields())
     if not causal_each:
         plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     check_order(plain, masks, target or target_of(call.tensors.q))
@@ -261,13 +254,20 @@ def plan(
     chosen = _with_conversions(chosen, call.tensors)
     if chosen.backend is Backend.EMPTY:
         return chosen
+    if is_forward and (wide := call_in_16_bits(call, shapes)) is not None:
+        return replace(chosen, wide=plan(wide, target, limits))
     refuse_large_choice(chosen.masks, shapes.seqlen_k, call.direction)
     if _may_share_bits_instead(chosen, call):
         options = replaced(call.options, num_splits=1)
         one_pass = plan(replaced(call, options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
-    return _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    facts = chosen.problem, chosen.shapes, chosen.masks, chosen.choice, chosen.target
+    if (tables := choose_tables(*facts)) is None:
+        return chosen
+    problem = replace(chosen.problem, **tables.problem_fields())
+    return replace(chosen, tables=tables, problem=problem)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
@@ -419,7 +419,7 @@ def _choose_tiles(
         choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
-        gradients = _gradient_facts(call, problem, sink)
+        gradients = GradientFacts.of(call, problem, sink)
     choice = choose(_within_tables(problem))
     chosen = ExecutionPlan(
         direction=call.direction,
@@ -605,23 +605,6 @@ def _bwd_chooser(
         return split_group(choice, problem, shapes, window, target.num_sms, splits)
 
     return choose
-
-
-def _gradient_facts(
-    call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
-) -> GradientFacts:
-    x, of = call.tensors, call.tensors.gradients
-    return GradientFacts(
-        has_dlse=of.dlse is not None,
-        has_lse_low=x.lse_low is not None,
-        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
-        score_mod_bwd=call.backward.score_mod_bwd,
-        padding=Padding(
-            problem.varlen_q and of.dq is None,
-            problem.varlen_k and of.dk is None,
-            problem.varlen_k and of.dv is None,
-        ),
-    )
 
 
 def _with_mask_bits(

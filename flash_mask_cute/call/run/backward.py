@@ -19,6 +19,7 @@ from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradien
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.run.aux_sums import new_sums, write_gradients
+from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.forward import (
     count_writing,
     cpu_call,
@@ -42,7 +43,7 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
-        "_kernels", "_make_lists", "_make_mask_bits", "_mask_arguments", "_padding",
+        "_kernels", "_make_lists", "_make_mask_bits", "_make_tables", "_mask_arguments", "_padding",
         "_partial_shapes",
         "_parts_shape", "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
         "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
@@ -53,7 +54,9 @@ class KernelBackward:
         plan: ExecutionPlan,
         kernels: BwdKernels,
         make_mask_bits: MakeMaskBits | None = None,
+        make_tables: MakeDifferenceTables | None = None,
     ) -> None:
+        self._make_tables = make_tables
         problem, facts, scratch = plan.problem, plan.gradients, BwdScratch.of(plan)
         assert facts is not None
         self._kernels = kernels
@@ -143,6 +146,8 @@ class KernelBackward:
                 ),
             )
             bits = tuple(made)
+        if self._make_tables is not None and aux_tensors is not None:
+            aux_tensors = self._make_tables(aux_tensors)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:

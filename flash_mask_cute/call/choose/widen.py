@@ -1,0 +1,47 @@
+"""Prefill over a cache in fp8: when its keys and values are first converted to 16 bits.
+
+The attention kernel converts a block of keys for each tile of 64 query rows that visits it. Where
+many rows share keys, it takes less time to convert all of them once, to memory of the call, and to
+run the call over 16 bits. Results are those of that call, which is what a cache in fp8 means.
+"""
+
+from __future__ import annotations
+
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.runtime.dtypes import FP8
+from flash_mask_cute.runtime.named_tuples import replaced
+
+# Query rows that share keys, from which on it pays. A block of 128 keys at head dimension 128 takes
+# an SM as long as 43 clocks of all SMs to convert so, by its bytes, and each 64 rows less save
+# about 5.
+LEAST_ROWS = 1024
+# of keys and values in 16 bits
+MOST_BYTES = 512 << 20
+
+
+def call_in_16_bits(call: AttentionCall, shapes: FwdShapes) -> AttentionCall | None:
+    """The call over converted keys and values, if they are converted before attention.
+
+    Its k and v are (batch, keys, heads, d) of the capacity, and have no contents.
+    """
+    x = call.tensors
+    if x.k.dtype != FP8 or shapes.is_empty:
+        return None
+    if not (x.optional.kv_batch_idx is x.optional.leftpad_k is None):
+        return None
+    # a window shows few keys of a cache
+    if call.options.window_size_left is not None:
+        return None
+    rows = shapes.mean_seqlen_q * (shapes.heads_q // shapes.heads_kv)
+    width = shapes.head_dim + shapes.head_dim_v
+    keys = shapes.batch * shapes.seqlen_k * shapes.heads_kv
+    if rows < LEAST_ROWS or keys * width * x.q.itemsize > MOST_BYTES:
+        return None
+    k, v = (
+        x.q.new_empty((shapes.batch, shapes.seqlen_k, shapes.heads_kv, dim))
+        for dim in (shapes.head_dim, shapes.head_dim_v)
+    )
+    lengths = replaced(x.lengths, page_table=None)
+    optional = replaced(x.optional, k_descale=None, v_descale=None)
+    return replaced(call, tensors=replaced(x, k=k, v=v, lengths=lengths, optional=optional))
