@@ -22,8 +22,9 @@ N_BLOCK_SHIFT = 4
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
 # most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
-# boxes of pages whose loads are prepared together
-BOXES_UNROLLED = 2
+# Boxes of pages whose loads are prepared together. Beside warps that convert from fp8, whose loads
+# and stores stand in the same queue, a shuffle takes long.
+BOXES_UNROLLED, BOXES_UNROLLED_OF_CODES = 2, 8
 
 
 class LoadShape(Protocol):
@@ -33,7 +34,8 @@ class LoadShape(Protocol):
     position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
     a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
     this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
-    fill. overlaps_tiles: the next tile's query may be loaded before this tile's last values.
+    fill. spread_rows: see `PackedHeads`. overlaps_tiles: the next tile's query may be loaded before
+    this tile's last values.
     """
 
     tile_m: int
@@ -47,6 +49,7 @@ class LoadShape(Protocol):
     box_v: tuple[tuple[int, int], int]
     q_fills: int
     q_boxes: int
+    spread_rows: int | None
     bytes_q: int
     bytes_k: int
     bytes_v: int
@@ -218,7 +221,7 @@ class OperandLoads:
     def _load_key_boxes(self, place: Place, pages: PageRow, number: Int32) -> None:
         shape, channel = self.shape, self.k.channel
         channel.expect(number, shape.bytes_k)
-        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=BOXES_UNROLLED):
+        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=self._boxes_unrolled):
             at = pages.of_lane(box)
             gK = self.operands.k[None, None, place.head, at.page]
             gK = cute.domain_offset((at.row, 0), gK)
@@ -241,13 +244,20 @@ class OperandLoads:
                 self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
             else:
                 channel.expect(number, shape.bytes_v)
-                for box in cutlass.range(shape.tile_n // shape.page_box, unroll=BOXES_UNROLLED):
+                for box in cutlass.range(
+                    shape.tile_n // shape.page_box, unroll=self._boxes_unrolled
+                ):
                     at = state.v_pages.of_lane(box)
                     gV = self.operands.v[None, None, None, at.page]
                     gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
                     gV = cute.domain_offset(((place.head, at.row), 0), gV)
                     tile = shape.box_v
                     self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
+
+    @property
+    def _boxes_unrolled(self) -> int:
+        is_of_codes = self.k.smem.element_type.width == 8
+        return BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
 
     def _load_box(
         self,
@@ -379,16 +389,21 @@ class OperandLoads:
             channel.expect(number, shape.bytes_q)
             for box in cutlass.range_constexpr(shape.q_boxes):
                 tile_row = work.block * shape.tile_m + (fill * shape.q_boxes + box) * rows_of_box
-                first = (
-                    work.head_idx * shape.group_size,
-                    work.offset_q + tile_row // shape.packed_heads,
-                )
+                first_head = work.head_idx * shape.group_size
+                if const_expr(rows_of_box < shape.packed_heads):
+                    first_head += tile_row % shape.packed_heads
+                first = first_head, work.offset_q + tile_row // shape.packed_heads
+                smem, stage = self.q.smem, channel.index(number) * shape.q_boxes + box
+                if const_expr(shape.spread_rows is not None):
+                    place = 2 * box, 0, None
+                    smem = cute.local_tile(smem, (shape.spread_rows, shape.tile_d), place)
+                    stage = channel.index(number)
                 src, dst = tma.tile_of(
-                    self.operands.q_atom, gQ, first, (shape.row_tile, shape.tile_d), self.q.smem
+                    self.operands.q_atom, gQ, first, (shape.row_tile, shape.tile_d), smem
                 )
                 cute.copy(
                     self.operands.q_atom,
                     src,
-                    dst[None, channel.index(number) * shape.q_boxes + box],
+                    dst[None, stage],
                     tma_bar_ptr=channel.barrier(number),
                 )

@@ -22,6 +22,14 @@ class PackedHeads:
     heads_there: int | None
 
     @property
+    def spread_rows(self) -> int | None:
+        """Query rows of a box of TMA, if as many rows of the tile behind them have no queries.
+
+        None: boxes lie side by side.
+        """
+        return None
+
+    @property
     def group_size(self) -> int:
         """Query heads of a KV head that share a tile."""
         return self.packed_heads if self.heads_there is None else self.heads_there

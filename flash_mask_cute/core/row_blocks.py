@@ -76,7 +76,7 @@ def by_queries(packed_heads: int, width: int) -> cute.Layout:
     The rows of a warp are one query's or a part of them, or two or four queries'.
     """
     groups = width // 8
-    # the second of two values, rows in a query, and columns
+    # sums of a warp's query, both warpgroups'
     query = 2 * width * min(packed_heads, 16)
     if packed_heads >= 16:
         in_group, halves, lanes = 128, 2, (4, 64)

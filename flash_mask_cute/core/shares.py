@@ -40,7 +40,7 @@ _BUSY, _OF = 19, 20
 # rows of a work tile of decoding, which waits for memory
 DECODE_ROWS = 64
 # Query rows that share keys, up to which each thread of a tile on Hopper has only one of its two
-FEW_ROWS = 8
+FEW_ROWS = DECODE_ROWS // 2
 
 
 class Shares(NamedTuple):

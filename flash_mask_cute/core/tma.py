@@ -59,8 +59,11 @@ class Operands(NamedTuple):
         by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         if traits.page_box is not None and not by_rows:
             layout_k, layout_v = (rows_of_stage(x, traits.page_box) for x in (layout_k, layout_v))
+        layout_q = traits.layout_q()
+        if traits.spread_rows is not None:
+            layout_q = rows_of_stage(one_stage(layout_q), traits.spread_rows)
         for op, view, layout, tile in (
-            (load, head_rows(mQ, packed_q), traits.layout_q(), (traits.row_tile, traits.tile_d)),
+            (load, head_rows(mQ, packed_q), layout_q, (traits.row_tile, traits.tile_d)),
             (None if by_rows else load, key_rows(mK, packed_k), layout_k, traits.box_k),
             (
                 None if by_rows else load,

@@ -25,7 +25,7 @@ _TILES = QueryTiles(64, 1)
 @dataclass(frozen=True)
 class ListFacts:
     """Facts that determine the code of the kernels: which masks and lengths there are. q_start: as
-    in `AttentionProblem`."""
+    in `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list."""
 
     is_causal: bool = False
     has_window_left: bool = False
@@ -35,6 +35,7 @@ class ListFacts:
     has_seqused_q: bool = False
     has_seqused_k: bool = False
     q_start: str | None = None
+    has_lse: bool = False
 
 
 class ListExtents(NamedTuple):
@@ -94,7 +95,8 @@ class MadeLists(NamedTuple):
 
 
 class ListLengths(NamedTuple):
-    """Lengths of a call, as its kernels take them. q_start: a tensor, a number, or None."""
+    """Lengths of a call, as its kernels take them. q_start: a tensor, a number, or None. lse: where
+    facts say so, of the call."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -103,6 +105,7 @@ class ListLengths(NamedTuple):
     window_left: int | None = None
     window_right: int | None = None
     q_start: Tensor | int | None = None
+    lse: Tensor | None = None
 
 
 class TokenListMaker:
@@ -160,6 +163,7 @@ def fill_lists(
         bits, counts, starts, *made, extents.block_size, extents.tile_n, extents.num_tiles(facts),
         extents.most_rows, extents.range_rows, extents.rows, extents.keys, x.cu_seqlens_q,
         x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.window_left, x.window_right, x.q_start,
+        x.lse,
     )  # fmt: skip
 
 
@@ -190,6 +194,7 @@ def _build(facts: ListFacts, arch: str) -> Compiled:
         ),
         *fake_tensors.window(facts),
         fake_tensors.q_start(facts),
+        fake_tensors.strided(2 if facts.varlen_q else 3, "float32") if facts.has_lse else None,
     ]
     return compile_object(MakeTokenLists(facts.is_causal), arguments, options_for(arch))
 
@@ -210,7 +215,12 @@ def lists_by_torch(
             for block in range(-(-band.seqlen_k // size)):
                 keys = block * size, min((block + 1) * size, band.seqlen_k)
                 lo, hi = band.q_range(keys[0])[0], band.q_range(keys[1] - 1)[1]
-                chose = (of_sequence == block).any(-1).nonzero()[:, 0].tolist()
+                sees = (of_sequence == block).any(-1)
+                if lengths.lse is not None:
+                    of_head = head * (lengths.lse.shape[-2] // extents.heads)
+                    line = lengths.lse[of_head] if facts.varlen_q else lengths.lse[b, of_head]
+                    sees = sees & (line[offset_q : offset_q + len(sees)] > -torch.inf)
+                chose = sees.nonzero()[:, 0].tolist()
                 queries = [x for x in chose if lo <= x < hi]
                 for row in range(0, band.seqlen_q, extents.range_rows):
                     begin = len(lists)

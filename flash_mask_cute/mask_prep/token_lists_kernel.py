@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.token_lists import SEGMENT
@@ -59,6 +59,7 @@ class TokenListArgs(NamedTuple):
     lengths: Lengths
     window_left: Int32 | None
     window_right: Int32 | None
+    mLSE: cute.Tensor | None
 
 
 class MakeTokenLists:
@@ -94,6 +95,7 @@ class MakeTokenLists:
         window_size_left: Int32 | None = None,
         window_size_right: Int32 | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
+        mLSE: cute.Tensor | None = None,
     ):
         """Launch four kernels on `stream`.
 
@@ -110,6 +112,9 @@ class MakeTokenLists:
         :param longest_q: queries of the longest sequence, or more
         :param range_rows: queries of a sequence at which all lists are cut, a multiple of
             `CHUNK_ROWS`
+        :param mLSE: fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q): queries with -inf are in
+            no list; given where masks that lists do not know may hide all keys of a query, for all
+            heads alike
         :param seqlen_q, seqlen_k: extents of dense tensors, not read for packed sequences
         """
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
@@ -124,6 +129,7 @@ class MakeTokenLists:
             lengths=lengths,
             window_left=window_size_left,
             window_right=window_size_right,
+            mLSE=mLSE,
         )
         heads, chunks, columns = mCounts.shape
         warps = cute.ceil_div(heads * chunks * (columns // WORD) * WARP, NUM_THREADS)
@@ -178,6 +184,9 @@ class MakeTokenLists:
                 if start + lane < sequence.used.seqlen_q:
                     row = sequence.offset_q + start + lane
                     bits = args.mBits[entry, head_idx, row, word]
+                    if const_expr(args.mLSE is not None):
+                        sees = self._lse_of(args, number, head_idx, row) != -Float32.inf
+                        bits = cutlass.select_(sees, bits, Int32(0))
                 (chose,) = transpose((bits,), lane)
                 chose = chose & bit_range(lo - start, hi - start)
                 found += cute.arch.popc(chose)
@@ -189,6 +198,14 @@ class MakeTokenLists:
                         chose = chose & (chose - 1)
             if const_expr(not fills):
                 args.mCounts[head_idx, chunk, block] = found
+
+    def _lse_of(self, args: TokenListArgs, sequence: Int32, head_idx: Int32, row: Int32) -> Float32:
+        """Of a query, perhaps one of packed ones, and the first head with the list's choice."""
+        lse = (
+            args.mLSE if args.lengths.cu_seqlens_q is not None else args.mLSE[sequence, None, None]
+        )
+        heads_per_choice = cute.size(lse, mode=[0]) // args.mCounts.shape[0]
+        return lse[head_idx * heads_per_choice, row]
 
     @cute.jit
     def _queries_of(

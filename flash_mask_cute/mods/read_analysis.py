@@ -600,8 +600,22 @@ _GREATER = {"arith.select", "arith.maximumf", "arith.maxnumf", "arith.minimumf",
 
 
 def _factor(factor: Float32) -> Factor:
-    constant, bits = ir_analysis.constant(factor), _magnitude(factor.ir_value())
+    constant, bits = _constant(factor.ir_value()), _magnitude(factor.ir_value())
+    if constant is not None and not math.isfinite(constant):
+        constant = None
     return Factor(constant, bits is not None and bits < _MOST_BITS)
+
+
+def _constant(value: ir.Value) -> float | None:
+    """The number that a value is, also a product of numbers, which derivatives leave behind."""
+    operation = maker_of(value)
+    if operation is None or operation.name not in ("arith.mulf", "arith.negf"):
+        return ir_analysis.constant(Float32(value))
+    factors = [_constant(x) for x in operands_of(operation)]
+    known = [x for x in factors if x is not None]
+    if len(known) < len(factors):
+        return None
+    return -known[0] if operation.name == "arith.negf" else math.prod(known)
 
 
 def _magnitude(value: ir.Value) -> int | None:

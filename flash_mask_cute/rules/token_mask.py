@@ -2,8 +2,9 @@
 
 A work tile is an item: keys, and a segment of the queries that chose them. Blocks of its walk are
 neighbouring entries of the segment, whose heads share the block's rows. Who is in a list sees the
-keys, as far as the choice goes, so bits are needed only for an edge of the band, for the end of the
-keys, and in the last block.
+keys, as far as the choice goes. So without intervals and a mask_mod, bits are needed only for an
+edge of the band, for the end of the keys, and in the last block. All heads of a KV head see the
+same.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile
@@ -80,6 +81,8 @@ class TokenMask(BackwardMask):
             token = self.lists.token(work.head_idx, entry)
             lo, hi = band.k_range(token)
             sees_all = (lo <= first_key) & (hi >= first_key + self.block_info.tile_n)
+            if const_expr(self.mask_mod is not None or self.args.columns is not None):
+                sees_all = Boolean(False)
             is_cut = is_cut | (is_there == Boolean(False)) | (sees_all == Boolean(False))
             ring.write_token(number, i, cutlass.select_(is_there, token, Int32(-1)))
         visible = Int32(cute.arch.vote_ballot_sync(first < work.end_block))
@@ -91,13 +94,26 @@ class TokenMask(BackwardMask):
         """As `BackwardMask.make_bits`."""
         band, words = self.block_info.band(work.seqlen), []
         num_tokens = self.tokens_per_block
+        head_idx = work.head_idx * self.block_info.qhead_per_kvhead_packgqa
         tokens = [cute.arch.shuffle_sync(block.token, i) for i in range(num_tokens)]
         for group in range(warp_rows.num_groups):
             k_idx = warp_rows.line(work, group)
             lo, hi = band.q_range(k_idx)
+            holes: list[Any] = []
+            if self.args.columns is not None:
+                values = self._column_values(work, head_idx, k_idx)
+                (lo, hi), *holes = self.intervals.visible_rows(values, lo, hi)
             hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
-            # -1 in place of a query is before all of them
-            seen = [(token >= lo) & (token < hi) for token in tokens]
+            seen = []
+            for token in tokens:
+                # -1 in place of a query is before all of them
+                sees = (token >= cutlass.max(Int32(lo), 0)) & (token < hi)
+                for first, end in holes:
+                    sees = sees & ((token < first) | (token >= end))
+                if self.mask_mod is not None:
+                    q_idx = cutlass.max(token, 0)
+                    sees = sees & self._eval_mask_mod(work, head_idx, q_idx, k_idx)
+                seen.append(sees)
             for w in range(self.columns.num_words):
                 word = Int32(0)
                 for i in range(num_tokens):

@@ -135,7 +135,8 @@ class FlashAttentionBackwardSm90:
     :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
         a group; a work tile visits the queries that chose its keys, with all heads at once
         (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
-        Requires clears_dq, and neither callables nor intervals. shares_tile: see `BwdTraits`
+        Requires clears_dq, no score_mod, and masks that all heads of a group share. shares_tile:
+        see `BwdTraits`
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
@@ -208,10 +209,9 @@ class FlashAttentionBackwardSm90:
                 f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
                 f"{head_dim}/{head_dim_v}"
             )
-        if self.traits.by_tokens and (not clears_dq or mask_mod or intervals or splits_group):
+        if self.traits.by_tokens and (not clears_dq or splits_group):
             raise ValueError(
-                f"packed_heads={packed_heads} needs clears_dq=True, and no mask_mod, intervals or "
-                "splits_group"
+                f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
         self.is_causal = is_causal

@@ -107,6 +107,8 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
 L2_SHARE = 24 * 1024 * 1024
+# of 16 bytes
+WORDS_OF_VECTOR = 4
 
 
 class FlashAttentionForwardSm90:
@@ -329,7 +331,7 @@ class FlashAttentionForwardSm90:
             tile_counter,
             partials,
             pages,
-            mO if const_expr(traits.is_padded) else None,
+            mO if const_expr(traits.stores_rows) else None,
             Descales(mKDescale, mVDescale),
         ).launch(
             grid=(grid, 1, 1),
@@ -387,6 +389,8 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             codes = Codes.create(traits, allocator.allocate(traits.code_storage()))
+        if const_expr(traits.few_rows):
+            self._clear_queries(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -447,6 +451,23 @@ class FlashAttentionForwardSm90:
             else:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
+
+    @cute.jit
+    def _clear_queries(self, storage: Any) -> None:
+        """Write zeros to the rows of query tiles, some of which nobody loads."""
+        traits = self.traits
+        rows = swizzled(storage.q, traits.layout_q())
+        words = cute.make_tensor(
+            cute.recast_ptr(rows.iterator, dtype=Int32),
+            cute.make_layout(traits.stages_q * traits.tile_m * traits.tile_d // 2),
+        )
+        zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
+        zeros.fill(0)
+        vectors = cute.size(words) // WORDS_OF_VECTOR
+        for i in range(cute.arch.thread_idx()[0], vectors, traits.num_threads):
+            cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
+        # products and TMA use another proxy
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs

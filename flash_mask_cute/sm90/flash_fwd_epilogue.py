@@ -43,8 +43,9 @@ COLUMNS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The destination of results. sink: logits (heads_q,), or None. mO: the output if a tile may
-    have padding rows, else None. is_ordered: sums are of segments."""
+    """The destination of results. sink: logits (heads_q,), or None. mO: the output if threads
+    store their rows themselves (`FwdTraits.stores_rows`), else None. is_ordered: sums are of
+    segments."""
 
     traits: cutlass.Constexpr[FwdTraits]
     operands: tma.Operands
@@ -269,9 +270,7 @@ class Epilogue:
             gO = tma.of_sequence(
                 self.operands.o, is_packed, work.batch_idx, work.offset_q, work.slot
             )
-            dst, src = tma.tile_of(
-                self.operands.o_atom, gO, first, (traits.row_tile, traits.tile_dv), sO
-            )
+            dst, src = tma.tile_of(self.operands.o_atom, gO, first, traits.box_o, sO)
             cute.copy(self.operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
 

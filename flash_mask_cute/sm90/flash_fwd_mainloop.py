@@ -501,8 +501,8 @@ class KeyBlocks:
 
     def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
         first_row = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        words = take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready)
-        return words[: self.traits.rows_of_thread]
+        of_rows = self.traits.row_of, self.traits.rows_of_thread
+        return take_bits(self.tiles.bits, self.channels.bits, first_row, cut, is_ready, *of_rows)
 
     def _visible_columns(self) -> Int32:
         """The OR of the bits of this warpgroup's rows in the block whose bits have arrived."""
@@ -538,7 +538,7 @@ class KeyBlocks:
         if self.score_mod is None:
             return None
         work, n_block = self.channels.ring.read(tile), flags >> N_BLOCK_SHIFT
-        rows, heads = self._tile_rows(work), self.traits.packed_heads
+        rows, heads = tile_rows(self.traits, work, thread_in_warpgroup()), self.traits.packed_heads
         first_k_idx = n_block * self.traits.tile_n + wgmma.first_col_of(thread_in_warpgroup())
         if half is not None:
             first_k_idx += half * HALF_KEYS
@@ -556,10 +556,6 @@ class KeyBlocks:
         ]
         return places, lambda c: k_after(wgmma.col_offset(c))
 
-    def _tile_rows(self, work: Work) -> tuple:
-        rows = tile_rows(self.traits, work, thread_in_warpgroup())
-        return rows[: self.traits.rows_of_thread]
-
     def _load_table_rows(
         self, tile: Int32, flags: Int32, half: Int32 | None = None
     ) -> LoadedRows | None:
@@ -570,7 +566,7 @@ class KeyBlocks:
         first_key, num_keys = (flags >> N_BLOCK_SHIFT) * traits.tile_n, traits.tile_n
         if half is not None:
             first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
-        rows = self._tile_rows(work)
+        rows = tile_rows(traits, work, thread_in_warpgroup())
         group = traits.packed_heads, traits.group_size
         return LoadedRows.load(
             self.score_traits.row_reads,
@@ -613,4 +609,4 @@ class KeyBlocks:
 def tile_rows(traits: FwdTraits, work: Work, thread: Int32) -> tuple:
     """Rows of the sequence (packed rows) that a thread's accumulator holds."""
     first = work.block * traits.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-    return tuple(first + wgmma.row_of(thread, r) for r in range(wgmma.ROWS_PER_THREAD))
+    return tuple(first + traits.row_of(thread, r) for r in range(traits.rows_of_thread))

@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -29,13 +30,17 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
+    ROWS_OF_GROUP,
     ROWS_PER_THREAD,
     ROWS_PER_WARPGROUP,
     WORDS_PER_STEP,
+    row_of,
+    row_of_few,
     tile_columns,
 )
 
@@ -82,6 +87,7 @@ class FwdTraits(PackedHeads):
     packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
     that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
     memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
+    They lie in groups of 8, each with 8 rows without queries behind it, so that a thread has one.
     """
 
     dtype: type[cutlass.Numeric]
@@ -132,6 +138,17 @@ class FwdTraits(PackedHeads):
     def rows_of_thread(self) -> int:
         """Rows of a thread's accumulator for which there are queries."""
         return 1 if self.few_rows else ROWS_PER_THREAD
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether threads store their rows of the output, as TMA would store others, too."""
+        return self.is_padded or self.few_rows
+
+    def row_of(self, thread: Int32, r: int) -> Int32:
+        """Which of a warpgroup's query rows is accumulator row r of a thread (0..127)."""
+        if self.few_rows:
+            return row_of_few(thread)
+        return row_of(thread, r)
 
     @property
     def table_words(self) -> int:
@@ -265,9 +282,15 @@ class FwdTraits(PackedHeads):
         return registers_left(self._num_warpgroups, taken)
 
     @property
+    def spread_rows(self) -> int | None:
+        return ROWS_OF_GROUP if self.few_rows else None
+
+    @property
     def row_tile(self) -> tuple[int, int]:
-        """Query rows of a warpgroup as (packed heads, positions)."""
-        return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads)
+        """Query rows of a box, as (heads, positions): of a warpgroup or, if few, `spread_rows`."""
+        rows = self.spread_rows or ROWS_PER_WARPGROUP
+        heads = min(self.packed_heads, rows)
+        return heads, rows // heads
 
     @property
     def box_k(self) -> tuple[int, int]:
@@ -285,17 +308,24 @@ class FwdTraits(PackedHeads):
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
         """The part of the output stored together: rows of a warpgroup, all columns."""
-        return self.row_tile, self.tile_dv
+        return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads), self.tile_dv
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = 1
 
     @property
     def q_boxes(self) -> int:
+        if self.few_rows:
+            return FEW_ROWS // ROWS_OF_GROUP
         return self.num_mma_warpgroups
 
     @property
     def bytes_q(self) -> int:
+        """As loaded."""
+        return self._stage_bytes_q // (2 if self.few_rows else 1)
+
+    @property
+    def _stage_bytes_q(self) -> int:
         return self.tile_m * self.tile_d * 2
 
     @property
@@ -327,7 +357,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def _smem_without_spare_key(self) -> int:
-        query = self.stages_q * self.bytes_q
+        query = self.stages_q * self._stage_bytes_q
         query_output = max(query, self.bytes_o) if self.share_qo else query + self.bytes_o
         keys_values = self.stages_kv * (self._stage_bytes_k + self._stage_bytes_v)
         return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING

@@ -1,5 +1,6 @@
 """The warps of a Hopper CTA: their roles, and transfers between registers and shared memory."""
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import cutlass
@@ -46,18 +47,23 @@ def sync_warpgroup(first_barrier: int) -> None:
 
 
 def take_bits(
-    bits: cute.Tensor, channel: Channel, first: Int32, number: Int32, is_ready: Boolean
+    bits: cute.Tensor,
+    channel: Channel,
+    first: Int32,
+    number: Int32,
+    is_ready: Boolean,
+    row_of: Callable[[Int32, int], Int32] = wgmma.row_of,
+    num_rows: int = wgmma.ROWS_PER_THREAD,
 ) -> tuple[Int32, ...]:
     """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
 
     bits: (word, row). first: this warpgroup's first row in the tile. is_ready: the tile is known to
-    have arrived. It is free afterwards.
+    have arrived. It is free afterwards. row_of(thread, r): which row it is, for num_rows of them.
     """
     channel.wait_unless(is_ready, number)
     thread = thread_in_warpgroup()
     words = tuple(
-        bits[thread % wgmma.COLUMNS.num_words, first + wgmma.row_of(thread, r)]
-        for r in range(wgmma.ROWS_PER_THREAD)
+        bits[thread % wgmma.COLUMNS.num_words, first + row_of(thread, r)] for r in range(num_rows)
     )
     cute.arch.sync_warp()
     channel.release(number)

@@ -15,6 +15,8 @@ from flash_mask_cute.rules import bit_tile
 
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
+# neighbouring rows, of which each belongs to another quad of threads of a warp
+ROWS_OF_GROUP = 8
 # of a thread, for 64 rows by 16 columns of an operand A in registers
 WORDS_PER_STEP = 4
 
@@ -63,6 +65,11 @@ def columns(acc: cute.Tensor, first: int, end: int) -> cute.Tensor:
 def row_of(thread: Int32, r: int) -> Int32:
     """Row, inside the warpgroup's 64, of accumulator row r of a thread (0..127)."""
     return (thread // 32) * 16 + (thread % 32) // 4 + row_offset(r)
+
+
+def row_of_few(thread: Int32) -> Int32:
+    """Which one is the first row of a thread, counting only first rows."""
+    return (thread // 32) * ROWS_OF_GROUP + (thread % 32) // 4
 
 
 def row_offset(r: int) -> int:

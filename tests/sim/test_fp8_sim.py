@@ -204,6 +204,16 @@ SLOWED = (
         keywords=SMALL | {"causal": True},
     ),
     Fp8Case(
+        "few rows",
+        64,
+        seqlen_q=3,
+        lengths=(400, 20, 300, 128, 260),
+        capacity=400,
+        page_size=16,
+        scales=("token", "token"),
+        keywords={"causal": True},
+    ),
+    Fp8Case(
         "one stage of values",
         192,
         128,

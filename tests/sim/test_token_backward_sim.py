@@ -14,8 +14,11 @@ from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
 from test_selected_sim import Composed, check_backward, positions
 
+from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.call.choose import token_lists as choose_lists
+from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep import token_lists
+from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
 
 BF16 = torch.bfloat16
@@ -49,6 +52,41 @@ def test_blocks_of_64_keys(simulator: ModuleType, dims: tuple[int, int]) -> None
         for rows, heads, dim in ((100, 16, dims[0]), (230, 2, dims[0]), (230, 2, dims[1]))
     )
     drawn._replace(q=q, k=k, v=v).check()
+
+
+@pytest.mark.parametrize("heads", [(16, 2, 1), (8, 2, 2)])
+def test_masks_that_all_heads_share(simulator: ModuleType, heads: tuple[int, int, int]) -> None:
+    """A mask_mod, and intervals with holes: queries that see nothing hold NaN."""
+    i, j = positions(150, 300, 0)
+    mods = resolve_mods(None, lambda b, h, i, j: ((i + 2 * j) % 7 != 3) & (i % 5 != 1), None, "cpu")
+    drawn = Composed.draw((1, 150, 300), heads, 128, 2, q_start=0)
+    sees = ((i + 2 * j) % 7 != 3) & (i % 5 != 1)
+    with_mod = drawn.seen(sees, mask_mod=mods.mask_mod)
+    start = (j // 2).clamp(max=150).int().view(1, 1, 300, 1)
+    end = (start + 40).clamp(max=150)
+    hides = torch.cat((start, end), -1).expand(1, heads[2], 300, 2)
+    hole = (i >= start.view(1, -1)) & (i < end.view(1, -1))
+    mask = ColumnMask(hides.contiguous(), causal=True)
+    with_hole = drawn.seen(~hole & (j <= i), startend_row_indices=mask, causal=True)
+    for given in (with_mod, with_hole):
+        call = backward_call(*given[:3], given.q, given.q, torch.zeros(1, heads[0], 150),
+                             **given.arguments)  # fmt: skip
+        assert uses_lists(call)
+        given.check()
+    empty = ~with_mod.visible.any(-1).any(1)[0]
+    assert empty.sum() >= 30
+    dout = torch.randn(drawn.q.shape, generator=torch.Generator().manual_seed(5)).to(BF16)
+    out, lse = torch.zeros_like(dout), torch.zeros(1, heads[0], 150)
+    lse[:, :, empty] = -torch.inf
+    runs = []
+    for value in (0.0, torch.nan):
+        q = with_mod.q.clone()
+        q[:, empty] = dout[:, empty] = value
+        call = backward_call(q, *drawn[1:3], out, dout, lse, **with_mod.arguments)
+        with quiet_run(simulator, 1):
+            runs.append(run_backward(call))
+    for x, y in zip(*runs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
 
 
 def uses_lists(call: Any) -> bool:
@@ -163,3 +201,16 @@ def test_faults_of_lists_are_noticed(
     drawn = Composed.draw((1, 150, 300), (16, 1, 1), 128, 2)
     with pytest.raises(AssertionError):
         drawn.check()
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_nobody_chose_anything(simulator: ModuleType, k: int) -> None:
+    choice = torch.full((1, 1, 70, k), -1, dtype=torch.int32)
+    q, key = torch.full((1, 70, 8, 64), torch.nan).to(BF16), torch.ones(1, 200, 1, 64).to(BF16)
+    lse = torch.full((1, 8, 70), -torch.inf)
+    given = {"block_sparse_tensors_torch": SelectedBlocks(choice, 128)}
+    call = backward_call(q, key, key, torch.zeros_like(q), q, lse, **given)
+    assert uses_lists(call)
+    with quiet_run(simulator, 1):
+        got = run_backward(call)
+    assert not any(x.any() for x in got)

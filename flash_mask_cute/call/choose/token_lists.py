@@ -16,6 +16,7 @@ from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
+from flash_mask_cute.mods.traits import find_reliance
 
 # as `BwdTraits` says: query heads of a group
 GROUPS = (4, 8, 16, 32, 64)
@@ -53,14 +54,36 @@ def why_bits(
             selected.block_size < TILES_N[-1]
         ),
         f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
-        "a mask_mod": problem.mask_mod is not None,
         "a score_mod": problem.score_mod is not None,
-        "column intervals": problem.intervals is not None,
+        "column intervals of other heads than the choice's": not _share_columns(masks),
+        "a mask_mod or column intervals beside a sink": (
+            reads_lse(problem) and call.tensors.learnable_sink is not None
+        ),
         "one batch entry of keys for all sequences": problem.common_kv,
         "config": bool(given_fields(call.config)),
         f"{entries} entries": entries >= _MOST_ENTRIES,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if (
+        reason is None
+        and masks.mask_mod is not None
+        and find_reliance(masks.mask_mod, problem).head
+    ):
+        return "a mask_mod that uses its head"
+    return reason
+
+
+def _share_columns(masks: ResolvedMasks) -> bool:
+    """Whether all heads with a list see the same of its keys by column intervals, if there are
+    any."""
+    if masks.column_mask is None or masks.selected is None:
+        return True
+    return masks.column_mask.startend_row_indices.shape[1] in (1, masks.selected.heads)
+
+
+def reads_lse(problem: AttentionProblem) -> bool:
+    """Whether only LSE tells which queries see something, so that others are in no list."""
+    return problem.mask_mod is not None or problem.intervals is not None
 
 
 def with_token_lists(
@@ -91,6 +114,7 @@ def list_facts(problem: AttentionProblem) -> ListFacts:
         problem.has_seqused_q,
         problem.has_seqused_k,
         problem.q_start,
+        reads_lse(problem),
     )
 
 

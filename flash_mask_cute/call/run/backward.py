@@ -43,10 +43,10 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
-        "_kernels", "_make_lists", "_make_mask_bits", "_make_tables", "_mask_arguments", "_padding",
-        "_partial_shapes",
-        "_parts_shape", "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
-        "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
+        "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_tables",
+        "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape", "_q_start",
+        "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape", "_wants_aux",
+        "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,9 @@ class KernelBackward:
         if problem.token_lists:
             extents = list_extents(problem, plan.shapes, plan.masks)
             arch = plan.target.arch if plan.device.type == "cuda" else None
-            self._make_lists = TokenListMaker(list_facts(problem), extents, arch)
+            facts_of_lists = list_facts(problem)
+            self._make_lists = TokenListMaker(facts_of_lists, extents, arch)
+            self._lists_read_lse = facts_of_lists.has_lse
         self._has_aux = bool(problem.aux)
         self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
         self._reads_query_early = problem.may_empty_rows
@@ -143,6 +145,7 @@ class KernelBackward:
                     *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
                     *(self._window_left, self._window_right),
                     q_starts if self._reads_q_starts else self._q_start,
+                    lse if self._lists_read_lse else None,
                 ),
             )
             bits = tuple(made)

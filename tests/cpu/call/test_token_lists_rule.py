@@ -49,6 +49,17 @@ def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
     assert told.startswith("token lists")
 
 
+def ends(heads: int) -> torch.Tensor:
+    return torch.full((1, heads, 300, 1), 300, dtype=torch.int32)
+
+
+def test_lists_beside_masks_that_all_heads_share() -> None:
+    assert choice_of(mask_mod=lambda b, h, i, j: i >= j).startswith("token lists")
+    assert choice_of(causal=True, startend_row_indices=ends(2)).startswith("token lists")
+    told = choice_of((16, 2, 1), causal=True, startend_row_indices=ends(1))
+    assert told.startswith("token lists")
+
+
 @pytest.mark.parametrize(
     ("why", "given"),
     [
@@ -61,14 +72,16 @@ def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
         ("head dimensions 80/80", {"dims": (80, 80)}),
         ("head dimensions 64/96", {"dims": (64, 96)}),
         ("head dimensions 192/128", {"dims": (192, 128)}),
-        ("a mask_mod", {"mask_mod": lambda b, h, i, j: i >= j}),
-        ("a score_mod", {"score_mod": lambda s, b, h, i, j: s * 2.0}),
+        ("a mask_mod that uses its head", {"mask_mod": lambda b, h, i, j: i >= j + h}),
         (
-            "column intervals",
-            {
-                "causal": True,
-                "startend_row_indices": torch.full((1, 1, 300, 1), 300, dtype=torch.int32),
-            },
+            "a mask_mod or column intervals beside a sink",
+            {"mask_mod": lambda b, h, i, j: i >= j, "learnable_sink": torch.zeros(16)},
+        ),
+        ("a score_mod", {"score_mod": lambda s, b, h, i, j: s * 2.0}),
+        ("column intervals of other heads", {"causal": True, "startend_row_indices": ends(16)}),
+        (
+            "column intervals of other heads",
+            {"heads": (16, 2, 1), "causal": True, "startend_row_indices": ends(2)},
         ),
     ],
 )

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Float32, Uint32
-from planned import forward_call, planned
+from planned import backward_call, forward_call, planned
 from test_read_classes import reads_of
 from torch import Tensor
 
@@ -215,3 +215,75 @@ def test_other_kernels_are_as_they_were() -> None:
     plan = planned(call, HOPPER)
     assert plan.tables is None
     assert plan.problem.tables == plan.problem.summed == ()
+
+
+# -- sums by difference -------------------------------------------------------------------------
+
+
+def summed_in(
+    index: Index, *, factor: Any = 1.0, n: int = 700, d: int = 64, arch: Target = HOPPER
+) -> list[tuple[int, bool]]:
+    """Sizes of the sums of a learned table, and whether they are made score by score."""
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        scale = factor(score) if callable(factor) else factor
+        return score + scale * aux[0][index(b[0], h[0], q[0], k[0], None)]
+
+    x = torch.empty(1, dtype=torch.bfloat16).expand(4, n, 4, d)
+    lse = torch.empty(1).expand(4, 4, n)
+    more = {"score_mod": score_mod, "aux_tensors": [TABLE], "daux": [TABLE]}
+    plan = planned(backward_call(x, x, x, x, x, lse, **more), arch)
+    assert plan.problem.summed == tuple((x.read.number, x.size) for x in summed_of(plan))
+    return [(x.size, x.by_score) for x in summed_of(plan)]
+
+
+def summed_of(plan: Any) -> tuple[Any, ...]:
+    return () if plan.tables is None else plan.tables.summed
+
+
+def rows_of_grid(size: int) -> Index:
+    return lambda b, h, q, k, ids: (h, q // size - k // size + 100)
+
+
+def in_window(size: int, of_rows: int) -> Index:
+    """The distance in columns, and `of_rows` times that in rows."""
+
+    def index(b: Any, h: Any, q: Any, k: Any, ids: Any) -> Any:
+        rows = q // size - k // size
+        cols = (q - q // size * size) - (k - k // size * size)
+        return h, rows * of_rows + cols + 200
+
+    return index
+
+
+def test_sums_between_cuts() -> None:
+    assert summed_in(rows_of_grid(30)) == [(256, False)]
+    assert summed_in(in_window(30, 0)) == [(256, False)]
+    assert summed_in(rows_of_grid(30), factor=-0.5) == [(256, False)]
+    # as many rows as take more
+    assert summed_in(rows_of_grid(16), n=2500) == [(512, False)]
+
+
+def test_sums_score_by_score() -> None:
+    assert summed_in(in_window(7, 13), n=600) == [(2304, True)]
+    assert summed_in(in_window(7, 13), n=600, factor=-0.5) == [(2304, True)]
+
+
+@pytest.mark.parametrize(
+    ("index", "more"),
+    [
+        (in_window(7, 0), {}),
+        (rows_of_grid(8), {}),
+        (lambda b, h, q, k, ids: (h, q - k + 900), {}),
+        (in_window(7, 13), {"factor": lambda score: score}),
+        (rows_of_grid(30), {"factor": lambda score: score}),
+        (in_window(7, 13), {"n": 3000, "d": 128}),
+        (rows_of_grid(30), {"arch": Target("sm_100a", num_sms=132)}),
+    ],
+    ids=[
+        *("columns-of-keys-in-common", "rows-of-keys-in-common", "plain-distance"),
+        *("times-the-score", "times-the-score-between-cuts", "no-room", "blackwell"),
+    ],
+)
+def test_no_sums_by_difference(index: Index, more: dict[str, Any]) -> None:
+    assert summed_in(index, **more) == []

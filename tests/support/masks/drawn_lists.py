@@ -61,9 +61,16 @@ def draw_lists(seed: int, most: int = 700) -> DrawnLists:
     elif q_start == "each":
         firsts = torch.tensor([number(-50, 200) for _ in lens_q]).int()
         lengths = lengths._replace(q_start=firsts)
+    if pick(True, False):
+        batches = () if is_packed else (batch,)
+        of_rows = torch.randn(*batches, heads, rows, generator=gen)
+        hides = of_rows < -0.8
+        lse = of_rows.masked_fill(hides, -torch.inf).repeat_interleave(2, -2)
+        lengths = lengths._replace(lse=lse)
     facts = ListFacts(
         band == "causal", left is not None, right is not None, is_packed, is_packed,
         lengths.seqused_q is not None, lengths.seqused_k is not None, q_start,
+        lengths.lse is not None,
     )  # fmt: skip
     most = max(lens_k), max(lens_q)
     extents = ListExtents(
@@ -102,6 +109,9 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
                 visible = visible & (key <= query + first + (x.window_right or 0))
             if x.window_left is not None:
                 visible = visible & (key >= query + first - x.window_left)
+            if x.lse is not None:
+                line = x.lse[2 * head] if facts.varlen_q else x.lse[b, 2 * head]
+                visible = visible & (line[offset_q : offset_q + n_q, None] > -torch.inf)
             for tile in range(-(-n_k // tile_n)):
                 block, segments = tile * tile_n // size, of_tiles.pop((b, tile), [])
                 wanted = visible[:, block * size : (block + 1) * size].any(-1).nonzero()[:, 0]
