@@ -45,8 +45,8 @@ class KernelBackward:
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
         "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_tables",
         "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape", "_q_start",
-        "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape", "_wants_aux",
-        "_window_left", "_window_right",
+        "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape",
+        "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
