@@ -115,6 +115,8 @@ def compile_variant(name: str) -> Built:
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
+            packed_heads=problem.packed_heads,
+            token_lists=problem.token_lists,
         )
         if variant.splits_group:
             choice = replace(choice, tiles=replace(choice.tiles, splits_group=True))
@@ -208,6 +210,11 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         split = _backward(_variant(d, is_causal=True))
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
+    for d in (64, 128):
+        # of a group of 16 heads
+        by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
+        problem = replace(by_tokens.problem, packed_heads=16)
+        yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):

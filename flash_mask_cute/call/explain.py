@@ -42,8 +42,9 @@ class Explanation:
     empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
     empty if there are none; the CPU path puts them side by side first. choice: what is made of the
-    blocks that each query chose, empty if there is no choice. backward: None if such a call has
-    none.
+    blocks that each query chose, empty if there is no choice. tables: those of all differences that
+    a launch fills before attention, for reads of score_mod, empty if there are none. backward: None
+    if such a call has none.
     """
 
     where: str
@@ -66,6 +67,7 @@ class Explanation:
     splits: str = ""
     pages: str = ""
     choice: str = ""
+    tables: str = ""
     backward: BackwardExplanation | None = None
 
     def __str__(self) -> str:
@@ -97,6 +99,8 @@ class Explanation:
             lines["pages"] = self.pages
         if self.choice:
             lines["choice"] = self.choice
+        if self.tables:
+            lines["tables"] = self.tables
         if self.backward is not None:
             lines |= self.backward.lines()
         if self.note:
@@ -166,6 +170,7 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
         choice=explain_choice(run, counted.tensors.lengths.cu_seqlens_q),
+        tables="" if run.tables is None else run.tables.describe(),
         backward=backward,
     )
 

@@ -14,6 +14,7 @@ from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.choose.token_lists import why_bits
 from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
 from flash_mask_cute.runtime.named_tuples import replaced
 
@@ -28,7 +29,8 @@ class BackwardExplanation:
     that share the query heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device
     that a call takes until its end, besides the gradients; None where no kernel runs.
     partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. aux_gradients:
-    of aux tensors, through score_mod.
+    of aux tensors, through score_mod. choice: the form in which it takes the blocks that each query
+    chose, empty if there is no choice.
     """
 
     kernel: str
@@ -42,6 +44,7 @@ class BackwardExplanation:
     scratch_bytes: int | None
     partial_sums_bytes: int
     aux_gradients: tuple[AuxGradient, ...] = ()
+    choice: str = ""
 
     def lines(self) -> dict[str, str]:
         """By what they are about."""
@@ -54,12 +57,15 @@ class BackwardExplanation:
             "backward": self.kernel,
             "backward tiles": f"{self.tile_n} keys x blocks of {tiles.tile_m} queries"
             + (", two that sum dQ together" if tiles.cta_pair else "")
+            + (", half of them for each warpgroup" if tiles.splits_keys else "")
             + (splits if self.group_splits > 1 else ""),
             "backward columns": f"{self.cols} of queries and keys, {self.cols_v} of values",
             "backward because": self.reason,
             "backward smem": f"{self.smem_bytes} bytes",
             "backward scratch": scratch,
         }
+        if self.choice:
+            lines["backward choice"] = self.choice
         if self.aux_gradients:
             lines["aux gradients"] = "; ".join(map(str, self.aux_gradients))
         return lines
@@ -79,11 +85,15 @@ def explain_backward(
         return None, str(error)
     backward = backward.packed or backward
     choice, scratch_bytes, parts_bytes = backward.bwd_choice, None, 0
+    smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:
         scratch = BwdScratch.of(backward)
         scratch_bytes, parts_bytes = scratch.num_bytes, scratch.partial_sums_bytes
         if backward.mask_bits is not None:
             scratch_bytes += backward.mask_bits.num_bytes
+        if backward.tables is not None:
+            scratch_bytes += backward.tables.num_bytes
+            smem_bytes += backward.tables.smem_bytes
     aux_tensors = (call.masks or NO_MASKS).aux_tensors
     if scratch_bytes is not None and aux_tensors is not None:
         sizes = [x.numel() for x in aux_tensors]
@@ -96,12 +106,28 @@ def explain_backward(
         cols_v=choice.tile_dv,
         group_splits=choice.group_splits,
         reason=choice.reason,
-        smem_bytes=choice.smem_bytes,
+        smem_bytes=smem_bytes,
         scratch_bytes=scratch_bytes,
         partial_sums_bytes=parts_bytes,
         aux_gradients=explain_reads(backward, aux_tensors),
+        choice=_explain_choice(call, backward),
     )
     return explained, ""
+
+
+def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:
+    if backward.masks.selected is None:
+        return ""
+    problem, shapes = backward.problem, backward.shapes
+    if problem.token_lists:
+        tokens = backward.bwd_choice.tiles.tile_m // problem.packed_heads
+        return (
+            f"token lists: a key tile visits the queries that chose it, {tokens} with "
+            f"{problem.packed_heads} heads at a time"
+        )
+    spec = arch_spec(backward.target)
+    given = _backward_call(call)
+    return f"bits: {why_bits(given, problem, shapes, backward.masks, spec)}"
 
 
 def _backward_call(call: AttentionCall) -> AttentionCall:

@@ -26,7 +26,6 @@ def explain_choice(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
     if run.backend is Backend.KERNEL:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
         parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
-    parts.append("the backward walks over what blocks of queries chose together, by these bits")
     return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])
 
 

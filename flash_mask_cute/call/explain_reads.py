@@ -22,6 +22,9 @@ _COST_OF_DIAGONALS = (
     "an addition to memory for each distance in 16 keys and 16 to 64 queries, fewer if neighbours "
     "agree"
 )
+_COST_BY_DIFFERENCE = (
+    "sums in shared memory, and an addition to memory for each difference, 16 keys and head"
+)
 _COSTS = {
     ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
     ReadClass.KEY: "an addition to memory for each 8 queries and a key",
@@ -85,6 +88,8 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
             sizes = " and ".join(str(size) for size in sorted({cut.size for cut in reads.cuts}))
             between = f", between multiples of {sizes}" if sizes else ""
             costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS + between}
+    if run.tables is not None and any(x.read.tensor == number for x in run.tables.summed):
+        costs = costs | {ReadClass.DIFFERENCE: _COST_BY_DIFFERENCE}
     cost = costs[reads.read_class]
     if number in run.problem.exact_aux:
         cost += ", each as two of integers, in any order"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
 from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd
+from flash_mask_cute.call.build.difference_tables import compile_difference_tables
 from flash_mask_cute.call.build.forward import compile_fwd
 from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.call.choose.arch import arch_spec
@@ -14,6 +16,7 @@ from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, KernelBackward
 from flash_mask_cute.call.run.combine import CombinedForward
+from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.call.run.segments import segments_of
@@ -50,7 +53,8 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
         combine = segments_of(plan)
     elif plan.splits is not None:
         combine = CombinedForward(plan)
-    prepared = KernelForward(plan, compiled_fwd(plan).function, _mask_bits_maker(plan), combine)
+    function = compiled_fwd(plan).function
+    prepared = KernelForward(plan, function, _mask_bits_maker(plan), combine, _tables_maker(plan))
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedForward(prepared, plan.problem.needs_lse, mask_causal=None)
     return prepared
@@ -70,7 +74,8 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
-    prepared = KernelBackward(plan, compiled_bwd(plan), _mask_bits_maker(plan))
+    makers = _mask_bits_maker(plan), _tables_maker(plan)
+    prepared = KernelBackward(plan, compiled_bwd(plan), *makers)
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedBackward(prepared, mask_causal=None)
     return prepared
@@ -85,19 +90,33 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
     """The kernels of a planned backward."""
     facts = plan.gradients
     assert facts is not None
-    return compile_bwd(
-        plan.problem,
-        plan.bwd_choice,
-        plan.target,
-        _kernel_mods(plan)._replace(score_mod_bwd=facts.score_mod_bwd),
-        facts,
-    )
+    mods = _kernel_mods(plan, facts.score_mod_bwd)
+    return compile_bwd(plan.problem, plan.bwd_choice, plan.target, mods, facts)
 
 
-def _kernel_mods(plan: ExecutionPlan) -> Mods:
+def _kernel_mods(plan: ExecutionPlan, score_mod_bwd: Callable[..., Any] | None = None) -> Mods:
     """The callables that the attention kernel itself evaluates."""
-    mods = plan.masks.mods
-    return mods if plan.mask_bits is None else replaced(mods, mask_mod=None)
+    mods = replaced(plan.masks.mods, score_mod_bwd=score_mod_bwd)
+    if plan.mask_bits is not None:
+        mods = replaced(mods, mask_mod=None)
+    if plan.tables is None:
+        return mods
+    from flash_mask_cute.mods.difference_reads import ModWithTables
+
+    assert mods.score_mod is not None
+    own = len(plan.problem.aux)
+    reading = ModWithTables(mods.score_mod, own, plan.tables.reads, plan.tables.summed)
+    others = (None if x is None else ModWithTables(x, own) for x in mods[1:])
+    return Mods(reading, *others)
+
+
+def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:
+    """The kernel that fills tables of differences before attention."""
+    score_mod, tables = plan.masks.score_mod, plan.tables
+    if tables is None or score_mod is None or not tables.reads:
+        return None
+    made = compile_difference_tables(score_mod, plan.problem, tables, plan.target)
+    return MakeDifferenceTables(tables, made.function)
 
 
 def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:

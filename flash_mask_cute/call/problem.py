@@ -38,6 +38,11 @@ class FwdShapes(NamedTuple):
         return -(-self.total_q // max(self.batch, 1))
 
     @property
+    def mean_seqlen_k(self) -> int:
+        """Keys of a sequence on average, rounded up."""
+        return -(-self.total_k // max(self.batch, 1))
+
+    @property
     def is_empty(self) -> bool:
         """Whether there are no queries or no keys, so there is nothing to launch."""
         return not (self.batch and self.total_q and self.total_k)
@@ -101,10 +106,14 @@ class AttentionProblem:
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
-    `FEW_ROWS` query rows share keys, of a batch that is not packed.
+    `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
+    tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
+    heads of a group; 0: it does not. tables: dtypes of the tables of differences that the kernel
+    gets behind the aux tensors (`difference_tables.py`), summed: (number, size of the sums) of the
+    reads whose gradients it sums by difference.
 
-    The backward kernels pack no heads, use no sink, write no LSE, and take block lists only as
-    bits.
+    The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
+    only as bits.
     """
 
     dtype: str
@@ -146,6 +155,9 @@ class AttentionProblem:
     common_kv: bool = False
     in_fp8: bool = False
     few_rows: bool = False
+    token_lists: int = 0
+    tables: tuple[str, ...] = ()
+    summed: tuple[tuple[int, int], ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 # fields of configs that are no numbers
-BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq")
+BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq", "splits_keys")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ class BwdConfig:
     CTA to reach a sum stores it (docs/backward_sm90.md#where-dq-goes).
     cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, head_dim above
     128, and scores that are neither modified nor capped.
+    splits_keys: on Hopper, each MMA warpgroup has keys of its own though head_dim or head_dim_v is
+    above 128. This requires tiles of at most 320 columns of keys and values together, as 192/128
+    and 160 have, one CTA, and scores that are neither modified nor capped.
     group_splits: CTAs that share the query heads of a group, each with an equal number of them. It
     divides the group size, and is 1 for head dimensions above 128.
 
@@ -90,6 +93,7 @@ class BwdConfig:
     skip_blocks: bool | None = None
     clears_dq: bool | None = None
     cta_pair: bool | None = None
+    splits_keys: bool | None = None
     group_splits: int | None = None
 
     def __post_init__(self) -> None:

@@ -55,13 +55,14 @@ def scheduler_rings(
     predecessors: cute.Tensor | None = None,
     fields: tuple[str, ...] = WORK_FIELDS,
     chunk_fields: tuple[str, ...] = CHUNK_FIELDS,
+    tokens: cute.Tensor | None = None,
 ) -> tuple[WorkRing, WalkRing]:
     """The rings that the scheduler warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param num_walkers: warps that read walks; num_others: warps that read only work tiles
-    :param ascending, uncut_first, predecessors: see `WalkRing`; fields: see `WorkRing`, and of
-        `WalkRing` chunk_fields
+    :param ascending, uncut_first, predecessors, tokens: see `WalkRing`; fields: see `WorkRing`, and
+        of `WalkRing` chunk_fields
     """
     work = Ring.create(
         storage.ring.data_ptr(),
@@ -72,5 +73,5 @@ def scheduler_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    chunks = WalkRing(walk, ascending, uncut_first, predecessors, chunk_fields)
+    chunks = WalkRing(walk, ascending, uncut_first, predecessors, chunk_fields, tokens)
     return WorkRing(work, fields), chunks

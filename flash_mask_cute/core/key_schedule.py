@@ -21,6 +21,13 @@ class KeySchedule(NamedTuple):
     group: Int32
     grid: Int32
 
+    def of_items(self, num_items: Int32, num_groups: int) -> "KeySchedule":
+        """The schedule where items are work tiles (`core/token_lists.py`), at most num_items of
+        each head. Heads take the place of sequences, which differ in their number of tiles."""
+        heads, one = self.params.num_heads, Int32(1)
+        grid = cutlass.min(Int32(num_groups), num_items * heads)
+        return self._replace(params=ScheduleParams(num_items, one, heads, one), grid=grid)
+
     @staticmethod
     def create(
         lengths: Lengths,

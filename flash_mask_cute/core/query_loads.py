@@ -4,7 +4,9 @@ Keys and values of a work tile come with its first query block: their bytes comp
 its Q and dO.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import cutlass
@@ -15,6 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 
@@ -46,21 +49,30 @@ class BwdOperands(NamedTuple):
         traits: "QueryShape",
         tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         lengths: Lengths,
+        packed_heads: int = 1,
     ) -> "BwdOperands":
-        """Made from Q, dO, K and V, with the layouts of a kernel's traits."""
+        """Made from Q, dO, K and V, with the layouts of a kernel's traits.
+
+        packed_heads: heads of a box of Q and dO, which then has one query; for listed queries.
+        """
         load = cpasync.CopyBulkTensorTileG2SOp()
         queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
         keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
         operands: list = []
-        for tensor, side, (layout, rows, d) in zip(
+        for tensor, side, heads, (layout, rows, d) in zip(
             (*tensors, tensors[2]),
             (queries, queries, keys, keys, keys),
+            (packed_heads, packed_heads, 1, 1, 1),
             traits.boxes(),
             strict=False,
         ):
-            view = tma.sequence_rows(tensor, *side)
-            box = ((1, rows), d)
-            operands += cpasync.make_tiled_tma_atom(load, view, tma.one_stage(layout), box)
+            if heads > 1:
+                view, box = tma.head_rows(tensor, side[0]), ((heads, 1), d)
+                in_box = tma.rows_of_stage(tma.one_stage(layout), heads)
+            else:
+                view, box = tma.sequence_rows(tensor, *side), ((1, rows), d)
+                in_box = tma.one_stage(layout)
+            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
         return BwdOperands(*operands)
 
 
@@ -131,9 +143,7 @@ class QueryLoads:
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         last = at.row_block if const_expr(block.sequence is None) else block.sequence
         words = (flags, block.index, block.head_idx, last)
-        tile = ((1, traits.tile_m), traits.tile_d)
-        gmem, row = self._query_rows(operands.q, at)
-        src, dst = tma.tile_of(operands.q_atom, gmem, (block.head_idx, row), tile, tiles.q)
+        copy = self._rows_copy(operands.q_atom, operands.q, tiles.q, traits.tile_d, at)
         stage = channel.index(at.number)
         channel.acquire(at.number)
         if const_expr(tiles.words is not None):  # noqa: SIM102 (decided while tracing)
@@ -143,23 +153,47 @@ class QueryLoads:
         bytes_k = cutlass.select_(at.is_first, Int32(traits.bytes_with_q), Int32(0))
         channel.expect(at.number, bytes_k + traits.bytes_q + traits.bytes_stats)
         barrier = channel.barrier(at.number)
-        cute.copy(operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
-        stats = self.stats[block.head_idx, at.row_block, None]
-        tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
+        copy(stage, barrier)
+        self._load_stats(at, stage, barrier)
 
     @cute.jit
     def load_do(self, at: Visited):
         """Load dO of a block."""
         traits, operands, channel = self.traits, self.operands, self.channels.do
-        tile = ((1, traits.tile_m), traits.tile_dv)
-        gmem, row = self._query_rows(operands.do, at)
-        first = (at.block.head_idx, row)
-        src, dst = tma.tile_of(operands.do_atom, gmem, first, tile, self.tiles.do)
+        copy = self._rows_copy(operands.do_atom, operands.do, self.tiles.do, traits.tile_dv, at)
         channel.acquire(at.number)
         bytes_v = cutlass.select_(at.is_first, Int32(traits.bytes_with_do), Int32(0))
         channel.expect(at.number, bytes_v + traits.bytes_do)
         stage, barrier = channel.index(at.number), channel.barrier(at.number)
-        cute.copy(operands.do_atom, src, dst[None, stage], tma_bar_ptr=barrier)
+        copy(stage, barrier)
+
+    def row_block(self, work: Work, block: Block) -> Int32:
+        """The row block of a query block; work: with the lengths of its sequence."""
+        row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
+        return block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+
+    def _rows_copy(
+        self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited
+    ) -> Callable[[Int32, cute.Pointer], None]:
+        """A function that starts to copy the rows of Q or dO into a stage."""
+        tile = ((1, self.traits.tile_m), dim)
+        gmem, row = self._query_rows(source, at)
+        src, dst = tma.tile_of(atom, gmem, (at.block.head_idx, row), tile, smem)
+        return partial(self._copy_rows, atom, src, dst)
+
+    def _copy_rows(
+        self,
+        atom: cute.CopyAtom,
+        src: cute.Tensor,
+        dst: cute.Tensor,
+        stage: Int32,
+        barrier: cute.Pointer,
+    ) -> None:
+        cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+
+    def _load_stats(self, at: Visited, stage: Int32, barrier: cute.Pointer) -> None:
+        stats = self.stats[at.block.head_idx, at.row_block, None]
+        tma.copy_bulk(stats, self.tiles.stats[None, stage], barrier)
 
     def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
         """The ((head, row), d) tensor of a sequence of Q or dO, and its first row to read."""

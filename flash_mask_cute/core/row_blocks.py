@@ -63,6 +63,33 @@ def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
     return cute.recast_tensor(words, Int32)
 
 
+def by_lanes(groups: int) -> cute.Layout:
+    """(4, lane, column group, warp): the sums of a key block to which CTAs add, in each group value
+    by value."""
+    return cute.make_layout((4, 32, groups, 8), stride=(32, 1, 128, 128 * groups))
+
+
+def by_queries(packed_heads: int, width: int) -> cute.Layout:
+    """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators
+    of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
+
+    The rows of a warp are one query's or a part of them, or two or four queries'.
+    """
+    groups = width // 8
+    # sums of a warp's query, both warpgroups'
+    query = 2 * width * min(packed_heads, 16)
+    if packed_heads >= 16:
+        in_group, halves, lanes = 128, 2, (4, 64)
+    elif packed_heads == 8:
+        in_group, halves, lanes = 64, query, (2, 32)
+    else:
+        in_group, halves, lanes = 32, 2 * query, (2, query)
+    return cute.make_layout(
+        (2, 2, (16, 2), groups, (4, 2)),
+        stride=(1, halves, lanes, in_group, (2 * width * 16, groups * in_group)),
+    )
+
+
 def column_parts(cols: int) -> tuple[int, ...]:
     """The split of a tile's columns between two warpgroups: the widths of the parts of each.
 
@@ -134,13 +161,16 @@ def sums_in_turn(cols: int, num_ctas: int) -> bool:
     return num_ctas == 1 and 64 < cols <= MAX_TURN_COLS
 
 
-def dq_parts(cols: int, num_ctas: int) -> tuple[ColumnPart, ...]:
+def dq_parts(cols: int, num_ctas: int, in_halves: bool = False) -> tuple[ColumnPart, ...]:
     """The split of dQ's columns if a block has 64 rows, in the order of the sums in scratch memory.
 
     :param cols: a multiple of 32, for two CTAs 160, 192 or 256; with `sums_in_turn` one of 16
     :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's,
         without those that the first one has, too.
+    :param in_halves: each of two warpgroups sums half of the columns in one product
     """
+    if in_halves:
+        return (ColumnPart(0, cols // 2),)
     if sums_in_turn(cols, num_ctas):
         return (ColumnPart(0, cols, 1),)
     own = dq_columns(cols, num_ctas)

@@ -36,7 +36,8 @@ class Block(NamedTuple):
     one's.
 
     predecessor: see `WalkRing.predecessors`, 0 where there are none. sequence: that of its queries,
-    if a walk visits several.
+    if a walk visits several. token: where a block consists of listed queries, that of this lane
+    (`WalkRing.tokens`).
     """
 
     index: Int32
@@ -49,6 +50,7 @@ class Block(NamedTuple):
     follower: Int32
     predecessor: Int32
     sequence: Int32 | None = None
+    token: Int32 | None = None
 
 
 class Chunk(NamedTuple):
@@ -134,7 +136,9 @@ class WalkRing:
     uncut_first: full blocks come first. The first product of a walk is issued before its bits are
     known, and would partly be wasted on a partial block.
     predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk. fields: the
-    fields that an entry carries.
+    fields that an entry carries. tokens (tokens of a block, CHUNK, stages) int32 or None: the
+    queries of each block, in lane i of a block those of i modulo their number, a power of two; -1
+    where there is none. The first one is there.
     """
 
     ring: Ring
@@ -142,6 +146,16 @@ class WalkRing:
     uncut_first: cutlass.Constexpr[bool]
     predecessors: cute.Tensor | None = None
     fields: cutlass.Constexpr[tuple[str, ...]] = CHUNK_FIELDS
+    tokens: cute.Tensor | None = None
+
+    def acquire(self, number: Int32) -> None:
+        """Wait until chunk `number` may be written."""
+        self.ring.channel.acquire(number)
+
+    def write_token(self, number: Int32, i: int, token: Int32) -> None:
+        """Write query i of this lane's block of chunk `number`, which has been acquired and will be
+        written."""
+        self.tokens[i, cute.arch.lane_idx(), self.ring.channel.index(number)] = token
 
     @cute.jit
     def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
@@ -197,13 +211,18 @@ class WalkRing:
                 predecessor = Int32(0)
                 if const_expr(self.predecessors is not None):
                     predecessor = self.predecessors[bit, self.ring.channel.index(number)]
+                token = None
+                if const_expr(self.tokens is not None):
+                    own = cute.arch.lane_idx() % cute.size(self.tokens, mode=[0])
+                    token = self.tokens[own, bit, self.ring.channel.index(number)]
                 if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
                     if remaining == 0:
                         # before the last block is taken, so that what comes next is scheduled
                         # meanwhile
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)
-                state = step(state, chunk.block(bit, follower, predecessor))
+                block = chunk.block(bit, follower, predecessor)
+                state = step(state, block._replace(token=token))
             if const_expr(only_cut):
                 # read again rather than kept, for want of registers
                 is_last = self._read(number).follower == Kind.END

@@ -1,4 +1,7 @@
-"""dK and dV from the partial sums of a backward that splits groups of heads over CTAs.
+"""dK and dV from the sums of a backward with several CTAs for the same keys.
+
+These split a group of heads, and leave partial sums, or have different queries of token lists
+(`core/token_lists.py`), and add to the same sums.
 
 The sums are fp32, in the layout of the summing kernel (`bwd_postprocess`). They are added in the
 order of the parts, so the result does not depend on the run. There is little to add, and there are
@@ -10,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.row_blocks import by_lanes
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_postprocess import COLS_PER_GROUP
 from flash_mask_cute.kernels.bwd_preprocess import (
@@ -31,11 +35,25 @@ class BwdAddParts:
 
     :param dtype: of dK and dV, 16 bits
     :param accum_cols: columns of a key block's sums of dK and of dV, multiples of 16
+    :param tile_n: keys of a block: 128, or 64, of which the second four warps had the second half
+        of the columns
+    :param by_lanes: sums are in the order of `row_blocks.by_lanes`
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], accum_cols: tuple[int, int]):
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        accum_cols: tuple[int, int],
+        tile_n: int = TILE_N,
+        by_lanes: bool = False,
+    ):
+        if tile_n not in (TILE_N, TILE_N // 2):
+            raise ValueError(f"tile_n must be {TILE_N} or {TILE_N // 2}, got {tile_n}")
         self.dtype = dtype
-        self.num_groups = tuple(cols // COLS_PER_GROUP for cols in accum_cols)
+        self.tile_n = tile_n
+        self.by_lanes = by_lanes
+        # of a warp
+        self.num_groups = tuple(cols * tile_n // TILE_N // COLS_PER_GROUP for cols in accum_cols)
         self.num_chunks = tuple(-(-groups // GROUPS) for groups in self.num_groups)
 
     @cute.jit
@@ -51,8 +69,8 @@ class BwdAddParts:
     ):
         """Launch on `stream`, for at least one head and key block.
 
-        :param mdKsums, mdVsums: fp32 (heads_kv * parts, key_blocks, 128 * accum_cols), contiguous
-            and aligned to 16 bytes, the parts of a head one after the other
+        :param mdKsums, mdVsums: fp32 (heads_kv * parts, key_blocks, tile_n * accum_cols),
+            contiguous and aligned to 16 bytes, the parts of a head one after the other
         :param mdK, mdV: (batch, seqlen_k, heads_kv, dim) or packed (total_k, heads_kv, dim). Get
             the sums; 0 in rows of a sequence that are not in use; rows of no sequence stay as they
             are.
@@ -105,7 +123,7 @@ class BwdAddParts:
         num_groups: cutlass.Constexpr[int],
     ):
         """Add some column groups of a key block; in each, a thread has two columns of two rows."""
-        rows = rows_of(block, lengths, TILE_N)
+        rows = rows_of(block, lengths, self.tile_n)
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP
         first = chunk * GROUPS
@@ -118,11 +136,18 @@ class BwdAddParts:
                 for g in cutlass.range_constexpr(GROUPS):
                     if first + g < num_groups:
                         values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                        at = (warp * num_groups + first + g) * WARP + lane
-                        cute.autovec_copy(vector_of(source, at, VECTOR_32_BITS), values)
+                        if const_expr(self.by_lanes):
+                            stored = cute.make_tensor(source.iterator, by_lanes(num_groups))
+                            for i in cutlass.range_constexpr(VECTOR_32_BITS):
+                                values[i] = stored[i, lane, first + g, warp]
+                        else:
+                            at = (warp * num_groups + first + g) * WARP + lane
+                            cute.autovec_copy(vector_of(source, at, VECTOR_32_BITS), values)
                         totals[g].store(totals[g].load() + values.load())
             gRows = rows_of_head(target, head_idx, rows)
             row, first_pair = warp * 16 + lane // 4, first * 4 + lane % 4
+            if const_expr(self.tile_n < TILE_N):
+                row, first_pair = row % self.tile_n, first_pair + warp // 4 * num_groups * 4
             for g in cutlass.range_constexpr(GROUPS):
                 self._store(totals[g], gRows, rows, row, first_pair + g * 4)
 

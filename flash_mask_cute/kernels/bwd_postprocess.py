@@ -9,12 +9,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import dq_parts, sums_in_turn
+from flash_mask_cute.core.row_blocks import by_queries, dq_parts, sums_in_turn
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
     VECTOR_16_BITS,
     VECTOR_32_BITS,
+    packed_rows,
     rows_of,
     rows_of_head,
     vector_of,
@@ -55,6 +56,10 @@ class BwdPostprocess:
         128 or a warpgroup summed a row block alone (`sums_in_turn`)
     :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
+    :param packed_heads: query heads of a KV head that share a tile's rows, query by query; 1, or a
+        power of two from 4 to 64, with 64 rows. Heads of the sums are then KV heads, and their
+        order is that of `row_blocks.by_queries`.
+    :param in_halves: each warpgroup summed half of the columns in one product
     :raises ValueError: a size is none of these
     """
 
@@ -66,6 +71,8 @@ class BwdPostprocess:
         accum_cols: int,
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
+        packed_heads: int = 1,
+        in_halves: bool = False,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -77,13 +84,18 @@ class BwdPostprocess:
             raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
         self.dtype = dtype
         self.order = order
+        self.packed_heads = packed_heads
         self.num_ctas = num_ctas
         self.tile_m = tile_m
         self.accum_cols = accum_cols
         self.vectors_per_row = head_dim // VECTOR_16_BITS
         self.parts = None
         if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
-            self.parts = dq_parts(accum_cols, num_ctas)
+            self.parts = dq_parts(accum_cols, num_ctas, in_halves)
+        if packed_heads > 1 and (self.parts is None or [x.sharers for x in self.parts] != [2]):
+            raise ValueError(
+                f"packed_heads={packed_heads} needs sums of 64 rows in one part of both warpgroups"
+            )
 
     @cute.jit
     def __call__(
@@ -112,6 +124,7 @@ class BwdPostprocess:
         seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks, _ = mdQaccum.shape
+        mdQ = packed_rows(mdQ, self.packed_heads)
         self.kernel(mdQaccum, mSemaphores, mdQ, scale, lengths).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
@@ -135,7 +148,7 @@ class BwdPostprocess:
             (self.tile_m, self.accum_cols // 2), stride=((self.accum_cols + PADDING) // 2, 1)
         )
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
-        rows = rows_of(block, lengths, self.tile_m)
+        rows = rows_of(block, lengths, self.tile_m, self.packed_heads)
         if rows.in_slot > 0:
             has_sums = Boolean(True)
             if const_expr(mSemaphores is not None):
@@ -256,8 +269,14 @@ class BwdPostprocess:
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                source = (source_group + g) * WARP + lane
-                cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
+                if const_expr(self.packed_heads == 1):
+                    source = (source_group + g) * WARP + lane
+                    cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
+                else:
+                    layout = by_queries(self.packed_heads, groups * COLS_PER_GROUP)
+                    stored = cute.make_tensor(part.iterator, layout)
+                    quad = cute.make_tensor(values.iterator, cute.make_layout((2, 2)))
+                    cute.autovec_copy(stored[None, None, lane, g, warp], quad)
                 sums.append(values)
             for g, values in zip(batch, sums, strict=True):
                 pair = first_pair + g * (COLS_PER_GROUP // 2)

@@ -69,8 +69,21 @@ class LseOfRow(NamedTuple):
 
 
 @cute.jit
-def rows_of(block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr) -> BlockRows:
-    """The rows of a row block. All lanes of a warp must ask for the same one."""
+def rows_of(
+    block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr, packed: cutlass.Constexpr = 1
+) -> BlockRows:
+    """The rows of a row block. All lanes of a warp must ask for the same one.
+
+    packed: query heads that share the tile's rows: each query has as many (`packed_rows`).
+    """
+    rows = _positions_of(block, lengths, tile_m // packed)
+    if const_expr(packed > 1):
+        rows = BlockRows(rows.batch_idx, *(count * packed for count in rows[1:]))
+    return rows
+
+
+@cute.jit
+def _positions_of(block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr) -> BlockRows:
     row_blocks = RowBlocks(lengths, tile_m)
     slot = lengths.seqlen_q
     offset = Int32(0)
@@ -110,6 +123,27 @@ def _sequence_of(block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr) -> I
         found += skipped
         count = cutlass.min(step, count - skipped)
     return found
+
+
+def packed_rows(tensor: cute.Tensor | None, packed: int) -> cute.Tensor | None:
+    """A view of (batch, row, head, dim) or (row, head, dim) in which the query heads of a KV head,
+    `packed` neighbours, are rows: query by query, (batch, (head, row), KV head, dim)."""
+    if tensor is None or packed == 1:
+        return tensor
+    (*batch, rows, heads, dim), (*of_batch, of_row, of_head, of_dim) = tensor.shape, tensor.stride
+    shape = *batch, (packed, rows), heads // packed, dim
+    stride = *of_batch, (of_head, of_row), of_head * packed, of_dim
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+def packed_values(tensor: cute.Tensor | None, packed: int) -> cute.Tensor | None:
+    """`packed_rows` of a tensor like LSE, (batch, head, row) or (head, row)."""
+    if tensor is None or packed == 1:
+        return tensor
+    (*batch, heads, rows), (*of_batch, of_head, of_row) = tensor.shape, tensor.stride
+    shape = *batch, heads // packed, (packed, rows)
+    stride = *of_batch, of_head * packed, (of_head, of_row)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
 
 def rows_of_head(tensor: cute.Tensor, head_idx: Int32, rows: BlockRows) -> cute.Tensor:
@@ -170,6 +204,9 @@ class BwdPreprocess:
     :param head_dim_v: a multiple of 8, at most 256
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
     :param has_reference: for scores of any magnitude, see mStats
+    :param packed_heads: query heads of a KV head that share a tile's rows, query by query. Heads of
+        scratch tensors are then KV heads, and the statistics of a query, of all its heads, follow
+        each other; without references and marks.
     :raises ValueError: a size is none of these
     """
 
@@ -179,7 +216,12 @@ class BwdPreprocess:
         head_dim_v: int,
         tile_m: int,
         has_reference: bool = False,
+        packed_heads: int = 1,
     ):
+        if tile_m % packed_heads or (packed_heads > 1 and has_reference):
+            raise ValueError(
+                f"packed_heads must divide tile_m={tile_m}, without references, got {packed_heads}"
+            )
         if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
             raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
         if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= 256:
@@ -187,6 +229,7 @@ class BwdPreprocess:
         self.dtype = dtype
         self.tile_m = tile_m
         self.has_reference = has_reference
+        self.packed_heads = packed_heads
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
@@ -239,6 +282,9 @@ class BwdPreprocess:
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
+        packed = self.packed_heads
+        mO, mdO = (packed_rows(x, packed) for x in (mO, mdO))
+        mLSE, mdLSE = (packed_values(x, packed) for x in (mLSE, mdLSE))
         args = PreprocessArgs(
             mO=mO, mdO=mdO, mLSE=mLSE, mdLSE=mdLSE, mStats=mStats, mdQaccum=mdQaccum,
             mSemaphores=mSemaphores, mSink=mSink, mSinkParts=mSinkParts, lengths=lengths, mQ=mQ,
@@ -259,7 +305,9 @@ class BwdPreprocess:
         head_idx = cta - block * mStats.shape[0]
         smem = cutlass.memory.SmemAllocator()
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
-        sParts = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows // WARP))
+        # parts of a warp's rows or, of packed heads, of each row
+        num_parts = self.padded_rows // (WARP if self.packed_heads == 1 else 1)
+        sParts = smem.allocate_tensor(Float32, cute.make_layout(num_parts))
         if const_expr(mQ is not None):
             # a bit for each row that may see nothing, and what such rows hold
             sEmpty = smem.allocate_tensor(Int32, cute.make_layout(self.padded_rows // WARP))
@@ -270,12 +318,12 @@ class BwdPreprocess:
             if thread == 0:
                 mSemaphores[head_idx, block] = Int32(0)
         if const_expr(mSink is not None):
-            sink = mSink[head_idx].to(Float32)
+            sink = mSink[self._query_head(head_idx, thread)].to(Float32)
         if const_expr(mQ is not None):
             marks = marks_of(
                 mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
             )
-        rows = rows_of(block, args.lengths, self.tile_m)
+        rows = rows_of(block, args.lengths, self.tile_m, self.packed_heads)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
             of_row = self._read_lse(args, head_idx, rows, thread)
@@ -309,20 +357,31 @@ class BwdPreprocess:
                     self._store_sink_part(sParts, of_row, delta, sink, thread)
             if const_expr(mSink is not None):
                 cute.arch.sync_threads()
-                for i in range_constexpr(self.padded_rows // WARP):
-                    sink_part += sParts[i]
+                if const_expr(self.packed_heads == 1):
+                    for i in range_constexpr(self.padded_rows // WARP):
+                        sink_part += sParts[i]
+                else:
+                    for i in range_constexpr(self.tile_m // self.packed_heads):
+                        sink_part += sParts[i * self.packed_heads + thread % self.packed_heads]
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
-            mStats[head_idx, block, thread] = Float32.inf
-            mStats[head_idx, block, thread + self.tile_m] = Float32(0.0)
+            lse_at, delta_at = self._places(thread)
+            mStats[head_idx, block, lse_at] = Float32.inf
+            mStats[head_idx, block, delta_at] = Float32(0.0)
             if const_expr(self.has_reference):
                 mStats[head_idx, block, thread + 2 * self.tile_m] = Float32(0.0)
             if const_expr(mQ is not None):  # noqa: SIM102 (decided while tracing)
                 if thread < self.padded_rows // WARP:
                     marks[thread] = Int32(0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
-            if thread == 0:
-                args.mSinkParts[head_idx, block] = sink_part
+            if thread < self.packed_heads:
+                args.mSinkParts[self._query_head(head_idx, thread), block] = sink_part
+
+    def _query_head(self, head_idx: Int32, row: Int32) -> Int32:
+        """The query head of a row, where head_idx may be a KV head."""
+        if self.packed_heads == 1:
+            return head_idx
+        return head_idx * self.packed_heads + row % self.packed_heads
 
     @cute.jit
     def _read_lse(
@@ -360,26 +419,37 @@ class BwdPreprocess:
                 lse_log2 = (own + low) * LOG2_E
                 reference = cutlass.select_(is_far, of_row.lse, Float32(0.0))
                 mStats[head_idx, block, thread + 2 * self.tile_m] = reference
-            mStats[head_idx, block, thread] = cutlass.select_(
+            lse_at, delta_at = self._places(thread)
+            mStats[head_idx, block, lse_at] = cutlass.select_(
                 of_row.sees_something, lse_log2, Float32.inf
             )
-            mStats[head_idx, block, thread + self.tile_m] = cutlass.select_(
-                is_marked, Float32(0.0), delta
-            )
+            mStats[head_idx, block, delta_at] = cutlass.select_(is_marked, Float32(0.0), delta)
+
+    def _places(self, row: Int32) -> tuple[Int32, Int32]:
+        """The places of a row's LSE and delta in a row block's statistics."""
+        packed = self.packed_heads
+        if packed == 1:
+            return row, row + self.tile_m
+        lse_at = row // packed * (2 * packed) + row % packed
+        return lse_at, lse_at + packed
 
     @cute.jit
     def _store_sink_part(
         self, sParts: cute.Tensor, of_row: LseOfRow, delta: Float32, sink: Float32, thread: Int32
     ):
-        """Store the contribution of a warp's rows to the gradient of their head's sink."""
+        """Store the contribution of a warp's rows to the gradient of their head's sink, or of each
+        row, of packed heads."""
         exponent = (sink - of_row.lse) * LOG2_E
         if const_expr(of_row.low is not None):
             exponent = (sink - of_row.lse - of_row.low) * LOG2_E
         part = -cute.math.exp2(exponent, fastmath=True) * delta
         part = cutlass.select_(of_row.sees_something, part, Float32(0.0))
-        part = cute.arch.warp_reduction_sum(part)
-        if thread % WARP == 0:
-            sParts[thread // WARP] = part
+        if const_expr(self.packed_heads > 1):
+            sParts[thread] = part
+        else:
+            part = cute.arch.warp_reduction_sum(part)
+            if thread % WARP == 0:
+                sParts[thread // WARP] = part
 
     def _row_value(
         self, tensor: cute.Tensor, head_idx: Int32, rows: BlockRows, row: Int32

@@ -35,6 +35,9 @@ from flash_mask_cute.runtime.recent import Recent
 KINDS = ("mask_mod", "score_mod")
 # Integers below it are floating-point numbers, too.
 _MOST_VARYING = 1 << 53
+# Values of a number that scales positions with programs, and so kernels, of their own.
+_MOST_SCALES = 8
+_SCALING = ("div", "floor_divide", "fmod", "mul", "remainder")
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,30 @@ class Program:
         return self.constants[key]
 
 
+def _scaled_by(number: Node) -> list[Node]:
+    """Integers that are divided or multiplied by a number, or by one that is made of it."""
+    found = []
+    for user in number.users:
+        made = user.meta.get("val")
+        name = str(user.target).removeprefix("aten.").split(".")[0]
+        if made is not None and not isinstance(made, Tensor):
+            found += _scaled_by(user)
+        elif made is not None and name in _SCALING and not made.dtype.is_floating_point:
+            found.append(user)
+    return found
+
+
+def _behind(nodes: list[Node]) -> set[Node]:
+    """All nodes that nodes are made of."""
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
 def _returns_its_first(module: GraphModule) -> bool:
     (returned,) = module.graph.find_nodes(op="output")
     return returned.args[0] is module.graph.find_nodes(op="placeholder")[0]
@@ -349,7 +376,9 @@ class _Structure:
     name: kind, key of the captures, whether they follow forward, type of the device. first: the
     numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
     mod must be walked again with follows_forward. varying: numbers that have changed since, and are
-    aux tensors now; fixed: numbers that cannot be.
+    aux tensors now; fixed: numbers that cannot be. scales: of numbers by which positions of queries
+    and keys are divided or multiplied, as by the side of a grid, values that are constants all the
+    same: otherwise nothing is known of differences of positions (docs/mods.md#classes-of-reads).
     """
 
     name: tuple[Any, ...]
@@ -357,6 +386,7 @@ class _Structure:
     follows_forward: bool
     varying: tuple[int, ...] = ()
     fixed: frozenset[int] = frozenset()
+    scales: dict[int, set[int | float]] = field(default_factory=dict)
     knows_shapes: bool = False
     calls_modules: bool = False
 
@@ -374,7 +404,26 @@ class _Structure:
     def varying_of(self, captures: Captures) -> tuple[int, ...]:
         """Those of `varying` that have usual values now: others are constants of a program of their
         own, because the arithmetic of unknown numbers knows no NaN and no infinity."""
-        return tuple(i for i in self.varying if abs(captures.numbers[i].number) < _MOST_VARYING)
+        return tuple(
+            i
+            for i in self.varying
+            if abs(captures.numbers[i].number) < _MOST_VARYING
+            and captures.numbers[i].number not in self.scales.get(i, ())
+        )
+
+    def note_scales(self, captures: Captures, program: Program) -> bool:
+        """Keep the values of varying numbers by which a program divides or multiplies positions of
+        queries and of keys as constants, unless there are many; whether there are new ones."""
+        placeholders = program.module.graph.find_nodes(op="placeholder")
+        query_and_key = set(placeholders[3:5])
+        given = placeholders[len(placeholders) - len(program.varying) :]
+        is_new = False
+        for node, i in zip(given, program.varying, strict=True):
+            known = self.scales.setdefault(i, set())
+            if len(known) < _MOST_SCALES and query_and_key <= _behind(_scaled_by(node)):
+                known.add(captures.numbers[i].number)
+                is_new = True
+        return is_new
 
     def note_changes(self, captures: Captures) -> None:
         """Numbers that differ from their first value vary from now on."""
@@ -451,6 +500,8 @@ def _new_program(
         return _program(mod, kind, captures, device)
     if program.found is not None:
         return _untracked(mod, kind, captures, device, program), captures
+    if kind == "score_mod" and structure.note_scales(captures, program):
+        return _new_program(structure, mod, kind, captures, device)
     _programs[structure.key(captures)] = program
     return program, captures
 

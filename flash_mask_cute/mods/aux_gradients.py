@@ -43,12 +43,19 @@ class AuxSums:
     """The sums of a thread over the scores of one tile, traced as straight-line code.
 
     targets: by number of the aux tensor, fp32 tensors of the same shape, or words of exact sums,
-    whose first mode is the word. A target of one mode more has sums for each batch entry.
+    whose first mode is the word. A target of one mode more has sums for each batch entry. once: the
+    tensors of which no two scores of a tile read the same element.
     """
 
-    def __init__(self, targets: Mapping[int, cute.Tensor], batch_idx: Int32 | None = None):
+    def __init__(
+        self,
+        targets: Mapping[int, cute.Tensor],
+        batch_idx: Int32 | None = None,
+        once: tuple[int, ...] = (),
+    ):
         self.targets = targets
         self._batch_idx = batch_idx
+        self._once = once
         # one for each read of the modifier, which reads as often for every score
         self._open: list[_Open] = []
 
@@ -56,10 +63,14 @@ class AuxSums:
         """Add the contribution of a score: `grad`, the gradient of the modified score, times the
         terms that `differentiate` returned. For a score that does not count, both may be
         anything."""
+        for term in terms:
+            if term[0] in self._once:
+                _add_without_a_branch(*self._contribution(term, grad, counts))
+        others = [term for term in terms if term[0] not in self._once]
         if not self._open:
-            self._open = [self._contribution(term, grad, counts) for term in terms]
+            self._open = [self._contribution(term, grad, counts) for term in others]
             return
-        for i, (known, term) in enumerate(zip(self._open, terms, strict=True)):
+        for i, (known, term) in enumerate(zip(self._open, others, strict=True)):
             new = self._contribution(term, grad, counts)
             is_other = (new.offset != known.offset) & (new.value != 0.0)
             add_to_memory(is_other & (known.value != 0.0), *known)
@@ -101,6 +112,21 @@ def add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value:
             _add_exactly(target, offset, value)
         else:
             _reduce(target.iterator + offset, value)
+
+
+def _add_without_a_branch(target: cute.Tensor, offset: Int64, value: Float32) -> None:
+    """`add_to_memory` of a value that is not 0.
+
+    Written as PTX: in a branch, each address would be computed anew
+    (docs/facts/compiler.md#memory-accesses).
+    """
+    if _is_exact(target):
+        add_to_memory(value != 0.0, target, offset, value)
+        return
+    cute.arch.inline_ptx(
+        "@{$r2} red.relaxed.gpu.global.add.f32 [{$r0}], {$r1};",
+        read_only_args=[target.iterator + offset, value, value != 0.0],
+    )
 
 
 def _reduce(place: cute.Pointer, value: Float32 | Int64) -> None:

@@ -90,8 +90,26 @@ class PlacedRead(NamedTuple):
     indices: tuple[Place | int, ...]
 
 
+class ElementRead(NamedTuple):
+    """A read of one element of an aux tensor, in a kernel. indices: as the callable gives them.
+    placed: the same by places and numbers, if all are."""
+
+    tensor: "_AuxTensor"
+    indices: tuple[Any, ...]
+    placed: PlacedRead | None
+
+    @property
+    def number(self) -> int:
+        return self.tensor.number
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether differentiation finds the read."""
+        return self.tensor.is_learned
+
+
 # Gives the element that a read finds; None: it is read where the callable reads it.
-Answer: TypeAlias = Callable[[PlacedRead], cutlass.Numeric | None]
+Answer: TypeAlias = Callable[[ElementRead], cutlass.Numeric | None]
 
 # is asked before a read, if not None
 _answer: Answer | None = None
@@ -106,6 +124,19 @@ def answered_reads(answer: Answer | None) -> Iterator[None]:
         yield
     finally:
         _answer = before
+
+
+@contextmanager
+def answered_first(answer: Answer) -> Iterator[None]:
+    """The same, inside another such context, which is asked where `answer` gives None."""
+    outer = _answer
+
+    def either(read: ElementRead) -> cutlass.Numeric | None:
+        found = answer(read)
+        return outer(read) if found is None and outer is not None else found
+
+    with answered_reads(either):
+        yield
 
 
 # what `last_at_most` has limited, if not None
@@ -422,11 +453,21 @@ class _AuxTensor(_Tensor):
 
     def _answer(self, indices: tuple[Any, ...]) -> cutlass.Numeric | None:
         """The element that `answered_reads` gives for a read, if it gives one."""
-        if _answer is None or not self.place:
+        if _answer is None or not self.place or any(x is None for x in indices):
             return None
         known = [self._place_of(x) for x in indices]
         places = tuple(x for x in known if x is not None)
-        return _answer(PlacedRead(self.number, places)) if len(places) == len(known) else None
+        placed = PlacedRead(self.number, places) if len(places) == len(known) else None
+        return _answer(ElementRead(self, indices, placed))
+
+    def load(self, indices: tuple[Any, ...]) -> cutlass.Numeric:
+        """The element with these indices, which no one answers."""
+        return self._read(indices, indices)
+
+    def load_at(self, address: cute.Pointer) -> cutlass.Numeric:
+        """The element at an address in the tensor."""
+        dtype = self.element_type
+        return dtype(llvm.load(dtype.mlir_type, address.to_llvm_ptr(), invariant=True))
 
     def _place_of(self, index: Any) -> Place | int | None:
         if isinstance(index, int):
@@ -446,9 +487,7 @@ class _AuxTensor(_Tensor):
         is_plain = self.check is None and not is_slice and self.element_type is not Boolean
         if not _merges or not is_plain or self.is_learned:
             return super().__getitem__(place)
-        address = (self.iterator + cute.crd2idx(place, self.layout)).to_llvm_ptr()
-        dtype = self.element_type
-        return dtype(llvm.load(dtype.mlir_type, address, invariant=True))
+        return self.load_at(self.iterator + cute.crd2idx(place, self.layout))
 
     def _inside(self, check: _Check, indices: tuple[Any, ...], is_flat: bool) -> tuple[Any, ...]:
         if is_flat:

@@ -175,6 +175,14 @@ def at_plain_distances(
     return lambda rows: first + (distance + rows), lambda cols: first + cols
 
 
+def columns_of(scores: cute.Tensor, one_by_one: bool) -> tuple[range, ...]:
+    """The columns of scores (rows, cols), together or one by one."""
+    num_cols = cute.size(scores, mode=[1])
+    if not one_by_one:
+        return (range(num_cols),)
+    return tuple(range(c, c + 1) for c in range(num_cols))
+
+
 class ScoreModifier(NamedTuple):
     """A score_mod, as a kernel applies it to scores.
 
@@ -195,15 +203,16 @@ class ScoreModifier(NamedTuple):
         place: RowPlace,
         k_idx_of: Callable[[int], Int32],
         loaded: LoadedRows | None = None,
+        of_cols: range | None = None,
     ) -> None:
         """Modify row r of scores (rows, cols), which become scores by `scale`.
 
         k_idx_of: gives the key of a column, in the sequence. loaded: what the score_mod reads along
-        the keys, of all rows; not with by_rows.
+        the keys, of all rows; not with by_rows. of_cols: these columns only.
         """
         num_cols = cute.size(scores, mode=[1])
         width = num_cols if self.by_rows else 1
-        for first in range(0, num_cols, width):
+        for first in range(0, num_cols, width) if of_cols is None else of_cols:
             cols = range(first, first + width)
             score = _vector_of([scores[r, c] for c in cols]) * scale
             indices = [_vector(i, Int32, width) for i in place]
@@ -297,13 +306,15 @@ class ScoreModTraits(NamedTuple):
     computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number that
     it multiplies by last, which the softmax can do instead; 1 if there is none. takes_rows: for
     vectors of scores and keys it returns what it would return for each element. row_reads: its
-    reads of rows of keys (`LoadedRows`).
+    reads of rows of keys (`LoadedRows`). by_columns: what rows have in common in a column takes
+    more registers, kept for all columns, than a thread has.
     """
 
     computes_functions: bool = False
     factor: float = 1.0
     takes_rows: bool = False
     row_reads: tuple[PlacedRead, ...] = ()
+    by_columns: bool = False
 
     @staticmethod
     def create(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
@@ -318,7 +329,9 @@ class ScoreModTraits(NamedTuple):
             factor = ir_analysis.last_factor(modified)
         with ir_analysis.draft():
             takes_rows = _takes_rows(score_mod, aux_tensors)
-            return ScoreModTraits(computes_functions, factor, takes_rows, tuple(row_reads))
+            by_columns = getattr(score_mod, "by_columns", False)
+            more = tuple(row_reads), by_columns
+            return ScoreModTraits(computes_functions, factor, takes_rows, *more)
 
 
 def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:

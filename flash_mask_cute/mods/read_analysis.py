@@ -88,8 +88,8 @@ def analyse_reads(
         _, slope, terms = derivative.differentiate(
             score_mod, score, *places, aux_tensors, wants_aux
         )
-        origins = {_key(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
-        values = _Values(origins, limits)
+        origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
+        values = Values(origins, limits)
         found = {}
         for number in wants_aux:
             own = [(coordinates, factor) for i, coordinates, factor in terms if i == number]
@@ -115,7 +115,7 @@ def analyse_reads(
         return ModReads(found, ir_analysis.constant(slope) == 1.0)
 
 
-class _Kind(Enum):
+class Kind(Enum):
     FIXED = 0  # for a batch entry and head
     SUM = 1  # of multiples of terms, and something fixed
     FUNCTION = 2  # of such a sum, and of something fixed
@@ -131,7 +131,7 @@ class _Value(NamedTuple):
     for readers, if it is short.
     """
 
-    kind: _Kind
+    kind: Kind
     number: int
     terms: tuple[tuple[int, int], ...] = ()
     offset: int | None = None
@@ -140,11 +140,12 @@ class _Value(NamedTuple):
 
     @property
     def constant(self) -> int | None:
-        return self.offset if self.kind is _Kind.FIXED else None
+        return self.offset if self.kind is Kind.FIXED else None
 
 
-class _Term(NamedTuple):
-    """divisor: of a query or key itself, whose whole part it is, if it is one."""
+class Term(NamedTuple):
+    """A function of one place. divisor: it is the whole part of the place over this, 1 for the
+    place itself; None: another function."""
 
     place: Place
     span: Span | None
@@ -152,7 +153,7 @@ class _Term(NamedTuple):
     divisor: int | None = None
 
 
-class _Values:
+class Values:
     """The values of one trace. origins: places by the keys of their values. limits: values that
     were limited to an extent, and what they were before."""
 
@@ -160,14 +161,15 @@ class _Values:
         self._origins, self._limits = origins, limits
         self._known: dict[int, _Value] = {}
         self._numbers: dict[Any, int] = {}
+        self._values: dict[int, list[ir.Value]] = {}
         # by the number of the value
-        self._terms: dict[int, _Term] = {}
+        self._terms: dict[int, Term] = {}
 
     # -- classes --------------------------------------------------------------------------------
 
     def describe(self, indices: tuple[_Value, ...]) -> str:
         """The difference that all indices depend on, in words."""
-        terms = self._difference_of(indices) or ()
+        terms = self.difference_of(indices) or ()
         parts = [("-" if n < 0 else "+", abs(n), self._terms[i].text) for i, n in terms]
         texts = [f"{sign} {text if n == 1 else f'{n} * {text}'}" for sign, n, text in parts]
         return " ".join(texts).removeprefix("+ ")
@@ -176,7 +178,7 @@ class _Values:
         """The class of a tensor by its reads, given by their indices, and why it is OTHER."""
         if not reads:
             return ReadClass.UNREAD, ""
-        found = [self._classify(indices) for indices in reads]
+        found = [self.classify_one(indices) for indices in reads]
         for read_class, why in found:
             if read_class is ReadClass.OTHER:
                 return read_class, why
@@ -185,14 +187,14 @@ class _Values:
             return ReadClass.OTHER, f"its reads disagree: by {names}"
         read_class = found[0][0]
         if read_class is ReadClass.DIFFERENCE:
-            if len({self._difference_of(indices) for indices in reads}) > 1:
+            if len({self.difference_of(indices) for indices in reads}) > 1:
                 return ReadClass.OTHER, "its reads disagree: by different differences"
         elif read_class is ReadClass.PLACES and len({self._places_of(x) for x in reads}) > 1:
             return ReadClass.OTHER, "its reads disagree: by places in different dimensions"
         return read_class, ""
 
-    def _classify(self, indices: tuple[_Value, ...]) -> tuple[ReadClass, str]:
-        if any(x.kind is _Kind.UNKNOWN for x in indices):
+    def classify_one(self, indices: tuple[_Value, ...]) -> tuple[ReadClass, str]:
+        if any(x.kind is Kind.UNKNOWN for x in indices):
             return ReadClass.OTHER, "an index is no function of one difference of query and key"
         places = {self._terms[i].place for x in indices for i, _ in x.terms}
         if not places:
@@ -202,14 +204,14 @@ class _Values:
             return (ReadClass.KEY if only is Place.KEY else ReadClass.QUERY), ""
         if self._places_of(indices) is not None:
             return ReadClass.PLACES, ""
-        difference = self._difference_of(indices)
+        difference = self.difference_of(indices)
         if difference is None:
             return ReadClass.OTHER, "its indices depend on query and key separately"
         if any(self._terms[i].span is None for i, _ in difference):
             return ReadClass.OTHER, "the range of the difference does not follow from lengths"
         return ReadClass.DIFFERENCE, ""
 
-    def _difference_of(self, indices: tuple[_Value, ...]) -> tuple[tuple[int, int], ...] | None:
+    def difference_of(self, indices: tuple[_Value, ...]) -> tuple[tuple[int, int], ...] | None:
         """The difference that all indices depend on, in lowest terms; None: there is none."""
         found = {_lowest(x.terms) for x in indices if x.terms}
         only = found.pop() if len(found) == 1 else None
@@ -235,7 +237,7 @@ class _Values:
     def cuts_of(self, indices: tuple[_Value, ...]) -> tuple[Cut, ...] | None:
         """The cuts between which the difference that all indices depend on is the same along a
         diagonal; None: it is not, or they are too many."""
-        terms = self._difference_of(indices) or ()
+        terms = self.difference_of(indices) or ()
         themselves = {self._number(place) for place in (Place.QUERY, Place.KEY)}
         cuts = []
         for i, _ in terms:
@@ -259,22 +261,30 @@ class _Values:
         pending = [value]
         while pending:
             last = pending[-1]
-            missing = [x for x in self._inputs(last) if _key(x) not in self._known]
-            if _key(last) not in self._known and missing:
+            missing = [x for x in self._inputs(last) if key_of(x) not in self._known]
+            if key_of(last) not in self._known and missing:
                 pending.extend(missing)
                 continue
             pending.pop()
-            if _key(last) not in self._known:
-                self._known[_key(last)] = self._made(last)
-        return self._known[_key(value)]
+            if key_of(last) not in self._known:
+                known = self._known[key_of(last)] = self._made(last)
+                self._values.setdefault(known.number, []).append(last)
+        return self._known[key_of(value)]
+
+    def with_number(self, number: int) -> list[ir.Value]:
+        """All values with a number, among those that were looked at."""
+        return self._values.get(number, [])
+
+    def term(self, number: int) -> Term:
+        return self._terms[number]
 
     def _inputs(self, value: ir.Value) -> list[ir.Value]:
         """The values that a value is made of."""
-        if _key(value) in self._origins:
+        if key_of(value) in self._origins:
             return []
-        if (limited := self._limits.get(_key(value))) is not None:
+        if (limited := self._limits.get(key_of(value))) is not None:
             return [limited]
-        operation = _maker(value)
+        operation = maker_of(value)
         if operation is None:
             return []
         if operation.name == "scf.if":
@@ -282,40 +292,40 @@ class _Values:
             i = _result_number(operation, value)
             return [operation.operands[0], *(x.operation.operands[i] for x in yields)]
         leaf = _leaf(operation, value)
-        return _operands(operation) if leaf is None else [leaf]
+        return operands_of(operation) if leaf is None else [leaf]
 
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def _made(self, value: ir.Value) -> _Value:
-        place = self._origins.get(_key(value))
+        place = self._origins.get(key_of(value))
         if place is not None:
             number = self._number(place)
             text = _NAMES[place]
             if place in (Place.QUERY, Place.KEY):
-                self._terms[number] = _Term(place, _POSITION, text)
-                return _Value(_Kind.SUM, number, ((number, 1),), 0, _POSITION, text)
-            return _Value(_Kind.FIXED, number, span=_POSITION, text=text)
-        inputs = [self._known[_key(x)] for x in self._inputs(value)]
-        if _key(value) in self._limits:
+                self._terms[number] = Term(place, _POSITION, text, 1)
+                return _Value(Kind.SUM, number, ((number, 1),), 0, _POSITION, text)
+            return _Value(Kind.FIXED, number, span=_POSITION, text=text)
+        inputs = [self._known[key_of(x)] for x in self._inputs(value)]
+        if key_of(value) in self._limits:
             return inputs[0]
-        operation = _maker(value)
+        operation = maker_of(value)
         if operation is None:
             # a tensor of the call, unless it is a value that a loop carries
-            kind = _Kind.UNKNOWN if _is_number(value) else _Kind.FIXED
-            return _Value(kind, self._number(("argument", _key(value))))
+            kind = Kind.UNKNOWN if _is_number(value) else Kind.FIXED
+            return _Value(kind, self._number(("argument", key_of(value))))
         name, what = operation.name, _what(operation, value)
         if name == "arith.constant":
             constant = _integer(operation)
             span = None if constant is None else (constant, constant)
-            return _Value(_Kind.FIXED, self._number(what), (), constant, span, str(constant))
+            return _Value(Kind.FIXED, self._number(what), (), constant, span, str(constant))
         if name == "scf.if":
             name = "arith.select"
             what = name, str(value.type)
         elif _leaf(operation, value) is not None or _is_same(operation, inputs):
             return inputs[0]
         elif not _is_pure(operation):
-            return _Value(_Kind.UNKNOWN, self._number(("opaque", _key(value))))
+            return _Value(Kind.UNKNOWN, self._number(("opaque", key_of(value))))
         span = _span(name, operation, value, inputs)
         number = self._number((what, tuple(x.number for x in inputs)))
         found = self._combined(name, operation, number, inputs, span)
@@ -332,38 +342,39 @@ class _Values:
         summed = _sum(name, inputs)
         if name == "arith.cmpi" and summed is None:
             summed = _compared(operation, inputs)
-        if any(x.kind is _Kind.UNKNOWN for x in inputs):
-            return _Value(_Kind.UNKNOWN, number)
+        if any(x.kind is Kind.UNKNOWN for x in inputs):
+            return _Value(Kind.UNKNOWN, number)
         if summed is not None and name != "arith.cmpi":
             terms, offset = summed
-            kind = _Kind.SUM if terms else _Kind.FIXED
+            kind = Kind.SUM if terms else Kind.FIXED
             return _Value(kind, number, terms, offset, span)
         if summed is not None and len({self._terms[i].place for i, _ in summed[0]}) == 2:
-            return _Value(_Kind.FUNCTION, number, _lowest(summed[0]))
+            return _Value(Kind.FUNCTION, number, _lowest(summed[0]))
         varying = [x for x in inputs if x.terms]
         if not varying:
-            return _Value(_Kind.FIXED, number, span=span)
+            return _Value(Kind.FIXED, number, span=span)
         places = {self._terms[i].place for x in varying for i, _ in x.terms}
         if len(places) == 1:
             only = places.pop()
             text = _text(name, operation, inputs) or f"a function of {_NAMES[only]}"
-            self._terms[number] = _Term(only, span, text, self._divisor(name, only, inputs))
-            return _Value(_Kind.SUM, number, ((number, 1),), 0, span)
+            self._terms[number] = Term(only, span, text, self._divisor(name, inputs))
+            return _Value(Kind.SUM, number, ((number, 1),), 0, span)
         sums = {_lowest(x.terms) for x in varying}
         if len(sums) > 1:
-            return _Value(_Kind.UNKNOWN, number)
-        return _Value(_Kind.FUNCTION, number, sums.pop(), span=span)
+            return _Value(Kind.UNKNOWN, number)
+        return _Value(Kind.FUNCTION, number, sums.pop(), span=span)
 
-    def _divisor(self, name: str, place: Place, inputs: list[_Value]) -> int | None:
-        """By which a place itself is divided, which is not negative."""
+    def _divisor(self, name: str, inputs: list[_Value]) -> int | None:
+        """By which a place, which is not negative, is divided in one or several steps."""
         if name not in (*_DIVISIONS, "arith.shrsi", "arith.shrui"):
             return None
         x, y = inputs
-        if x.number != self._number(place) or y.constant is None:
+        if len(x.terms) != 1 or x.terms[0][1] != 1 or x.offset != 0 or y.constant is None:
             return None
-        if name in _DIVISIONS:
-            return y.constant
-        return 2**y.constant if 0 <= y.constant < 31 else None
+        before, size = self._terms[x.terms[0][0]].divisor, y.constant
+        if name not in _DIVISIONS:
+            size = 2**size if 0 <= size < 31 else 0
+        return None if before is None or size < 1 else before * size
 
 
 # -- sums ---------------------------------------------------------------------------------------
@@ -371,7 +382,7 @@ class _Values:
 
 def _sum(name: str, inputs: list[_Value]) -> tuple[tuple[tuple[int, int], ...], int | None] | None:
     """The terms and the offset of a result that is a sum like its operands; None: it is not."""
-    if not all(x.kind in (_Kind.FIXED, _Kind.SUM) for x in inputs):
+    if not all(x.kind in (Kind.FIXED, Kind.SUM) for x in inputs):
         return None
     if name in ("arith.addi", "arith.subi"):
         x, y = inputs
@@ -407,7 +418,7 @@ def _compared(
     operation: ir.Operation, inputs: list[_Value]
 ) -> tuple[tuple[tuple[int, int], ...], int | None] | None:
     """The difference whose sign a comparison of two sums tells; None: nothing is known of it."""
-    if not all(x.kind in (_Kind.FIXED, _Kind.SUM) and x.span is not None for x in inputs):
+    if not all(x.kind in (Kind.FIXED, Kind.SUM) and x.span is not None for x in inputs):
         return None
     # equal, unequal, and signed
     is_signed = ir.IntegerAttr(operation.attributes["predicate"]).value <= 5
@@ -468,17 +479,17 @@ def _text(name: str, operation: ir.Operation, inputs: list[_Value]) -> str:
 # -- operations ---------------------------------------------------------------------------------
 
 
-def _key(value: ir.Value) -> int:
+def key_of(value: ir.Value) -> int:
     # `==` of the DSL's values would trace a comparison
     return ir.Value.__hash__(value)
 
 
-def _operands(operation: ir.Operation) -> list[ir.Value]:
+def operands_of(operation: ir.Operation) -> list[ir.Value]:
     # the DSL wraps pointers and tensors
     return [x if isinstance(x, ir.Value) else x.value for x in operation.operands]
 
 
-def _maker(value: ir.Value) -> ir.Operation | None:
+def maker_of(value: ir.Value) -> ir.Operation | None:
     """The operation that produced a value; None for an argument."""
     owner = value.owner
     return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
@@ -486,7 +497,7 @@ def _maker(value: ir.Value) -> ir.Operation | None:
 
 def _result_number(operation: ir.Operation, value: ir.Value) -> int:
     results = (x if isinstance(x, ir.Value) else x.value for x in operation.results)
-    return next(i for i, x in enumerate(results) if _key(x) == _key(value))
+    return next(i for i, x in enumerate(results) if key_of(x) == key_of(value))
 
 
 def _is_number(value: ir.Value) -> bool:
@@ -526,14 +537,14 @@ def _leaf(leaves: ir.Operation, value: ir.Value) -> ir.Value | None:
     into."""
     if leaves.name != "cute.get_leaves":
         return None
-    made = _maker(_operands(leaves)[0])
+    made = maker_of(operands_of(leaves)[0])
     if made is None or made.name not in ("cute.make_coord", "cute.make_int_tuple"):
         return None
     # numbers known when the coordinate was made are no operands
-    dynamic = [_key(x) for x in leaves.results if "?" in str(x.type)]
-    if _key(value) not in dynamic or len(dynamic) != len(made.operands):
+    dynamic = [key_of(x) for x in leaves.results if "?" in str(x.type)]
+    if key_of(value) not in dynamic or len(dynamic) != len(made.operands):
         return None
-    return made.operands[dynamic.index(_key(value))]
+    return made.operands[dynamic.index(key_of(value))]
 
 
 def _what(operation: ir.Operation, value: ir.Value) -> tuple[Any, ...]:
@@ -562,24 +573,24 @@ def _is_pure(operation: ir.Operation) -> bool:
     return derivative.is_known_function(operation)
 
 
-def _operations_behind(value: ir.Value) -> Iterator[ir.Operation]:
+def operations_behind(value: ir.Value) -> Iterator[ir.Operation]:
     """All operations that a value is made of."""
     seen: set[int] = set()
     pending = [value]
     while pending:
         last = pending.pop()
-        if _key(last) in seen:
+        if key_of(last) in seen:
             continue
-        seen.add(_key(last))
-        operation = _maker(last)
+        seen.add(key_of(last))
+        operation = maker_of(last)
         if operation is None:
             continue
         yield operation
-        pending.extend(_operands(operation))
+        pending.extend(operands_of(operation))
         for region in operation.regions:
             for view in (view for block in region.blocks for view in block.operations):
                 yield view.operation
-                pending.extend(_operands(view.operation))
+                pending.extend(operands_of(view.operation))
 
 
 # products of magnitudes below this are finite in fp32
@@ -589,16 +600,30 @@ _GREATER = {"arith.select", "arith.maximumf", "arith.maxnumf", "arith.minimumf",
 
 
 def _factor(factor: Float32) -> Factor:
-    constant, bits = ir_analysis.constant(factor), _magnitude(factor.ir_value())
+    constant, bits = _constant(factor.ir_value()), _magnitude(factor.ir_value())
+    if constant is not None and not math.isfinite(constant):
+        constant = None
     return Factor(constant, bits is not None and bits < _MOST_BITS)
+
+
+def _constant(value: ir.Value) -> float | None:
+    """The number that a value is, also a product of numbers, which derivatives leave behind."""
+    operation = maker_of(value)
+    if operation is None or operation.name not in ("arith.mulf", "arith.negf"):
+        return ir_analysis.constant(Float32(value))
+    factors = [_constant(x) for x in operands_of(operation)]
+    known = [x for x in factors if x is not None]
+    if len(known) < len(factors):
+        return None
+    return -known[0] if operation.name == "arith.negf" else math.prod(known)
 
 
 def _magnitude(value: ir.Value) -> int | None:
     """A number n so that the value is always below 2^n; None: not known."""
-    operation = _maker(value)
+    operation = maker_of(value)
     if operation is None:
         return None
-    name, operands = operation.name, _operands(operation)
+    name, operands = operation.name, operands_of(operation)
     if name == "arith.constant":
         attribute = operation.attributes["value"]
         number = attribute.value if isinstance(attribute, ir.FloatAttr) else math.inf
@@ -618,4 +643,4 @@ def _magnitude(value: ir.Value) -> int | None:
 
 def _depends_on(value: ir.Value, score: Float32) -> bool:
     origin = score.ir_value().owner.operation
-    return any(operation == origin for operation in _operations_behind(value))
+    return any(operation == origin for operation in operations_behind(value))

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+from flash_mask_cute.mods.spans import Span
+
 # Ranges of differences hold for positions and extents below this.
 MOST_POSITION = 2**26
 
@@ -86,6 +88,11 @@ class TensorReads(NamedTuple):
         return not self.cuts or self.has_constant_factors
 
     @property
+    def is_between_cuts(self) -> bool:
+        """Whether gradients are summed along diagonals between cuts."""
+        return bool(self.cuts) and self.is_of_lines
+
+    @property
     def has_constant_factors(self) -> bool:
         return all(x.constant is not None for x in self.factors)
 
@@ -117,3 +124,58 @@ class ModReads(NamedTuple):
             for i, x in self.tensors.items()
             if not (x.is_once or x.read_class is ReadClass.UNREAD)
         )
+
+
+class Step(NamedTuple):
+    """From the result of an operation to one of its operands. operation: its name; empty: from a
+    read to one of its indices."""
+
+    operation: str
+    operand: int
+
+
+class DifferenceTerm(NamedTuple):
+    """A term of a difference: factor times a function of the key, or of the query.
+
+    divisor: the function is the whole part of the place over this; None: another one, whose values
+    are in span. path: the way to its value from the read.
+    """
+
+    is_key: bool
+    factor: int
+    divisor: int | None
+    span: Span | None
+    path: tuple[Step, ...]
+
+
+class DifferenceRead(NamedTuple):
+    """A read by a difference, the sum of terms of which one has the factor 1 or -1.
+
+    number: among the reads of the score_mod. tensor: the number of the aux tensor. by_batch,
+    by_head: the element depends on the batch entry, the query head. is_computed: its indices take
+    more than sums.
+    """
+
+    number: int
+    tensor: int
+    terms: tuple[DifferenceTerm, ...]
+    by_batch: bool
+    by_head: bool
+    is_computed: bool
+
+    @property
+    def are_places(self) -> bool:
+        """Whether the terms are the places themselves."""
+        return all(x.divisor == 1 and abs(x.factor) == 1 for x in self.terms)
+
+
+class SummedDifference(NamedTuple):
+    """A read whose gradient each warp sums by difference in shared memory.
+
+    size: of its sums, that of the difference 0 in the middle. by_score: scores of different keys
+    and one query have different differences; otherwise by diagonals between cuts.
+    """
+
+    read: DifferenceRead
+    size: int
+    by_score: bool

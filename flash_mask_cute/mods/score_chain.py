@@ -17,6 +17,7 @@ from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_gradients import AuxSums
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
+from flash_mask_cute.mods.difference_sums import DifferenceSums
 from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
 from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
@@ -58,7 +59,9 @@ class ScoreChain:
     The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block. walk: the sums over a walk, if there are any. groups: of reads that are summed along
+    block. walk: the sums over a walk, if there are any. by_difference: those of lines between cuts,
+    by difference. once: tensors of which a batch entry's scores each read another element. groups:
+    of reads that are summed along
     lines. of_grads: all gradients of aux tensors are sums of dS times what does not depend on the
     score (`apply_to_grads`).
     """
@@ -76,8 +79,10 @@ class ScoreChain:
     first_query: Int32
     of_grads: cutlass.Constexpr[bool] = False
     walk: WalkSums | None = None
+    by_difference: DifferenceSums | None = None
     groups: cutlass.Constexpr[tuple[LineGroup, ...]] = ()
     lines: cutlass.Constexpr[Lines | None] = None
+    once: cutlass.Constexpr[tuple[int, ...]] = ()
 
     @property
     def by_parts(self) -> bool:
@@ -180,7 +185,7 @@ class ScoreChain:
                     self._add_to_rows(of_walk, r, terms, by_modified, counts)
                     self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
                     sums.add(self._others(terms), by_modified, counts)
-                    if self._has_cuts:
+                    if self._keeps_grads:
                         grads[r, i] = by_modified
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
@@ -188,6 +193,7 @@ class ScoreChain:
                     self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
         self._send_lines(block, first_col, of_lines, grads)
+        self._add_scores(block, first_col, grads)
         self._add_to_walk(of_walk)
 
     def apply_to_grads(
@@ -225,13 +231,14 @@ class ScoreChain:
                     counts = prob > 0.0
                     self._add_to_rows(of_walk, r, terms, dscore, counts)
                     self._add_to_lines(of_lines, r, c, terms, dscore, counts)
-                    if self._has_cuts:
+                    if self._keeps_grads:
                         grads[r, c] = dscore
                     sums.add(self._others(terms), dscore, counts)
                     pair.append(dscore)
                 self.elements.keep_pair(dscores, self.dtype, r, first, *pair)
         sums.flush()
         self._send_lines((work, head_idx, m_block), 0, of_lines, grads)
+        self._add_scores((work, head_idx, m_block), 0, grads)
         self._add_to_walk(of_walk)
 
     # -- sums over a walk -----------------------------------------------------------------------
@@ -239,15 +246,30 @@ class ScoreChain:
     @cute.jit
     def turn_to(self, work: Work, head_idx: Int32) -> None:
         """Called before the scores of a block of a head."""
-        head = self.walk.head
-        if head[0] != head_idx:
-            self._send_walk(work, head[0])
-            head[0] = head_idx
+        if const_expr(self.walk is not None):
+            head = self.walk.head
+            if head[0] != head_idx:
+                self._send_walk(work, head[0])
+                head[0] = head_idx
+        if const_expr(self.by_difference is not None):
+            of_sums = self.by_difference.head
+            if of_sums[0] != head_idx:
+                self.by_difference.send(work.batch_idx)
+                of_sums[0] = head_idx
 
     @cute.jit
     def end_walk(self, work: Work) -> None:
         """Called at the end of a work tile, by all threads of its warps."""
-        self._send_walk(work, self.walk.head[0])
+        if const_expr(self.walk is not None):
+            self._send_walk(work, self.walk.head[0])
+        if const_expr(self.by_difference is not None):
+            self.by_difference.send(work.batch_idx)
+            self.by_difference.head[0] = Int32(NO_HEAD)
+
+    @property
+    def has_walk(self) -> bool:
+        """Whether `turn_to` and `end_walk` have something to do."""
+        return self.walk is not None or self.by_difference is not None
 
     @cute.jit
     def _send_walk(self, work: Work, head_idx: Int32) -> None:
@@ -287,9 +309,9 @@ class ScoreChain:
 
     def _aux_sums(self, batch_idx: Int32) -> AuxSums:
         """Sums of the tensors that are not summed over a walk or along lines."""
-        known = {read.number for read in self._known_reads}
+        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
         targets = {n: x for n, x in self._targets().items() if n not in known}
-        return AuxSums(targets, batch_idx)
+        return AuxSums(targets, batch_idx, self.once)
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""
@@ -301,8 +323,9 @@ class ScoreChain:
 
     def _others(self, terms: Sequence[AuxTerm]) -> list[AuxTerm]:
         """The terms of reads that are not summed over the walk or along lines."""
-        known = {read.term for read in self._known_reads}
-        return [term for i, term in enumerate(terms) if i not in known]
+        known, by_score = {read.term for read in self._known_reads}, self._summed_by_score
+        others = [term for i, term in enumerate(terms) if i not in known]
+        return [term for term in others if term[0] not in by_score]
 
     def _add_to_rows(
         self,
@@ -324,8 +347,9 @@ class ScoreChain:
     # -- sums along lines -----------------------------------------------------------------------
 
     @property
-    def _has_cuts(self) -> bool:
-        return any(group.cuts for group in self.groups)
+    def _keeps_grads(self) -> bool:
+        """Whether sums are made of gradients of scores when all of these are known."""
+        return any(group.cuts for group in self.groups) or bool(self._summed_by_score)
 
     def _zeros_of_lines(self, cols: int) -> list[list[Float32]]:
         """A thread's parts of the lines, for each group without cuts, of so many columns."""
@@ -435,16 +459,68 @@ class ScoreChain:
         """Add up the parts of lines, and add the totals to their elements. corner: the first query
         and the first key with the elements of these lines."""
         targets = self._targets()
-        sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
+        others = group.reads
+        if group.cuts and self.by_difference is not None:
+            summed = self.by_difference.reads
+            others = tuple(x for x in others if all(x.number != y.number for y in summed))
+        sums = [AuxSums({read.number: targets[read.number]}) for read in others]
+        lines = []
         for total, number in self.lines.totals(group.line, parts):
             place = self._place_on_line(block, group.line, first_col, number, corner)
+            lines.append((total, *place[2:]))
+            if not others:
+                continue
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
-            for own, read in zip(sums, group.reads, strict=True):
+            for own, read in zip(sums, others, strict=True):
                 tensor, coordinates, _ = terms[read.term]
                 factor = Float32(read.factor.constant if group.is_constant else 1.0)
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
+        self._add_by_difference(group, tuple(lines), corner)
+
+    def _add_by_difference(
+        self, group: LineGroup, lines: tuple, corner: tuple[Int32, Int32]
+    ) -> None:
+        if self.by_difference is None:
+            return
+        numbers = {read.number for read in group.reads if group.cuts}
+        for i, summed in enumerate(self.by_difference.reads):
+            if summed.number in numbers and not summed.by_score:
+                self.by_difference.add(i, lines, corner)
+
+    @property
+    def _summed_by_score(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose gradients are summed by difference score by score."""
+        if self.by_difference is None:
+            return ()
+        return tuple(x.number for x in self.by_difference.reads if x.by_score)
+
+    def _add_scores(
+        self, block: tuple[Work, Int32, Int32], first_col: int, grads: cute.Tensor
+    ) -> None:
+        """Add gradients of scores to the sums by difference that are made score by score."""
+        if self._summed_by_score:
+            self._add_columns(block, first_col, grads)
+
+    @cute.jit
+    def _add_columns(
+        self, block: tuple, first_col: cutlass.Constexpr[int], grads: cute.Tensor
+    ) -> None:
+        place, elements = partial(self._place, *block), self.elements
+        is_any = Boolean(False)
+        for i in cutlass.range_constexpr(cute.size(grads)):
+            is_any = is_any | (grads[i] != 0.0)
+        # a warp may have none, of the last keys
+        if cute.arch.vote_any_sync(is_any):
+            for i in cutlass.range_constexpr(len(self.by_difference.reads)):
+                if const_expr(self.by_difference.reads[i].by_score):
+                    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+                        scores = tuple(
+                            (grads[r, c], *place(r, first_col + c)[2:])
+                            for r in range(elements.num_rows)
+                        )
+                        self.by_difference.add_column(i, scores, elements.lanes_per_row)
 
     def _place_on_line(
         self,

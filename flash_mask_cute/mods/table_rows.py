@@ -21,7 +21,14 @@ from cutlass import Boolean, Int32, Uint8, Uint16, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, vector
 
-from flash_mask_cute.mods.aux_reads import Answer, Place, PlacedRead, answered_reads, tensors_of
+from flash_mask_cute.mods.aux_reads import (
+    Answer,
+    ElementRead,
+    Place,
+    PlacedRead,
+    answered_reads,
+    tensors_of,
+)
 
 # bytes of the widest load
 LOAD_BYTES = 16
@@ -89,12 +96,15 @@ def noted_row_reads() -> Iterator[list[PlacedRead]]:
     found: list[PlacedRead] = []
     block = ir.InsertionPoint.current.block
 
-    def note(read: PlacedRead) -> None:
-        *others, last = read.indices
+    def note(read: ElementRead) -> None:
+        placed = read.placed
+        if placed is None:
+            return
+        *others, last = placed.indices
         is_row = last is Place.KEY and Place.QUERY in others and Place.KEY not in others
         is_always_read = ir.InsertionPoint.current.block == block
-        if is_row and is_always_read and read not in found:
-            found.append(read)
+        if is_row and is_always_read and placed not in found:
+            found.append(placed)
 
     with answered_reads(note):
         yield found
@@ -147,10 +157,10 @@ class LoadedRows:
     def answer(self, r: int, c: int) -> Answer:
         """Answers the reads for the score in row r and column c of the thread."""
 
-        def element(read: PlacedRead) -> cutlass.Numeric | None:
-            if read not in self.reads:
+        def element(read: ElementRead) -> cutlass.Numeric | None:
+            if read.placed not in self.reads:
                 return None
-            i = self.reads.index(read)
+            i = self.reads.index(read.placed)
             dtype = self.dtypes[i]
             word, shift = divmod(c * dtype.width, WORD_BITS)
             return _as(dtype, self.words[i][r, word] >> shift)

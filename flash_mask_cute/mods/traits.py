@@ -11,7 +11,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from flash_mask_cute.mods.read_classes import ModReads, ReadClass, TensorReads
+from flash_mask_cute.mods.read_classes import (
+    DifferenceRead,
+    ModReads,
+    ReadClass,
+    TensorReads,
+)
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_streams
@@ -42,6 +47,7 @@ _Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
 _functions: dict[_Key, bool] = Recent(4096)
 _reliance: dict[_Key, Reliance] = Recent(4096)
 _reads: dict[tuple[_Key, tuple[int, ...]], ModReads] = Recent(4096)
+_difference_reads: dict[_Key, tuple[DifferenceRead, ...]] = Recent(4096)
 
 
 def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
@@ -80,6 +86,34 @@ def find_reads(
         with compile_lock():
             found = _reads[key] = _trace_reads(score_mod, problem, tuple(wants_aux))
     return found
+
+
+def difference_reads(
+    score_mod: Callable[..., Any], problem: HasScoreMod
+) -> tuple[DifferenceRead, ...]:
+    """The reads by the score_mod of a problem that tables of differences can answer. None, if it
+    cannot be traced."""
+    key = problem.score_mod, problem.aux
+    found = _difference_reads.get(key)
+    if found is None:
+        with compile_lock():
+            found = _difference_reads[key] = _trace_difference_reads(score_mod, problem)
+    return found
+
+
+@tells_what_to_install()
+def _trace_difference_reads(
+    score_mod: Callable[..., Any], problem: HasScoreMod
+) -> tuple[DifferenceRead, ...]:
+    from flash_mask_cute.mods.difference_reads import find_difference_reads
+
+    found: list[tuple[DifferenceRead, ...]] = []
+
+    def evaluate(aux_tensors: Any) -> None:
+        found.append(find_difference_reads(score_mod, aux_tensors))
+
+    _trace(evaluate, fake_tensors.aux_tensors(problem))
+    return found[0] if found else ()
 
 
 @tells_what_to_install()

@@ -112,6 +112,16 @@ def strided(rank: int, name: str = "int32") -> Any:
     return make_fake_tensor(dtype, extents(rank), strides, assumed_align=align)
 
 
+def rows(name: str, rank: int) -> Any:
+    """A tensor with contiguous rows."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    dtype = cutlass_dtype(name)
+    strides: Any = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
+    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
+
+
 def scratch(*inner: int) -> Any:
     """A contiguous fp32 tensor (heads, row blocks, *inner)."""
     import cutlass
@@ -169,6 +179,11 @@ def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
 def choice_bits() -> tuple[Any, ...]:
     """The same of a choice, which has no full blocks, and the bits of tiles of queries."""
     return (strided(4), None, *int32_pair(), strided(4), strided(4))
+
+
+def token_lists() -> tuple[Any, ...]:
+    """The queries of each key block, and the work that follows."""
+    return strided(2), strided(3), strided(1)
 
 
 def counter() -> Any:

@@ -62,6 +62,7 @@ from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
+from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import (
     CHUNK,
     KIND_MASK,
@@ -79,14 +80,16 @@ from flash_mask_cute.rules.mask_rules import (
     check_given,
 )
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
+from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
+from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
+from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
 from flash_mask_cute.sm90.flash_bwd_traits import (
-    MAX_OWN_DIM,
     Barrier,
     BwdTraits,
     Channels,
@@ -97,6 +100,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     scale,
     send_gradients,
     stage_dq,
+    stage_nothing,
     store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
@@ -129,6 +133,13 @@ class FlashAttentionBackwardSm90:
         their Q or dO is not finite
     :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no
         soft cap, and at least two SMs
+    :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
+        a group; a work tile visits the queries that chose its keys, with all heads at once
+        (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
+        Requires clears_dq, no score_mod, and masks that all heads of a group share. shares_tile:
+        see `BwdTraits`
+    :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
+        requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
@@ -163,6 +174,9 @@ class FlashAttentionBackwardSm90:
         may_empty_rows: bool = False,
         common_kv: bool = False,
         splits_group: bool = False,
+        packed_heads: int = 1,
+        shares_tile: bool = False,
+        splits_keys: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -176,8 +190,12 @@ class FlashAttentionBackwardSm90:
             *stages,
             value_cols,
             cta_pair,
+            splits_keys,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
+            packed_heads=packed_heads,
+            shares_tile=shares_tile,
+            sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
         )
         reason = self.traits.infeasible()
         if reason is not None:
@@ -191,10 +209,16 @@ class FlashAttentionBackwardSm90:
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
-        if splits_group and self.traits.shares_keys:
+        if splits_keys and score_mod is not None:
+            raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
+        if splits_group and max(head_dim, head_dim_v) > MAX_OWN_DIM:
             raise ValueError(
                 f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
                 f"{head_dim}/{head_dim_v}"
+            )
+        if self.traits.by_tokens and (not clears_dq or splits_group):
+            raise ValueError(
+                f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
         self.is_causal = is_causal
@@ -250,25 +274,31 @@ class FlashAttentionBackwardSm90:
         is None. Row blocks are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums
         (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
         the other. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits. aux_grads: fp32 tensors
-        of the shapes of the aux tensors that wants_aux numbers, to which their gradients are added,
-        or int64 ones with words before these dimensions (`mods.exact_words`), or fp32 ones with the
-        batch before them.
+        `FlashAttentionForwardSm90`; block lists are always given as bits. With packed_heads
+        block_bits are the tensors of a `TokenLists`; heads of mStats and mdQaccum are then KV
+        heads, and mdK and mdV fp32 sums as with splits_group, of one part, to which CTAs add; they
+        start as zeros. aux_grads: fp32
+        tensors of the shapes of the aux tensors that wants_aux numbers, to which their gradients
+        are added, or int64 ones with words before these dimensions (`mods.exact_words`), or fp32
+        ones with the batch before them.
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
         in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        if const_expr(self.traits.cta_pair):
+        if const_expr(self.traits.cta_pair or self.traits.splits_keys):
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
-        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths)
-        group_splits = None
-        if const_expr(self.splits_group):
-            group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
+        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, traits.packed_heads)
+        group_splits = token_lists = None
+        if const_expr(traits.by_tokens):
+            token_lists, block_bits = TokenLists(*block_bits), None
+        if const_expr(self.splits_group or traits.by_tokens):
+            if const_expr(self.splits_group):
+                group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
             of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
             gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n))
         else:
@@ -287,12 +317,16 @@ class FlashAttentionBackwardSm90:
             self.num_sms // traits.num_ctas, is_short if self.deterministic else None,
             1 if const_expr(group_splits is None) else group_splits,
         )  # fmt: skip
+        if const_expr(token_lists is not None):
+            schedule = schedule.of_items(token_lists.items.shape[1], self.num_sms)
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         scratch = Scratch(mStats, mdQaccum, mSemaphores)
+        if const_expr(traits.by_tokens):
+            scratch = by_tokens(traits, scratch)
         self.kernel(
             operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
-            schedule.group, group_splits, tile_counter, aux_grads,
+            schedule.group, group_splits, tile_counter, aux_grads, token_lists,
         ).launch(
             grid=(schedule.grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -308,7 +342,7 @@ class FlashAttentionBackwardSm90:
         product is in flight, and ptxas then waits after each product. Nor does it if only a walk's
         first block can be such a block, because its bits come too late.
         """
-        is_plain = self.score_mod is None and scales.cap is None
+        is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_tokens
         may_hide = self.is_local or masks.may_shorten(self)
         return not self.traits.shares_keys and is_plain and may_hide
 
@@ -327,6 +361,7 @@ class FlashAttentionBackwardSm90:
         group_splits: Int32 | None,
         tile_counter: cute.Tensor | None,
         aux_grads: tuple | None,
+        token_lists: TokenLists | None,
     ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -363,23 +398,24 @@ class FlashAttentionBackwardSm90:
                     schedule,
                     tile_counter,
                     self.deterministic,
-                    lengths.cu_seqlens_k is not None,
+                    lengths.cu_seqlens_k is not None or traits.by_tokens,
                     traits.num_ctas,
                     channels.claims,
                 )
-                rules = BackwardMask.create(
-                    self, wgmma.COLUMNS, masks, lengths, group, traits.cta_pair
-                ).with_tile_n(traits.cluster_tile_n)
+                rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
+                    traits.cluster_tile_n
+                )
                 rings = (channels.ring, channels.walk)
-                send_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
+                if const_expr(traits.by_tokens):
+                    send_token_walks(scheduler, rules, lengths, *rings)
+                else:
+                    send_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
             else:
                 mask_warp = warp_idx - Role.MASK
                 warp_rows = MaskWarpRows.create(
                     mask_warp, traits.num_mask_warps, traits.tile_n, wgmma.COLUMNS
                 )
-                rules = BackwardMask.create(
-                    self, wgmma.COLUMNS, masks, lengths, group, traits.cta_pair
-                )
+                rules = self._rules(masks, lengths, group, token_lists)
                 any_bits = tiles.any_bits if passes_over else None
                 make_mask_bits(
                     rules,
@@ -406,6 +442,13 @@ class FlashAttentionBackwardSm90:
             # the other CTA may still arrive on mbarriers of this one
             cta_pairs.sync()
 
+    def _rules(
+        self, masks: MaskArgs, lengths: Lengths, group: Int32, token_lists: TokenLists | None
+    ) -> BackwardMask:
+        if token_lists is not None:
+            return TokenMask.create_by_tokens(self, wgmma.COLUMNS, masks, lengths, token_lists)
+        return BackwardMask.create(self, wgmma.COLUMNS, masks, lengths, group, self.traits.cta_pair)
+
     # -- mma ------------------------------------------------------------------------------------
 
     @cute.jit
@@ -430,7 +473,7 @@ class FlashAttentionBackwardSm90:
             [wgmma.make_accumulator(part.width) for part in columns]  # (64, width) each
             for columns in (traits.columns.dv, traits.columns.dk)
         )
-        chain = make_chain(self, score_args, lengths)
+        chain = make_chain(self, score_args, lengths, tiles.sums)
         scores = BlockScores.create(traits, tiles, channels, chain, lengths, passes_over)
         # the work tile, the query block and the cut block at hand, numbered from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -484,23 +527,24 @@ class FlashAttentionBackwardSm90:
 
             # -- dK and dV leave
             work = ring.read(tile)
-            if const_expr(chain.walk is not None):
+            if const_expr(chain.has_walk):
                 scores.end_walk(work)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
-            if const_expr(traits.cta_pair):
-                # they are sent from where dS of the last block is
-                channels.grads.acquire(block)
+            # they are sent from where dS of the last block is
+            scores.acquire_grads(block)
             has_sums = work.has_scores & accumulate
-            if const_expr(self.splits_group):
-                store_sums(acc_dV[0], gradients.dv, gradients.blocks, work, has_sums)
-                store_sums(acc_dK[0], gradients.dk, gradients.blocks, work, has_sums)
+            leaves_sums = self.splits_group or traits.by_tokens
+            if const_expr(leaves_sums):
+                given = gradients.blocks, work, has_sums, traits.by_tokens
+                store_sums(acc_dV[0], gradients.dv, *given)
+                store_sums(acc_dK[0], gradients.dk, *given)
             else:
                 end = tiles, block, work, has_sums
                 send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)
                 send_gradients(traits, acc_dK, traits.columns.dk, gradients.dk, *end)
             # in the next block each warp writes dS where others may still send from
-            if const_expr(self.splits_group):
+            if const_expr(leaves_sums):
                 pass
             elif const_expr(not traits.shares_keys):
                 sync_warpgroup(Barrier.SENT)
@@ -536,7 +580,7 @@ class FlashAttentionBackwardSm90:
         """
         compute = partial(scores.clear, state)
         if sums is not None:
-            compute = partial(scores.compute, kind, state)
+            compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
         following_cut = state.cut + int(kind == Kind.PARTIAL)
         add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
 
@@ -584,7 +628,8 @@ class FlashAttentionBackwardSm90:
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
-            products.add_dv(acc_dV, scores.probs, block, accumulate)
+            if not traits.splits_keys:
+                products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # -- both warpgroups have dS: dQ and dK begin
@@ -595,7 +640,9 @@ class FlashAttentionBackwardSm90:
         if sums is None:
             groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
-        if sums is None:
+        if sums is None or traits.splits_keys:
+            if traits.splits_keys:
+                products.complete_sums(block)
             acc_dQ, num_behind = issue_dQ(0), 0
         else:
             scores.complete(block)
@@ -643,18 +690,7 @@ class FlashAttentionBackwardSm90:
         traits = scores.traits
         if const_expr(traits.columns.in_turn):
             if traits.sums_dq(block):
-                self._stage_nothing(traits, tiles, channels, block)
+                stage_nothing(traits, tiles, channels.dq, block)
         else:
-            self._stage_nothing(traits, tiles, channels, block)
+            stage_nothing(traits, tiles, channels.dq, block)
         channels.q.release(block)
-
-    def _stage_nothing(
-        self, traits: BwdTraits, tiles: Tiles, channels: Channels, block: Int32
-    ) -> None:
-        """Send a dQ of 0."""
-        columns = traits.columns
-        for i in range(len(columns.parts_dq)):
-            nothing = [wgmma.make_accumulator(part.width) for part, _ in columns.products_dq(i)]
-            for acc in nothing:
-                acc.fill(0.0)
-            stage_dq(traits, tiles, channels.dq, block, i, nothing)

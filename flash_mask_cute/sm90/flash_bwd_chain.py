@@ -3,16 +3,20 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
 from flash_mask_cute.mods.line_sums import line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
+from flash_mask_cute.mods.read_classes import ModReads
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.line_sums import LINES
+from flash_mask_cute.sm90.warpgroups import Role
 
 
 class BwdScoreArgs(NamedTuple):
@@ -26,8 +30,10 @@ class BwdScoreArgs(NamedTuple):
     aux_grads: tuple | None
 
 
-def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> ScoreChain:
-    """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`."""
+def make_chain(
+    kernel: Any, score_args: BwdScoreArgs, lengths: Lengths, sums: cute.Tensor | None
+) -> ScoreChain:
+    """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `Tiles.sums`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
     chain = ScoreChain(
         *score_args,
@@ -49,8 +55,13 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
     has_heads = lengths.num_sequences is None
     # positions before 0 become 0, with other distances
     has_diagonals = lengths.q_start is None
+    by_difference = None
+    if sums is not None and has_heads and has_diagonals:
+        by_difference = _sums_by_difference(kernel, score_args, reads, sums)
+    summed = {x.number for x in by_difference.reads} if by_difference is not None else ()
     are_easy = all(
-        x.is_easy and (has_diagonals or not x.is_diagonal) for x in reads.tensors.values()
+        i in summed or (x.is_easy and (has_diagonals or not x.is_diagonal))
+        for i, x in reads.tensors.items()
     )
     of_grads = reads.is_shift and are_easy and is_exact and has_heads
     walk, of_walk = None, walk_reads(reads) if has_heads else ()
@@ -60,4 +71,30 @@ def make_chain(kernel: Any, score_args: BwdScoreArgs, lengths: Lengths) -> Score
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
-    return replace(chain, of_grads=of_grads, walk=walk, groups=groups, lines=LINES)
+    return replace(
+        chain,
+        of_grads=of_grads,
+        walk=walk,
+        by_difference=by_difference,
+        groups=groups,
+        lines=LINES,
+        once=tuple(i for i, x in reads.tensors.items() if x.is_once_an_entry),
+    )
+
+
+def _sums_by_difference(
+    kernel: Any, score_args: BwdScoreArgs, reads: ModReads, sums: cute.Tensor
+) -> DifferenceSums | None:
+    summed = summed_reads(kernel.score_mod, reads)
+    if not summed:
+        return None
+    assert score_args.aux_grads is not None
+    targets = dict(zip(kernel.wants_aux, score_args.aux_grads, strict=True))
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    return DifferenceSums.create(
+        kernel.score_mod,
+        summed,
+        score_args.aux_tensors,
+        tuple(targets[x.number] for x in summed),
+        sums[None, warp],
+    )

@@ -19,10 +19,10 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.dq_sums import UNSENT, DqSums, Scratch, Summed
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
-from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90.flash_bwd_tokens import TokenLoads, TokenSums
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 
@@ -63,8 +63,14 @@ class BwdLoads:
         of work tiles with the same keys, or None if there is only one."""
         share = partial(_share_of_sums, traits) if traits.cta_pair else None
         sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
-        sums = DqSums(sizes, *scheme, staged, channels.dq, scratch, lengths, share)
-        queries = QueryLoads(traits, operands, tiles, channels, scratch.stats, lengths)
+        of_sums = (*scheme, staged, channels.dq, scratch, lengths, share)
+        of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
+        if traits.by_tokens:
+            num_tokens = traits.tokens_per_block
+            sums: DqSums = TokenSums((sizes[0] // num_tokens,), *of_sums, num_tokens)
+            queries: QueryLoads = TokenLoads(*of_queries)
+        else:
+            sums, queries = DqSums(sizes, *of_sums), QueryLoads(*of_queries)
         return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit
@@ -106,9 +112,8 @@ class BwdLoads:
         first: the number of the work tile's first block, which its keys and values come with.
         """
         traits, queries, number = self.traits, self.queries, state.number
-        row_blocks = RowBlocks(self.lengths, traits.tile_m)
         of_block = self.lengths.of_block(work, block)
-        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        row_block = queries.row_block(of_block, block)
         at = Visited(of_block, block, number, number == first, row_block)
         loads = (partial(queries.load_query, at), partial(queries.load_do, at))
         # What has one stage is released by a block whose dQ waits for the staging memory. The

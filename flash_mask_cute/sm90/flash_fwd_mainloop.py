@@ -34,6 +34,7 @@ from flash_mask_cute.mods.calling import (
     ScoreModifier,
     ScoreModTraits,
     at_plain_distances,
+    columns_of,
     inside,
 )
 from flash_mask_cute.mods.table_rows import LoadedRows
@@ -514,9 +515,12 @@ class KeyBlocks:
                 scores[i] = scales.bounded(scores[i])
         if const_expr(self.score_mod is not None):
             rows, k_idx_of = places
-            score_mod = ScoreModifier(self.score_mod, self.aux_tensors, self.score_traits.factor)
-            for r, row in enumerate(rows):
-                score_mod.modify_row(scores, r, scales.scale_mod, row, k_idx_of, loaded)
+            traits = self.score_traits
+            score_mod = ScoreModifier(self.score_mod, self.aux_tensors, traits.factor)
+            for cols in columns_of(scores, traits.by_columns):
+                for r, row in enumerate(rows):
+                    args = scores, r, scales.scale_mod, row, k_idx_of, loaded
+                    score_mod.modify_row(*args, of_cols=cols)
 
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None

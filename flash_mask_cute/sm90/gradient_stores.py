@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks
+from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes, by_queries
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
@@ -18,7 +18,8 @@ class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
     If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
-    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks.
+    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. With token lists there
+    is one part, to which CTAs add.
     """
 
     dk: cute.Tensor
@@ -90,8 +91,10 @@ def store_sums(
     blocks: RowBlocks,
     work: Work,
     has_sums: Boolean,
+    adds: cutlass.Constexpr[bool],
 ):
-    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys."""
+    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys, or add
+    them to what is there. Added are 32 neighbours at a time, of a lane each."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
@@ -99,12 +102,28 @@ def store_sums(
     quads = cute.make_tensor(acc.iterator, cute.make_layout((4, groups)))
     sums = target[work.head_idx, row_block, None].iterator
     quads_stored = cute.make_tensor(sums, cute.make_layout((4, 32, groups, 8)))
+    if const_expr(adds):
+        quads_stored = cute.make_tensor(sums, by_lanes(groups))
     for g in cutlass.range_constexpr(groups):
         values = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             # without scores, what was loaded is another sequence's, perhaps not even finite
             values[i] = cutlass.select_(has_sums, quads[i, g], Float32(0.0))
-        cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+            if const_expr(adds):
+                place = cute.domain_offset((i, lane, g, warp_idx), quads_stored).iterator
+                cute.arch.red(place, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
+        if const_expr(not adds):
+            cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+
+
+def stage_nothing(traits: BwdTraits, tiles: Tiles, channel: Channel, block: Int32) -> None:
+    """Write a dQ of 0 to the staging memory."""
+    for i in range(len(traits.columns.parts_dq)):
+        products = traits.columns.products_dq(i)
+        nothing = [wgmma.make_accumulator(part.width) for part, _ in products]
+        for acc in nothing:
+            acc.fill(0.0)
+        stage_dq(traits, tiles, channel, block, i, nothing)
 
 
 @cute.jit
@@ -125,10 +144,17 @@ def stage_dq(
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
-        layout = cute.make_layout(traits.shape_dq(columns.width))
-        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-        quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
-        for g in cutlass.range_constexpr(columns.width // 8):
-            cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
+        if const_expr(traits.by_tokens):
+            layout = by_queries(traits.packed_heads, columns.width)
+            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
+            for g in cutlass.range_constexpr(columns.width // 8):
+                cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
+        else:
+            layout = cute.make_layout(traits.shape_dq(columns.width))
+            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
+            for g in cutlass.range_constexpr(columns.width // 8):
+                cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
     cute.arch.fence_proxy("async.shared", space="cta")
     channel.publish(number)

@@ -156,7 +156,9 @@ DEVICE = (
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
     *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
+    *("mods.difference_reads", "mods.difference_sums", "mods.difference_tables_kernel"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
+    "rules.token_mask",
     *("rules.mask_warps", "rules.share_walks", "rules.choice_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",
@@ -178,6 +180,7 @@ WITHOUT_TORCH = (
         "mods.derivative",
         "mods.aux_gradients",
         *("mods.read_analysis", "mods.walk_sums", "mods.line_sums"),
+        *("mods.difference_reads", "mods.difference_sums", "mods.difference_tables_kernel"),
     ),
     *("mods.score_chain", "mods.read_classes", "mods.spans", "mods.exact_words"),
 )

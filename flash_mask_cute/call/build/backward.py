@@ -7,10 +7,16 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
-from flash_mask_cute.call.build.kernel_operands import BACKWARD, fakes, num_stats, stats_words
+from flash_mask_cute.call.build.kernel_operands import (
+    BACKWARD,
+    fakes,
+    leaves_sums,
+    num_stats,
+    stats_words,
+)
 from flash_mask_cute.call.choose.arch import DqOrder, arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.choose.plan import GradientFacts
+from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.problem import AttentionProblem, Mods, Padding
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -18,6 +24,8 @@ from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, op
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
 from flash_mask_cute.runtime.target import Target
 
+# keys of a tile that both warpgroups have
+SHARED_TILE_N = 64
 PREPROCESS_NAME = "bwd_preprocess"
 POSTPROCESS_NAME = "bwd_postprocess"
 ADD_PARTS_NAME = "bwd_add_parts"
@@ -32,8 +40,8 @@ class BwdKernels(NamedTuple):
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: the operands of the table `BACKWARD` but the stream.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, if a group's heads are split (dk and dv of main are then partial sums): partial sums
-    of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
+    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then sums):
+    sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
     zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
 
@@ -58,8 +66,9 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdTraits`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
-    both matter only after.
+    row (`BwdTraits`). order: order of the sums of dQ; num_ctas: CTAs that summed a row block;
+    in_halves: see `BwdPostprocess`. The latter three matter only after. packed_heads: query heads
+    that share the rows of a row block.
     """
 
     dtype: str
@@ -76,10 +85,13 @@ class RowFacts(NamedTuple):
     has_lse_low: bool = False
     order: DqOrder = "accumulators"
     num_ctas: int = 1
+    packed_heads: int = 1
+    in_halves: bool = False
 
 
 class PartFacts(NamedTuple):
-    """Facts that determine the code of the kernel that adds partial sums of dK and dV."""
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV. added_keys:
+    keys of a tile, if CTAs added to its sums, else 0."""
 
     dtype: str
     head_dim: int
@@ -88,6 +100,7 @@ class PartFacts(NamedTuple):
     tile_dv: int
     varlen_k: bool
     has_seqused_k: bool
+    added_keys: int = 0
 
 
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
@@ -113,10 +126,17 @@ def compile_bwd(
     marked_dim = problem.head_dim if problem.may_empty_rows else None
     statistics = num_stats(problem), facts.has_lse_low
     of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores)
+    packed = problem.packed_heads
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, packed_heads=packed)
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
-    after = RowFacts(problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas)
+    after = RowFacts(
+        *(problem.dtype, problem.head_dim, *rows),
+        order=order,
+        num_ctas=num_ctas,
+        in_halves=choice.tiles.splits_keys,
+        packed_heads=packed,
+    )
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
     main = cached_attention(
@@ -129,9 +149,10 @@ def compile_bwd(
     )
     postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess, target, cache)
     add_parts = None
-    if choice.tiles.splits_group:
+    if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
-        parts = PartFacts(problem.dtype, *sizes, problem.varlen_k, problem.has_seqused_k)
+        of_keys = problem.varlen_k, problem.has_seqused_k, problem.token_lists
+        parts = PartFacts(problem.dtype, *sizes, *of_keys)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):
@@ -155,9 +176,16 @@ def build_bwd(
     from flash_mask_cute.rules.intervals import Intervals
 
     tiles = asdict(choice.tiles)
-    if not arch_spec(target).backward.splits_groups:
+    backward = arch_spec(target).backward
+    if not backward.splits_groups:
         del tiles["splits_group"]
-    kernel = arch_spec(target).backward.load_class()(
+    if not backward.splits_keys:
+        del tiles["splits_keys"]
+    by_tokens: dict[str, Any] = {}
+    if problem.token_lists:
+        shares_tile = problem.token_lists == SHARED_TILE_N
+        by_tokens = {"packed_heads": problem.packed_heads, "shares_tile": shares_tile}
+    kernel = backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -171,6 +199,7 @@ def build_bwd(
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
         common_kv=problem.common_kv,
+        **by_tokens,
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)
@@ -188,6 +217,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.dim,
         facts.tile_m,
         has_reference=facts.num_stats == 3,
+        packed_heads=facts.packed_heads,
     )
     arguments = [
         operand(facts.dtype, rank, facts.dim),
@@ -222,6 +252,8 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.tile_d,
         facts.order,
         facts.num_ctas,
+        facts.packed_heads,
+        facts.in_halves,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),
@@ -256,14 +288,16 @@ def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
     from flash_mask_cute.kernels.bwd_add_parts import TILE_N, BwdAddParts
 
     rank = 3 if facts.varlen_k else 4
-    cols = facts.tile_d, facts.tile_dv
+    cols, tile_n = (facts.tile_d, facts.tile_dv), facts.added_keys or TILE_N
     arguments = [
-        *(scratch(TILE_N * width) for width in cols),
+        *(scratch(tile_n * width) for width in cols),
         operand(facts.dtype, rank, facts.head_dim),
         operand(facts.dtype, rank, facts.head_dim_v),
         fake_tensors.stream(),
         int32_vector(facts.varlen_k),
         int32_vector(facts.has_seqused_k),
     ]
-    kernel = BwdAddParts(fake_tensors.cutlass_dtype(facts.dtype), cols)
+    kernel = BwdAddParts(
+        fake_tensors.cutlass_dtype(facts.dtype), cols, tile_n, facts.added_keys > 0
+    )
     return compile_object(kernel, arguments, options_of(target))

@@ -97,7 +97,14 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
 
 
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
+    if x.token_lists:
+        return fake_tensors.token_lists()
     return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
+
+
+def _aux_tensors(x: AttentionProblem, _: Any) -> Any:
+    given = fake_tensors.aux_tensors(x)
+    return (*(given or ()), *(fake_tensors.rows(name, 3) for name in x.tables)) or None
 
 
 def _mask_bits(x: AttentionProblem, tiles: BitTiles) -> Any:
@@ -114,7 +121,7 @@ _WINDOW = (
     KernelOperand("window_size_left", "window_left", lambda x, _: fake_tensors.window(x)[0]),
     KernelOperand("window_size_right", "window_right", lambda x, _: fake_tensors.window(x)[1]),
 )
-_AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", lambda x, _: fake_tensors.aux_tensors(x))
+_AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", _aux_tensors)
 _SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
 _COLUMNS = KernelOperand("column_tensors", "columns", _columns)
 _BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)
@@ -249,13 +256,18 @@ def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
     return None if choice.tiles.clears_dq else strided(2)
 
 
+def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
+    """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
+    return choice.tiles.splits_group or x.token_lists > 0
+
+
 def _dk(x: AttentionProblem, choice: BwdChoice) -> Any:
     """dK, or its partial sums."""
-    return scratch(choice.tile_n * choice.tile_d) if choice.tiles.splits_group else _k(x, choice)
+    return scratch(choice.tile_n * choice.tile_d) if leaves_sums(x, choice) else _k(x, choice)
 
 
 def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
-    return scratch(choice.tile_n * choice.tile_dv) if choice.tiles.splits_group else _v(x, choice)
+    return scratch(choice.tile_n * choice.tile_dv) if leaves_sums(x, choice) else _v(x, choice)
 
 
 def _aux_grads(x: AttentionProblem, _: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from flash_mask_cute.call.build.backward import num_row_blocks
 from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.exact_words import NUM_WORDS
 
@@ -20,7 +21,8 @@ class BwdScratch(NamedTuple):
 
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
-    dk_parts, dv_parts: partial sums of dK and dV, where CTAs share the query heads of a group.
+    dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: token
+    lists, and what they are made with.
     """
 
     stats: Shape
@@ -29,6 +31,7 @@ class BwdScratch(NamedTuple):
     sink_parts: Shape | None
     dk_parts: Shape | None
     dv_parts: Shape | None
+    lists: Shape | None = None
 
     @staticmethod
     def of(plan: ExecutionPlan) -> BwdScratch:
@@ -36,6 +39,8 @@ class BwdScratch(NamedTuple):
         choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
         assert facts is not None
         tile_m = choice.tiles.tile_m
+        if problem.token_lists:
+            return _by_tokens(plan)
         rows = shapes.total_q if problem.varlen_q else shapes.seqlen_q
         blocks = shapes.heads_q, num_row_blocks(rows, shapes.batch, problem.varlen_q, tile_m)
         words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
@@ -63,6 +68,27 @@ class BwdScratch(NamedTuple):
     @property
     def partial_sums_bytes(self) -> int:
         return _num_bytes(self.dk_parts, self.dv_parts)
+
+
+def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
+    """Heads of a group are rows of a query, and key tiles have one part of sums."""
+    choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
+    tile_m, facts = choice.tiles.tile_m, list_facts(problem)
+    extents = list_extents(problem, shapes, plan.masks)
+    tokens = tile_m // problem.packed_heads
+    blocks = num_row_blocks(extents.rows, shapes.batch, problem.varlen_q, tokens)
+    parts = shapes.heads_kv, extents.num_tiles(facts)
+    return BwdScratch(
+        stats=(shapes.heads_kv, blocks, stats_words(tile_m, num_stats(problem), has_marks=False)),
+        dq_sums=(shapes.heads_kv, blocks, tile_m * choice.tile_d),
+        semaphores=None,
+        sink_parts=(shapes.heads_q, blocks)
+        if plan.gradients and plan.gradients.sink_dtype
+        else None,
+        dk_parts=(*parts, choice.tile_n * choice.tile_d),
+        dv_parts=(*parts, choice.tile_n * choice.tile_dv),
+        lists=(extents.num_words(facts),),
+    )
 
 
 def aux_sums_bytes(problem: AttentionProblem, sizes: Sequence[int], batch: int) -> int:

@@ -313,6 +313,7 @@ class BwdTiles:
     skip_blocks: bool = True
     clears_dq: bool = False
     cta_pair: bool = False
+    splits_keys: bool = False
     splits_group: bool = False
 
 
@@ -347,13 +348,16 @@ def select_bwd_config(
     modifier: str | None = None,
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
+    packed_heads: int = 1,
+    token_lists: int = 0,
 ) -> BwdChoice:
     """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
     keys.
 
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. The split of a group of
+    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. packed_heads,
+    token_lists: as in `AttentionProblem`. The split of a group of
     heads is not decided here.
 
     Raises:
@@ -365,6 +369,9 @@ def select_bwd_config(
     if deterministic and given.get("clears_dq"):
         raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
     why_alone = _why_alone(given, deterministic, modifier, num_sms)
+    why_shared = _why_shared(given, modifier, kernel)
+    if given.get("splits_keys") and why_shared is not None:
+        raise ValueError(f"config splits_keys=True is not for {why_shared}")
     if given.get("cta_pair") and why_alone is not None:
         raise ValueError(f"config cta_pair=True is not for {why_alone}")
     call = CallFacts(
@@ -373,7 +380,9 @@ def select_bwd_config(
         tuning_class,
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
+        may_split_keys=why_shared is None,
         is_ordered=deterministic,
+        token_lists=token_lists,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:
@@ -382,11 +391,17 @@ def select_bwd_config(
             f"{kernel.class_name} takes head_dim and head_dim_v up to {most}, got "
             f"{head_dim}/{head_dim_v}"
         )
-    # an override may leave no room for pairs of CTAs: then the row behind theirs
-    for row in rows[:2] if rows[0].cta_pair else rows[:1]:
+    # an override may leave no room for keys of each warpgroup or pairs of CTAs: then a later row
+    special = list(itertools.takewhile(lambda row: row.splits_keys or row.cta_pair, rows))
+    for row in rows[: len(special) + 1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            traits = _bwd_traits(kernel, head_dim, head_dim_v, tiles, modifier == "score_mod")
+            has_score_mod = modifier == "score_mod"
+            of_lists = {"packed_heads": packed_heads, "shares_tile": token_lists == 64}
+            traits = _bwd_traits(
+                *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
+                of_lists if token_lists else {},
+            )
             why_not = traits.infeasible()
             if why_not is None:
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
@@ -414,10 +429,22 @@ def _why_alone(
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _why_shared(given: dict[str, Any], modifier: str | None, kernel: BackwardKernel) -> str | None:
+    """The reason why warpgroups must share the keys of wide heads, regardless of the table, or
+    None."""
+    reasons = {
+        kernel.class_name: not kernel.splits_keys,
+        "config splits_keys=False": given.get("splits_keys") is False,
+        "config cta_pair=True: these CTAs have 64 keys": given.get("cta_pair") is True,
+        f"a call with {modifier}: registers do not suffice": modifier is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
     stages = (row.stages_q, row.stages_do, row.stages_kv)
-    of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair}
-    return BwdTiles(row.tile_m, *stages, row.value_cols, **of_dq)
+    more = {name: getattr(row, name) for name in ("clears_dq", "cta_pair", "splits_keys")}
+    return BwdTiles(row.tile_m, *stages, row.value_cols, **more)
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
@@ -437,7 +464,12 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
 
 @tells_what_to_install()
 def _bwd_traits(
-    kernel: BackwardKernel, head_dim: int, head_dim_v: int, tiles: BwdTiles, has_score_mod: bool
+    kernel: BackwardKernel,
+    head_dim: int,
+    head_dim_v: int,
+    tiles: BwdTiles,
+    has_score_mod: bool,
+    of_lists: dict[str, Any],
 ) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
@@ -451,7 +483,9 @@ def _bwd_traits(
         stages_kv=tiles.stages_kv,
         value_cols=tiles.value_cols,
         cta_pair=tiles.cta_pair,
+        **({"splits_keys": tiles.splits_keys} if kernel.splits_keys else {}),
         # tiles are chosen before it is known whether masks may empty rows
-        has_marks=True,
+        has_marks=not of_lists,
         has_reference=has_score_mod,
+        **of_lists,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +32,8 @@ from flash_mask_cute.call.choose.copies import (
     split_scale,
     tma_strides,
 )
+from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choose_tables
+from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.mask_bits import (
     LIMITS,
@@ -65,12 +67,12 @@ from flash_mask_cute.call.choose.splits import (
     decode_rows,
     refuse_splits,
 )
+from flash_mask_cute.call.choose.token_lists import with_token_lists
 from flash_mask_cute.call.choose.widen import call_in_16_bits
 from flash_mask_cute.call.problem import (
     AttentionProblem,
     FwdShapes,
     GivenTensor,
-    Padding,
     fold_window,
     may_empty_rows,
     sink_dtype,
@@ -100,20 +102,6 @@ class Backend(Enum):
     KERNEL = "kernel"
 
 
-class GradientFacts(NamedTuple):
-    """Facts that determine the kernels of a backward, besides its problem.
-
-    sink_dtype: dtype, as kernels read it, of a sink whose gradient is requested, or that identifies
-    queries that see nothing; a name of a torch dtype. padding: see `Padding`.
-    """
-
-    has_dlse: bool
-    has_lse_low: bool
-    sink_dtype: str | None
-    score_mod_bwd: Callable[..., Any] | None
-    padding: Padding
-
-
 Choose: TypeAlias = Callable[[AttentionProblem], FwdChoice | BwdChoice]
 
 
@@ -133,6 +121,7 @@ class ExecutionPlan:
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
     computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
     plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
+    tables: of differences that score_mod reads.
     """
 
     direction: Direction
@@ -158,6 +147,7 @@ class ExecutionPlan:
     wide: ExecutionPlan | None = None
     splits: Splits | None = None
     segments: Segments | None = None
+    tables: DifferenceTables | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -244,9 +234,9 @@ def plan(
         call.options.window_size_right,
     )
     causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
-    problem = _fwd_problem if is_forward else _bwd_problem
+    make = _fwd_problem if is_forward else _bwd_problem
     start = _first_position(call, shapes, masks, window)
-    plain = replace(problem(call, masks, window), **start.problem_fields())
+    plain = replace(make(call, masks, window), **start.problem_fields())
     if not causal_each:
         plain = replace(plain, optional=tuple(x for x in plain.optional if x.name != "causals"))
     check_order(plain, masks, target or target_of(call.tensors.q))
@@ -272,7 +262,12 @@ def plan(
         one_pass = plan(replaced(call, options=options), target, limits)
         if one_pass.mask_bits is not None:
             return one_pass
-    return _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
+    facts = chosen.problem, chosen.shapes, chosen.masks, chosen.choice, chosen.target
+    if (tables := choose_tables(*facts)) is None:
+        return chosen
+    problem = replace(chosen.problem, **tables.problem_fields())
+    return replace(chosen, tables=tables, problem=problem)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:
@@ -418,10 +413,13 @@ def _choose_tiles(
         seqlens = shapes.seqlen_q, shapes.seqlen_k
         empties = may_empty_rows(problem, seqlens, (window_left, window_right))
         problem = replace(problem, may_empty_rows=empties)
+        if masks.selected is not None:
+            problem = with_token_lists(call, problem, shapes, masks, arch_spec(target))
+            empties = problem.may_empty_rows
         choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
-        gradients = _gradient_facts(call, problem, sink)
+        gradients = GradientFacts.of(call, problem, sink)
     choice = choose(_within_tables(problem))
     chosen = ExecutionPlan(
         direction=call.direction,
@@ -599,29 +597,14 @@ def _bwd_chooser(
             modifier=problem.score_modifier,
             num_sms=target.num_sms,
             kernel=kernel,
+            packed_heads=problem.packed_heads,
+            token_lists=problem.token_lists,
         )
-        if not kernel.splits_groups:
+        if not kernel.splits_groups or problem.token_lists:
             return choice
         return split_group(choice, problem, shapes, window, target.num_sms, splits)
 
     return choose
-
-
-def _gradient_facts(
-    call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
-) -> GradientFacts:
-    x, of = call.tensors, call.tensors.gradients
-    return GradientFacts(
-        has_dlse=of.dlse is not None,
-        has_lse_low=x.lse_low is not None,
-        sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
-        score_mod_bwd=call.backward.score_mod_bwd,
-        padding=Padding(
-            problem.varlen_q and of.dq is None,
-            problem.varlen_k and of.dk is None,
-            problem.varlen_k and of.dv is None,
-        ),
-    )
 
 
 def _with_mask_bits(

@@ -22,9 +22,10 @@ class CallFacts(NamedTuple):
     is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
     pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
     problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
-    may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
-    sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
-    selected_block: keys of a block of each query's choice, 0 if there is none.
+    may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
+    is_ordered: sums have an order (deterministic). sequences: the number of sequences of
+    `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
+    of a block of each query's choice, 0 if there is none. token_lists: as in the problem.
     """
 
     head_dim: int
@@ -37,10 +38,12 @@ class CallFacts(NamedTuple):
     functions_under_causal: bool = False
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
+    may_split_keys: bool = True
     is_ordered: bool = False
     sequences: int = 1
     num_sms: int = 1
     selected_block: int = 0
+    token_lists: int = 0
 
     @property
     def splits_sectors(self) -> bool:
@@ -176,8 +179,10 @@ class BwdRow(NamedTuple):
 
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
-    also only for unmodified scores and for devices with two SMs.
+    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with
+    cta_pair or splits_keys are also only for unmodified scores, those with cta_pair for devices
+    with two SMs. token_lists: only for choices that are taken as token lists, with so many keys of
+    a work tile.
     """
 
     max_dim: int
@@ -194,6 +199,8 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
+    splits_keys: bool = False
+    token_lists: int = 0
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -205,10 +212,15 @@ class BwdRow(NamedTuple):
         if self.max_seqlen_k is not None:
             longest = self.max_seqlen_k
             yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
+        if self.token_lists:
+            keys = self.token_lists
+            yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+        if self.splits_keys:
+            yield Condition("scores that nothing modifies", lambda call: call.may_split_keys)
 
 
 def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Condition]:
@@ -430,6 +442,24 @@ SM103_FWD = _SM100_FWD
 SM90_BWD = (
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
+        "a few listed queries, all values in registers",
+        clears_dq=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 32),
+        "a few listed queries, with registers left for those who look them up",
+        clears_dq=True,
+        token_lists=128,
+    ),
+    BwdRow(
+        *(128, 128, 64, 2, 2, 1, 0),
+        "a few listed queries; both warpgroups have the same keys, and half of the columns each",
+        clears_dq=True,
+        token_lists=64,
+    ),
+    BwdRow(
+        *(64, 64, 64, 2, 2, 1, 64),
         "user callables take the registers of 64 queries, but not those of the values",
         (TuningClass.SCORE_MOD, TuningClass.MASK_MOD),
     ),
@@ -486,6 +516,30 @@ SM90_BWD = (
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
         "registers for 64 queries and some values, with enough left for bits of many edges",
+    ),
+    *(
+        BwdRow(
+            *(d, d_v, 64, 2, stages_do, 1, 0),
+            *(reason, masks, min_seqlen_k, max_seqlen_k),
+            above_dim=128,
+            clears_dq=clears_dq,
+            splits_keys=True,
+        )
+        for d, d_v, stages_do in ((160, 160, 2), (192, 128, 1))
+        for reason, masks, min_seqlen_k, max_seqlen_k, clears_dq in (
+            (
+                "as for narrower heads: all walks begin at the same queries",
+                *((TuningClass.FULL,), 0, 6144, True),
+            ),
+            (
+                "as for narrower heads: in long walks first stores cost more than clearing",
+                *((TuningClass.CAUSAL,), 32768, None, True),
+            ),
+            (
+                "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
+                *((TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER), 0, None, False),
+            ),
+        )
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),

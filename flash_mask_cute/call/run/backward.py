@@ -17,7 +17,9 @@ from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.run.aux_sums import new_sums, write_gradients
+from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.forward import (
     count_writing,
     cpu_call,
@@ -29,6 +31,7 @@ from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
+from flash_mask_cute.mask_prep.token_lists import ListLengths, TokenListMaker
 from flash_mask_cute.masks.q_start import EACH
 
 _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
@@ -40,9 +43,10 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
-        "_kernels", "_make_mask_bits", "_mask_arguments", "_padding", "_partial_shapes",
-        "_parts_shape", "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
-        "_softcap", "_stats_shape", "_wants_aux", "_window_left", "_window_right",
+        "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_tables",
+        "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape", "_q_start",
+        "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape",
+        "_wants_aux", "_window_left", "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -50,11 +54,20 @@ class KernelBackward:
         plan: ExecutionPlan,
         kernels: BwdKernels,
         make_mask_bits: MakeMaskBits | None = None,
+        make_tables: MakeDifferenceTables | None = None,
     ) -> None:
+        self._make_tables = make_tables
         problem, facts, scratch = plan.problem, plan.gradients, BwdScratch.of(plan)
         assert facts is not None
         self._kernels = kernels
         self._make_mask_bits = make_mask_bits
+        self._make_lists: TokenListMaker | None = None
+        if problem.token_lists:
+            extents = list_extents(problem, plan.shapes, plan.masks)
+            arch = plan.target.arch if plan.device.type == "cuda" else None
+            facts_of_lists = list_facts(problem)
+            self._make_lists = TokenListMaker(facts_of_lists, extents, arch)
+            self._lists_read_lse = facts_of_lists.has_lse
         self._has_aux = bool(problem.aux)
         self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
         self._reads_query_early = problem.may_empty_rows
@@ -124,6 +137,20 @@ class KernelBackward:
             if found is not None:
                 cu_seqlens_q = cu_seqlens_k = found
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        if self._make_lists is not None:
+            assert masks is not None
+            made = self._make_lists(
+                masks.block_sparse_tensors_torch.by_entry,
+                ListLengths(
+                    *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+                    *(self._window_left, self._window_right),
+                    q_starts if self._reads_q_starts else self._q_start,
+                    lse if self._lists_read_lse else None,
+                ),
+            )
+            bits = tuple(made)
+        if self._make_tables is not None and aux_tensors is not None:
+            aux_tensors = self._make_tables(aux_tensors)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
         dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:
@@ -144,9 +171,9 @@ class KernelBackward:
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
-            dk_sums, dv_sums = (
-                q.new_empty(shape, dtype=torch.float32) for shape in self._partial_shapes
-            )
+            # CTAs with token lists add to sums, others store theirs
+            new = q.new_empty if self._make_lists is None else q.new_zeros
+            dk_sums, dv_sums = (new(shape, dtype=torch.float32) for shape in self._partial_shapes)
         preprocess(
             out, dout, lse, dlse, stats, cleared, semaphores, sink, parts, cu_seqlens_q, seqused_q,
             q if self._reads_query_early else None, lse_low,

@@ -18,6 +18,7 @@ from flash_mask_cute.call.arguments import NO_OPTIONAL, Masks, OptionalTensors, 
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.run.combine import CombinedForward
+from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
@@ -41,7 +42,8 @@ class KernelForward:
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
         "_mask_arguments", "_combine", "_out_shape", "_q_start", "_optional_of",
-        "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_window_left", "_window_right",
+        "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_make_tables", "_window_left",
+        "_window_right",
     )  # fmt: skip
 
     def __init__(
@@ -50,8 +52,10 @@ class KernelForward:
         function: Callable[..., None],
         make_mask_bits: MakeMaskBits | None = None,
         combine: CombinedForward | None = None,
+        make_tables: MakeDifferenceTables | None = None,
     ) -> None:
         self._function = function
+        self._make_tables = make_tables
         self._combine = combine
         self._make_mask_bits = make_mask_bits
         self._has_aux = bool(plan.problem.aux)
@@ -108,6 +112,8 @@ class KernelForward:
         if make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
+        if self._make_tables is not None and aux_tensors is not None:
+            aux_tensors = self._make_tables(aux_tensors)
         combine = self._combine
         partials, of_kernel = None, out
         if combine is not None:

@@ -43,7 +43,8 @@ class MaskArguments:
     """
 
     __slots__ = (
-        "_block_size", "_causal_form", "_query_tiles", "_reads_lists", "_seqlens", "_tile",
+        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_lists", "_seqlens",
+        "_tile",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +61,7 @@ class MaskArguments:
         self._tile = tile
         self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
         self._reads_lists = reads_lists
+        self._by_tokens = problem.token_lists
 
     def __call__(
         self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
@@ -71,7 +73,8 @@ class MaskArguments:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
         if given_lists is not None:
             if isinstance(given_lists, SelectedBlocks):
-                bits = self._choice_bits(given_lists, cu_seqlens_q)
+                # a backward makes token lists itself
+                bits = None if self._by_tokens else self._choice_bits(given_lists, cu_seqlens_q)
             elif not self._reads_lists:
                 bits = tuple(block_bits(_sized(given_lists, self._block_size)))
             else:

@@ -303,6 +303,29 @@ def test_a_number_that_changes_compiles_once_more(
     assert texts[0] != texts[1] and len(set(texts[1:])) == 1
 
 
+def test_the_side_of_a_grid_stays_a_constant_for_some_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the class of reads is known; not for any number of values."""
+    monkeypatch.setattr(lower, "_structures", {})
+    monkeypatch.setattr(lower, "_programs", {})
+    table = torch.randn(2, 200)
+
+    def of_grid(side: int) -> Callable[..., Tensor]:
+        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + table[h, q // side - k // side + (q - k) % (2 * side - 1)]
+
+        return mod
+
+    numbers = []
+    for side in range(4, 16):
+        numbers.append(len(lower_mod(of_grid(side), "score_mod").aux_tensors) - 1)
+        check(of_grid(side), "score_mod")
+    # the first one, before it has changed, and eight
+    assert numbers == [0] * 9 + [2] * 3
+    assert len(lower_mod(of_grid(5), "score_mod").aux_tensors) == 1
+
+
 def test_a_number_that_the_mod_needs_to_know_stays_a_constant() -> None:
     def repeated(count: int) -> Callable[..., Tensor]:
         def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

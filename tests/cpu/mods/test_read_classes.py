@@ -271,6 +271,7 @@ def test_which_derivatives_are_finite_and_which_constant() -> None:
         return told.constant, told.is_finite
 
     assert factor_of(None) == (1.0, True)
+    assert factor_of(lambda x, y: -0.5) == (-0.5, True)
     assert factor_of(lambda x, y: -x * x * 0.125) == (None, True)
     assert factor_of(lambda x, y: cute.where(x > 3.0, x - 1.0, 2.0)) == (None, True)
     assert factor_of(lambda x, y: 1.0 / x) == (None, False)

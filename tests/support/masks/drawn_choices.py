@@ -105,13 +105,7 @@ def draw(seed: int, head_dim: int = 8, sizes: tuple[int, ...] = (16, 32), most: 
         first = sum(lens_q[:b])
         own = choice[:, first : first + n_q] if is_packed else choice[min(b, len(choice) - 1)]
         seen = dense_choice(own, block, n_k).repeat_interleave(heads_q // heads, 0)
-        at = torch.arange(n_q)[:, None] + n_k - n_q
-        key = torch.arange(n_k)
-        if keywords["causal"]:
-            seen = seen & (key <= at)
-        if "window_size" in keywords:
-            seen = seen & (key >= at - 13)
-        visible.append(seen)
+        visible.append(_in_band(seen, keywords))
     return Drawn(
         randn(*shape_q, heads_q, head_dim),
         randn(*shape_k, heads_kv, head_dim),
@@ -123,6 +117,47 @@ def draw(seed: int, head_dim: int = 8, sizes: tuple[int, ...] = (16, 32), most: 
         lens_k,
         visible,
     )
+
+
+def regroup(drawn: Drawn, group: int, head_dim: int, block: int = 128, k: int = 3) -> Drawn:
+    """The same sequences with groups of so many heads, without a sink, and with a choice of blocks
+    of other sizes by KV head or for all."""
+    gen = torch.Generator().manual_seed(group + drawn.q.shape[-3])
+    heads_kv = drawn.k.shape[-2]
+    shape = drawn.selected.indices.shape
+    heads = heads_kv if drawn.selected.heads > 1 else 1
+    num_blocks = -(-max(drawn.lens_k) // block)
+    choice = draw_choice(gen, (*shape[:-3], heads, shape[-2], k), num_blocks, torch.int32)
+    visible = []
+    for b, (n_q, n_k) in enumerate(zip(drawn.lens_q, drawn.lens_k, strict=True)):
+        first = sum(drawn.lens_q[:b])
+        own = choice[:, first : first + n_q] if drawn.is_packed else choice[min(b, len(choice) - 1)]
+        seen = dense_choice(own, block, n_k).repeat_interleave(heads_kv * group // heads, 0)
+        visible.append(_in_band(seen, drawn.keywords))
+
+    def randn(rows: Tensor, heads: int) -> Tensor:
+        of_rows = torch.randn(*rows.shape[:-2], heads, head_dim, generator=gen)
+        return of_rows.to(torch.float64)
+
+    return drawn._replace(
+        q=randn(drawn.q, heads_kv * group),
+        k=randn(drawn.k, heads_kv),
+        v=randn(drawn.k, heads_kv),
+        selected=SelectedBlocks(choice, block),
+        keywords={name: x for name, x in drawn.keywords.items() if name != "learnable_sink"},
+        visible=visible,
+    )
+
+
+def _in_band(seen: Tensor, keywords: dict[str, Any]) -> Tensor:
+    """What causal masking and the window leave of bool (..., queries, keys)."""
+    n_q, n_k = seen.shape[-2:]
+    at, key = torch.arange(n_q)[:, None] + n_k - n_q, torch.arange(n_k)
+    if keywords["causal"]:
+        seen = seen & (key <= at)
+    if "window_size" in keywords:
+        seen = seen & (key >= at - 13)
+    return seen
 
 
 def dense_attention(drawn: Drawn) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,9 @@ from tolerances import TANH_APPROX
 from torch import Tensor
 
 REACH = 16
+# the side of a grid, and of a window
+GRID = 20
+WINDOW = 12
 # of probabilities, for roundings that do not depend on each other
 SCALES = (1.0, 1.19, 1.41, 1.68)
 
@@ -124,6 +127,37 @@ def _by_axes(side: int) -> TrainedRecipe:
     )
 
 
+def _grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Two tables of clipped distances on a grid, in rows and in columns."""
+    import cutlass
+
+    rows = q[0] // GRID - k[0] // GRID
+    cols = (q[0] - q[0] // GRID * GRID) - (k[0] - k[0] // GRID * GRID)
+    clipped = (cutlass.min(cutlass.max(x, -9), 9) + 9 for x in (rows, cols))
+    of_rows, of_cols = (aux[i][h[0], x] for i, x in zip((-2, -1), clipped, strict=True))
+    return score + of_rows + of_cols
+
+
+def _dense_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, *tables: Tensor) -> Tensor:
+    rows, cols = q // GRID - k // GRID, q % GRID - k % GRID
+    of_rows, of_cols = (
+        table[h][x.clamp(-9, 9) + 9] for table, x in zip(tables, (rows, cols), strict=True)
+    )
+    return score + of_rows + of_cols
+
+
+def _swin(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """A table of the distances in a window, in rows and in columns."""
+    i, j = q[0], k[0]
+    rows, cols = i // WINDOW - j // WINDOW, (i - i // WINDOW * WINDOW) - (j - j // WINDOW * WINDOW)
+    return score + aux[-1][h[0], (rows + WINDOW - 1) * (2 * WINDOW - 1) + cols + WINDOW - 1]
+
+
+def _dense_swin(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    rows, cols = q // WINDOW - k // WINDOW, q % WINDOW - k % WINDOW
+    return score + table[h][(rows + WINDOW - 1) * (2 * WINDOW - 1) + cols + WINDOW - 1]
+
+
 TRAINED_MODS = {
     "t5": TrainedRecipe(
         _t5,
@@ -182,6 +216,12 @@ TRAINED_MODS = {
     ),
     "axial": _by_axes(20),
     "windows": _by_axes(12),
+    "grid": TrainedRecipe(
+        _grid, _dense_grid, lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), BF16)]
+    ),
+    "swin": TrainedRecipe(
+        _swin, _dense_swin, lambda x: [((x.heads_q, (2 * WINDOW - 1) ** 2), FP32)]
+    ),
     "squared": TrainedRecipe(
         _squared,
         lambda score, b, h, q, k, x: score + x[h].square() * x[(h + k) % 2],

@@ -1,0 +1,203 @@
+"""Which reads of a score_mod are answered from tables of differences, and how large these are.
+
+`mods/difference_reads.py` says what a table is. A launch before attention fills all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import BwdChoice, FwdChoice
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.mods.read_classes import (
+    MOST_POSITION,
+    DifferenceRead,
+    DifferenceTerm,
+    ReadClass,
+    Span,
+    SummedDifference,
+    TensorReads,
+)
+from flash_mask_cute.mods.traits import difference_reads, find_reads
+from flash_mask_cute.runtime.target import Target
+
+# Fewer scores take less time than the launch that fills the tables.
+LEAST_SCORES = 2**22
+# Of a table; an element takes as long as some scores.
+SCORES_OF_ELEMENT = 8
+# Of differences. Positions past the end of a sequence are less than a tile behind it.
+MARGIN = 256
+# Positions whose functions the host evaluates, and differences of a table.
+MOST_EVALUATED = 2**22
+MOST_BLOCKS = 65535
+# of shared memory, for a sum by difference of eight warps in fp32
+BYTES_OF_SUM = 8 * 4
+STEP_OF_SUMS = 256
+
+Shape = tuple[int, int, int]
+
+
+class DifferenceTables(NamedTuple):
+    """The tables of a call. shapes: (batch | 1, heads | 1, differences). dtypes: names of torch
+    dtypes. summed: reads of tensors whose gradients are wanted."""
+
+    reads: tuple[DifferenceRead, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    summed: tuple[SummedDifference, ...] = ()
+
+    def problem_fields(self) -> dict[str, Any]:
+        """The fields of an `AttentionProblem` that describe tables."""
+        return {
+            "tables": self.dtypes,
+            "summed": tuple((x.read.number, x.size) for x in self.summed),
+        }
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory for sums by difference."""
+        return sum(x.size for x in self.summed) * BYTES_OF_SUM
+
+    @property
+    def num_bytes(self) -> int:
+        sizes = (getattr(torch, name).itemsize for name in self.dtypes)
+        return sum(math.prod(shape) * size for shape, size in zip(self.shapes, sizes, strict=True))
+
+    def describe(self) -> str:
+        """The tables in words; empty if there are none."""
+        if not self.reads:
+            return ""
+        count = "one table" if len(self.reads) == 1 else f"{len(self.reads)} tables"
+        parts = (
+            f"aux_tensors[{read.tensor}] {' x '.join(map(str, shape))}"
+            for read, shape in zip(self.reads, self.shapes, strict=True)
+        )
+        return f"{count} of all differences, {self.num_bytes} bytes: {', '.join(parts)}"
+
+
+def choose_tables(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    choice: FwdChoice | BwdChoice,
+    target: Target,
+) -> DifferenceTables | None:
+    """The tables of a call that runs a kernel; None: there are none."""
+    score_mod, aux_tensors = masks.score_mod, masks.aux_tensors
+    if score_mod is None or aux_tensors is None or any(x.numel() == 0 for x in aux_tensors):
+        return None
+    if problem.q_start is not None:
+        # a query may stand anywhere
+        return None
+    # a packed sequence may be longer than it is said to be
+    lengths = (
+        shapes.total_q if problem.varlen_q else shapes.seqlen_q,
+        shapes.total_k if problem.varlen_k else shapes.seqlen_k,
+    )
+    keys = shapes.mean_seqlen_k if problem.varlen_k else shapes.seqlen_k
+    scores = shapes.total_q * keys * shapes.heads_q
+    if scores < LEAST_SCORES or max(lengths) > min(MOST_POSITION, MOST_EVALUATED):
+        return None
+    found: list[tuple[DifferenceRead, Shape]] = []
+    few: list[tuple[DifferenceRead, int]] = []
+    for read in difference_reads(score_mod, problem):
+        most = _most_difference(read.terms, *lengths)
+        if most is None:
+            continue
+        batch = shapes.batch if read.by_batch else 1
+        heads = shapes.heads_q if read.by_head else 1
+        shape = batch, heads, 2 * (most + MARGIN) + 1
+        if read.is_computed and math.prod(shape) * SCORES_OF_ELEMENT <= scores:
+            found.append((read, shape))
+        few.append((read, -(-(2 * most + 1) // STEP_OF_SUMS) * STEP_OF_SUMS))
+    batch, heads = (max((shape[i] for _, shape in found), default=0) for i in range(2))
+    if max(batch * len(found), heads) > MOST_BLOCKS:
+        found = []
+    summed: tuple[SummedDifference, ...] = ()
+    if problem.wants_aux and few and not problem.common_kv:
+        wanted = find_reads(score_mod, problem, problem.wants_aux).tensors
+        summed = _summed(wanted, few, lengths[1], _spare_smem(choice, target))
+    if not found and not summed:
+        return None
+    reads, sizes = tuple(read for read, _ in found), tuple(shape for _, shape in found)
+    dtypes = tuple(problem.aux[read.tensor][0] for read in reads)
+    return DifferenceTables(reads, sizes, dtypes, summed)
+
+
+def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
+    """Bytes of shared memory in which a kernel may sum gradients by difference."""
+    if isinstance(choice, FwdChoice) or not arch_spec(target).backward.orders_aux:
+        return 0
+    from flash_mask_cute.core.cta import SMEM_CAPACITY
+
+    return SMEM_CAPACITY - choice.smem_bytes
+
+
+def _summed(
+    wanted: Mapping[int, TensorReads],
+    reads: Sequence[tuple[DifferenceRead, int]],
+    seqlen_k: int,
+    spare_smem: int,
+) -> tuple[SummedDifference, ...]:
+    """Those reads whose gradients are summed by difference, of the first tensors that there is room
+    for. reads: with the sizes of their sums."""
+    found: list[SummedDifference] = []
+    for number, tensor in wanted.items():
+        own = [x for x in reads if x[0].tensor == number]
+        if tensor.read_class is not ReadClass.DIFFERENCE or len(own) != len(tensor.factors):
+            continue
+        terms = [term for read, _ in own for term in read.terms]
+        is_known = all(term.divisor is not None for term in terms)
+        by_score = not tensor.is_diagonal and tensor.has_constant_factors
+        by_score = by_score and not tensor.needs_score and is_known
+        by_score = by_score and all(_are_keys_distinct(read.terms, seqlen_k) for read, _ in own)
+        size = sum(x.size for x in found) + sum(size for _, size in own)
+        if is_known and (tensor.is_between_cuts or by_score) and size * BYTES_OF_SUM <= spare_smem:
+            found += [SummedDifference(*x, by_score) for x in own]
+    return tuple(found)
+
+
+def _are_keys_distinct(terms: Sequence[DifferenceTerm], length: int) -> bool:
+    """Whether different keys have different differences from a query."""
+    values = values_of([x for x in terms if x.is_key], length)
+    return values.unique().numel() == length
+
+
+def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
+    """The largest magnitude of a difference; None: a table of so many differences is too large."""
+    low = high = 0
+    for is_key, length in ((True, seqlen_k), (False, seqlen_q)):
+        span = _span_of([x for x in terms if x.is_key == is_key], length)
+        if span is None:
+            return None
+        low, high = low + span[0], high + span[1]
+    most = max(-low, high)
+    return most if 2 * most < MOST_EVALUATED else None
+
+
+def _span_of(terms: Sequence[DifferenceTerm], length: int) -> Span | None:
+    """The least and the greatest sum of functions of the same positions."""
+    total, low, high = values_of(terms, length), 0, 0
+    for term in terms:
+        if term.divisor is None:
+            if term.span is None:
+                return None
+            ends = sorted(x * term.factor for x in term.span)
+            low, high = low + ends[0], high + ends[1]
+    return low + int(total.min()), high + int(total.max())
+
+
+def values_of(terms: Sequence[DifferenceTerm], length: int) -> torch.Tensor:
+    """The sum of terms at each position, without those of which only the span is known."""
+    place = torch.arange(length, device="cpu")
+    total = torch.zeros_like(place)
+    for term in terms:
+        if term.divisor is not None:
+            total += place // term.divisor * term.factor
+    return total

@@ -1,0 +1,159 @@
+"""The masks of a backward that visits the queries of token lists (`core/token_lists.py`).
+
+A work tile is an item: keys, and a segment of the queries that chose them. Blocks of its walk are
+neighbouring entries of the segment, whose heads share the block's rows. Who is in a list sees the
+keys, as far as the choice goes. So without intervals and a mask_mod, bits are needed only for an
+edge of the band, for the end of the keys, and in the last block. All heads of a KV head see the
+same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.lengths import Lengths, describe
+from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile
+from flash_mask_cute.core.token_lists import TokenLists
+from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
+from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
+from flash_mask_cute.rules.backward_mask import BackwardMask
+from flash_mask_cute.rules.bit_tile import Columns
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows
+
+
+@dataclass(frozen=True)
+class TokenMask(BackwardMask):
+    """`BackwardMask` of listed queries, of which block_info has the packed heads. Of a work tile
+    first_block and end_block are the entries of its segment."""
+
+    lists: TokenLists | None = None
+
+    @classmethod
+    def create_by_tokens(
+        cls,
+        kernel: Any,
+        columns: Columns,
+        masks: MaskArgs,
+        lengths: Lengths,
+        lists: TokenLists,
+    ) -> "TokenMask":
+        return cls.from_kernel(
+            kernel, columns, masks, lengths, group=Int32(1), is_ordered=False, lists=lists
+        )
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.block_info.tile_m // self.block_info.qhead_per_kvhead_packgqa
+
+    # -- tiles ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+        """As `BackwardMask.send_walk`, of an item that has queries."""
+        num_blocks = cute.ceil_div(work.end_block - work.first_block, self.tokens_per_block)
+        base = Int32(0)
+        chunk = self._judge_queries(ring, number, work, base)
+        while base + CHUNK < num_blocks:
+            base += CHUNK
+            following = self._judge_queries(ring, number + 1, work, base)
+            follower = following.kind_of(ring.next_bit(following, following.visible))
+            ring.write(number, chunk._replace(follower=follower))
+            number += 1
+            chunk = following
+        ring.write(number, chunk)
+        return number + 1
+
+    @cute.jit
+    def _judge_queries(self, ring: WalkRing, number: Int32, work: Work, base: Int32) -> Chunk:
+        """The chunk of the 32 blocks from `base` on, which will be chunk `number` of the ring and
+        gets its queries now."""
+        band = self.block_info.band(work.seqlen)
+        first_key = work.block * self.block_info.tile_n
+        first = work.first_block + (base + cute.arch.lane_idx()) * self.tokens_per_block
+        is_cut = Boolean(False)
+        ring.acquire(number)
+        for i in cutlass.range_constexpr(self.tokens_per_block):
+            is_there = first + i < work.end_block
+            entry = cutlass.min(first + i, work.end_block - 1)
+            token = self.lists.token(work.head_idx, entry)
+            lo, hi = band.k_range(token)
+            sees_all = (lo <= first_key) & (hi >= first_key + self.block_info.tile_n)
+            if const_expr(self.mask_mod is not None or self.args.columns is not None):
+                sees_all = Boolean(False)
+            is_cut = is_cut | (is_there == Boolean(False)) | (sees_all == Boolean(False))
+            ring.write_token(number, i, cutlass.select_(is_there, token, Int32(-1)))
+        visible = Int32(cute.arch.vote_ballot_sync(first < work.end_block))
+        return Chunk.from_votes(base, work.head_idx, visible, is_cut, Boolean(False), Int32(0))
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        """As `BackwardMask.make_bits`."""
+        band, words = self.block_info.band(work.seqlen), []
+        num_tokens = self.tokens_per_block
+        head_idx = work.head_idx * self.block_info.qhead_per_kvhead_packgqa
+        tokens = [cute.arch.shuffle_sync(block.token, i) for i in range(num_tokens)]
+        for group in range(warp_rows.num_groups):
+            k_idx = warp_rows.line(work, group)
+            lo, hi = band.q_range(k_idx)
+            holes: list[Any] = []
+            if self.args.columns is not None:
+                values = self._column_values(work, head_idx, k_idx)
+                (lo, hi), *holes = self.intervals.visible_rows(values, lo, hi)
+            hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
+            seen = []
+            for token in tokens:
+                # -1 in place of a query is before all of them
+                sees = (token >= cutlass.max(Int32(lo), 0)) & (token < hi)
+                for first, end in holes:
+                    sees = sees & ((token < first) | (token >= end))
+                if self.mask_mod is not None:
+                    q_idx = cutlass.max(token, 0)
+                    sees = sees & self._eval_mask_mod(work, head_idx, q_idx, k_idx)
+                seen.append(sees)
+            for w in range(self.columns.num_words):
+                word = Int32(0)
+                for i in range(num_tokens):
+                    bits = self._bits_of_token(w, i)
+                    if bits:
+                        word = word | cutlass.select_(seen[i], Int32(bits), Int32(0))
+                words.append(word)
+        return tuple(words)
+
+    def _bits_of_token(self, word: int, token: int) -> int:
+        """The bits of a word that stand for the heads of a block's query."""
+        heads = self.block_info.qhead_per_kvhead_packgqa
+        columns = (self.columns.col_of(word, bit) for bit in range(self._bits_per_word))
+        return sum(1 << bit for bit, column in enumerate(columns) if column // heads == token)
+
+
+@cute.jit
+def send_token_walks(
+    scheduler: TileScheduler,
+    rules: TokenMask,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
+) -> None:
+    """As `send_walks`, where work tiles are items, and heads take the place of sequences."""
+    tiles, chunks = Int32(0), Int32(0)
+    tile, search = scheduler.locate(scheduler.start(), rules.lists.count)
+    while tile.is_valid:
+        head_idx = tile.batch_idx
+        item = rules.lists.item(head_idx, tile.block)
+        of_keys = WorkTile(item.block, head_idx, item.sequence, Boolean(True))
+        work = describe(of_keys, lengths, True)
+        work = work._replace(first_block=item.first, end_block=item.end, place=tile.block)
+        ring.write(tiles, work)
+        chunks = rules.send_walk(walk, chunks, work)
+        tiles += 1
+        # as late as can be, as in `send_walks`
+        ring.acquire(tiles)
+        walk.wait_until_read(chunks)
+        search = scheduler.advance(search, tiles - 1)
+        tile, search = scheduler.locate(search, rules.lists.count)
+    scheduler.finish()
+    ring.write(tiles, NO_WORK)

@@ -1,0 +1,137 @@
+"""Blocks of listed queries in the Hopper backward: their loads, and their sums of dQ.
+
+A block has all heads of a few queries that chose the keys of a work tile (`core/token_lists.py`).
+Each of these queries is loaded by boxes of its own, and its sums go to a place of its own. Lane i
+has query i of a block (`WalkRing.tokens`). A block that is not filled gets its first query once
+more, of which the bits hide everything, and whose sums are not sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.experimental import primitives
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.dq_sums import NOTHING, UNSENT, DqSums, Scratch, Summed
+from flash_mask_cute.core.query_loads import QueryLoads, Visited
+from flash_mask_cute.core.row_blocks import RowBlocks
+from flash_mask_cute.core.walk_ring import Block
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+
+def by_tokens(traits: BwdTraits, scratch: Scratch) -> Scratch:
+    """Scratch memory of row blocks as that of queries: (KV head, query, values of all heads)."""
+    return scratch._replace(
+        stats=_split_blocks(scratch.stats, traits), dq=_split_blocks(scratch.dq, traits)
+    )
+
+
+def _split_blocks(tensor: cute.Tensor, traits: BwdTraits) -> cute.Tensor:
+    heads, blocks, size = tensor.shape
+    tokens = traits.tokens_per_block
+    shape, stride = (heads, blocks * tokens, size // tokens), (tensor.stride[0], size // tokens, 1)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+def _of_first(value: Int32) -> Int32:
+    """This lane's number, or the first lane's if it is negative."""
+    return cutlass.select_(value < 0, cute.arch.shuffle_sync(value, 0), value)
+
+
+@dataclass(frozen=True)
+class TokenLoads(QueryLoads):
+    """`QueryLoads` of listed queries; stats (heads_kv, queries, -1). In place of a row block each
+    lane has the place of its query in scratch memory, or UNSENT."""
+
+    def row_block(self, work: Work, block: Block) -> Int32:
+        tokens = self.traits.tokens_per_block
+        blocks = RowBlocks(self.lengths, tokens)
+        first = blocks.first_of(work.batch_idx, work.offset_q) * tokens
+        return cutlass.select_(block.token < 0, Int32(UNSENT), first + block.token)
+
+    def _rows_copy(
+        self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited
+    ) -> Callable[[Int32, cute.Pointer], None]:
+        row = _of_first(at.block.token)
+        if self.lengths.cu_seqlens_q is None:
+            source = source[None, None, at.work.batch_idx]
+        else:
+            row += at.work.offset_q
+        first_head = at.block.head_idx * self.traits.packed_heads
+        return partial(self._copy_tokens, atom, source, smem, dim, first_head, row)
+
+    def _copy_tokens(
+        self,
+        atom: cute.CopyAtom,
+        source: cute.Tensor,
+        smem: cute.Tensor,
+        dim: int,
+        first_head: Int32,
+        row_of_lane: Int32,
+        stage: Int32,
+        barrier: cute.Pointer,
+    ) -> None:
+        heads = self.traits.packed_heads
+        for i in range(self.traits.tokens_per_block):
+            row = cute.arch.shuffle_sync(row_of_lane, i)
+            box = cute.local_tile(smem, (heads, dim), (i, 0, None))
+            src, dst = tma.tile_of(atom, source, (first_head, row), ((heads, 1), dim), box)
+            cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _load_stats(self, at: Visited, stage: Int32, barrier: cute.Pointer) -> None:
+        place, lane = _of_first(at.row_block), cute.arch.lane_idx()
+        size = cute.size(self.stats, mode=[2])
+        if lane < self.traits.tokens_per_block:
+            atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+            of_token = self.tiles.stats[None, stage].iterator + lane * size
+            smem = cute.make_tensor(of_token, cute.make_layout(size))
+            gmem = self.stats[at.block.head_idx, place, None]
+            cute.copy(atom, gmem, smem, mbar_ptr=barrier)
+        cute.arch.sync_warp()
+
+
+@dataclass(frozen=True)
+class TokenSums(DqSums):
+    """`DqSums` of listed queries, without an order, of which each lane adds those of its query.
+
+    part_sizes: the sums of a query. num_tokens: queries of a block.
+    """
+
+    num_tokens: cutlass.Constexpr[int] = 1
+
+    def _is_block(self, summed: Summed) -> Boolean:
+        return cute.arch.shuffle_sync(summed.row_block, 0) != NOTHING
+
+    @cute.jit
+    def send(self, own_number: Int32, number: Int32, sent: Summed, summed: Summed):
+        """Start adding the dQ of block `number`, if it is one, to the scratch memory."""
+        (size,) = self.part_sizes
+        lane = cute.arch.lane_idx()
+        if self._is_block(summed):
+            self.channel.wait(number)
+            if (lane < self.num_tokens) & (summed.row_block >= 0):
+                target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
+                primitives.cp_reduce_async_bulk_global_shared_cta(
+                    target,
+                    self.staged + lane * size,
+                    size * 4,
+                    op=primitives.CpReduceOp.ADD,
+                    type=primitives.CpReduceType.F32,
+                )
+            cute.arch.sync_warp()
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def free_staging(self, number: Int32, sent: Summed):
+        """Wait until the dQ of block `number`, if it exists, has left."""
+        if self._is_block(sent):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            self.channel.release(number)

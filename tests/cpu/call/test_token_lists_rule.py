@@ -1,0 +1,89 @@
+"""Which backwards take each query's choice of key blocks as token lists; explain tells why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flash_mask_cute import SelectedBlocks, explain
+
+
+def choice_of(
+    heads: tuple[int, int, int] = (16, 2, 2),
+    dims: tuple[int, int] = (64, 64),
+    block: int = 128,
+    target: str = "sm_90a",
+    **more: Any,
+) -> str:
+    """What explain says. heads: of q, of k, of the choice."""
+    n, (heads_q, heads_kv, heads_choice), (d, d_v) = 300, heads, dims
+    q, k, v = (
+        torch.zeros(1, n, h, x, dtype=torch.bfloat16)
+        for h, x in ((heads_q, d), (heads_kv, d), (heads_kv, d_v))
+    )
+    chosen = SelectedBlocks(torch.zeros(1, heads_choice, n, 2, dtype=torch.int32), block)
+    told = explain(q, k, v, target=target, block_sparse_tensors=chosen, **more)
+    assert told.backward is not None
+    return told.backward.choice
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "block"),
+    [
+        ((16, 2, 2), (64, 64), 128),
+        ((32, 2, 1), (128, 128), 64),
+        ((64, 2, 2), (40, 104), 256),
+        ((64, 1, 1), (128, 128), 4096),
+    ],
+)
+def test_lists(heads: tuple[int, int, int], dims: tuple[int, int], block: int) -> None:
+    more: dict[str, Any] = {"causal": True, "softcap": 3.0}
+    assert choice_of(heads, dims, block, **more).startswith("token lists")
+
+
+def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
+    sink = torch.zeros(16)
+    told = choice_of(window_size=(100, None), learnable_sink=sink, q_start=5, causal=True)
+    assert told.startswith("token lists")
+
+
+def ends(heads: int) -> torch.Tensor:
+    return torch.full((1, heads, 300, 1), 300, dtype=torch.int32)
+
+
+def test_lists_beside_masks_that_all_heads_share() -> None:
+    assert choice_of(mask_mod=lambda b, h, i, j: i >= j).startswith("token lists")
+    assert choice_of(causal=True, startend_row_indices=ends(2)).startswith("token lists")
+    told = choice_of((16, 2, 1), causal=True, startend_row_indices=ends(1))
+    assert told.startswith("token lists")
+
+
+@pytest.mark.parametrize(
+    ("why", "given"),
+    [
+        ("on Blackwell", {"target": "sm_100a"}),
+        ("deterministic=True", {"deterministic": True}),
+        ("groups of 2 query heads", {"heads": (4, 2, 2)}),
+        ("groups of 12 query heads", {"heads": (24, 2, 2)}),
+        ("a choice by query head", {"heads": (16, 2, 16)}),
+        ("blocks of 32 keys", {"block": 32}),
+        ("head dimensions 80/80", {"dims": (80, 80)}),
+        ("head dimensions 64/96", {"dims": (64, 96)}),
+        ("head dimensions 192/128", {"dims": (192, 128)}),
+        ("a mask_mod that uses its head", {"mask_mod": lambda b, h, i, j: i >= j + h}),
+        (
+            "a mask_mod or column intervals beside a sink",
+            {"mask_mod": lambda b, h, i, j: i >= j, "learnable_sink": torch.zeros(16)},
+        ),
+        ("a score_mod", {"score_mod": lambda s, b, h, i, j: s * 2.0}),
+        ("column intervals of other heads", {"causal": True, "startend_row_indices": ends(16)}),
+        (
+            "column intervals of other heads",
+            {"heads": (16, 2, 1), "causal": True, "startend_row_indices": ends(2)},
+        ),
+    ],
+)
+def test_bits(why: str, given: dict[str, Any]) -> None:
+    assert choice_of(**given).startswith(f"bits: {why}")

@@ -1,0 +1,125 @@
+"""Reads by differences that are answered from tables of all differences, in the compiled kernels on
+the software GPU: the same bits as without tables."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import FP16, Case
+from conftest import ACTIVE_ARCH, SMS
+from gradient_oracle import make_output_gradients
+from inputs import Inputs
+from planned import call_of, planned
+from quiet_runs import quiet_run
+from simulated_backward import launch_on_simulator
+from tolerances import assert_close_to_oracle
+from trained_mods import assert_aux_gradients_close, make_trained
+
+from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.call.prepare import prepared_fwd
+from flash_mask_cute.runtime.target import Target
+
+# as the software GPU is, so that these tests run on either
+ARCH = ACTIVE_ARCH
+
+pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+
+SUMMED = ("grid", "swin")
+IS_ORDERED = ACTIVE_ARCH == "sm_90a"
+# Each with a mod and the number of its tables: clipped distances of any length, sequences without
+# keys, two axes of a grid, two reads of a tensor, heads of a group in one tile.
+CASES = (
+    (Case("t5-causal", 1, 200, 330, 2, 2, causal=True), "t5", 1),
+    (Case("t5-fp16-gqa2", 2, 130, 200, 4, 2, head_dim=64, dtype=FP16), "t5", 1),
+    (
+        Case(
+            "t5-varlen", heads_q=2, heads_kv=2, head_dim=64,
+            lengths_q=(150, 0, 33, 1), lengths_k=(97, 60, 0, 129),
+        ),
+        "t5",
+        1,
+    ),
+    (Case("buckets", 1, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets", 2),
+    (Case("grid-gqa2", 1, 144, 170, 2, 1, head_dim=64), "grid", 2),
+    (
+        Case(
+            "grid-varlen", heads_q=2, heads_kv=2, head_dim=64,
+            lengths_q=(0, 70, 9, 65), lengths_k=(40, 200, 0, 65), causal=True,
+        ),
+        "grid",
+        2,
+    ),
+    (Case("swin", 2, 144, 144, 2, 2, head_dim=32), "swin", 0),
+    (Case("swin-gqa2-d64", 1, 100, 140, 2, 1, head_dim=64, causal=True), "swin", 0),
+)  # fmt: skip
+cases = pytest.mark.parametrize(
+    ("case", "name", "count"), CASES, ids=lambda x: getattr(x, "id", None)
+)
+
+
+def tables_always(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    monkeypatch.setattr(difference_tables, "LEAST_SCORES", 0 if is_on else 2**60)
+    monkeypatch.setattr(difference_tables, "SCORES_OF_ELEMENT", 0)
+
+
+def forward(inputs: Inputs, count: int) -> Any:
+    call = call_of(inputs)
+    plan = planned(call, Target(ACTIVE_ARCH, num_sms=SMS))
+    assert len(plan.problem.tables) == count
+    return prepared_fwd(plan)(call.tensors, call.masks)
+
+
+@cases
+def test_forward(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case, name: str, count: int
+) -> None:
+    inputs = make_trained(case, name).inputs
+    tables_always(monkeypatch, False)
+    with quiet_run(simulator, 1):
+        expected = forward(inputs, 0)
+    tables_always(monkeypatch, True)
+    with quiet_run(simulator, 1, launches=1 + (count > 0)):
+        found = forward(inputs, count)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    assert_close_to_oracle(*found, inputs)
+
+
+@cases
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_backward(
+    simulator: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    name: str,
+    count: int,
+    is_learned: bool,
+) -> None:
+    """Gradients of the tables, too, unless they are summed by difference."""
+    given = make_trained(case, name)
+    dout, _ = make_output_gradients(given.inputs)
+    launches = 3 + bool(case.lengths_q)
+    results = []
+    for is_on, seed in ((False, 1), (True, 1), (True, None)):
+        tables_always(monkeypatch, is_on)
+        more: dict[str, Any] = {"deterministic": IS_ORDERED}
+        daux = [torch.full_like(x, float("nan")) for x in given.trained]
+        if is_learned:
+            more["daux"] = [None] * (len(given.aux_tensors) - len(daux)) + daux
+        with quiet_run(simulator, seed, launches + (is_on and count > 0)):
+            found = launch_on_simulator(given.inputs, dout, **more)
+        if is_learned:
+            assert_aux_gradients_close(daux, given, dout)
+            found |= {f"daux{i}": x for i, x in enumerate(daux)}
+        results.append(found)
+    without, first, second = results
+    for key, found in first.items():
+        assert (found is None) == (without[key] is None)
+        is_exact = not key.startswith("daux") or (IS_ORDERED and name not in SUMMED)
+        if found is not None and is_exact:
+            assert torch.equal(found, without[key]), key
+        if found is not None and IS_ORDERED:
+            assert torch.equal(found, second[key]), key

@@ -1,0 +1,72 @@
+"""The kernels that make token lists, on the software GPU, against the dense mask of a choice."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import ACTIVE_ARCH
+from drawn_lists import DrawnLists, check_lists, draw_lists
+from quiet_runs import quiet_run
+
+from flash_mask_cute.core.token_lists import SEGMENT
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
+from flash_mask_cute.mask_prep.token_lists import (
+    ListExtents,
+    ListFacts,
+    ListLengths,
+    MadeLists,
+    compile_token_lists,
+    empty_lists,
+    fill_lists,
+)
+
+SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
+DRAWN = 10
+
+pytestmark = pytest.mark.sim
+
+
+def drawn_seeds() -> list[int]:
+    if SEED == "0":
+        return list(range(DRAWN))
+    rng = random.Random(f"lists {SEED}")
+    return [rng.randrange(1 << 30) for _ in range(DRAWN)]
+
+
+def make(simulator: ModuleType, drawn: DrawnLists, delay: int) -> MadeLists:
+    by_entry, facts, extents, lengths = drawn
+    num_blocks = -(-extents.most_keys // extents.block_size)
+    bits = selected_bits(by_entry, num_blocks, QueryTiles(64, 1), lengths.cu_seqlens_q).rows
+    made = empty_lists(by_entry, facts, extents)
+    for x in made:
+        x.fill_(77)
+    function = compile_token_lists(facts, ACTIVE_ARCH).function
+    with quiet_run(simulator, delay, launches=1):
+        fill_lists(function, bits, made, facts, extents, lengths)
+    return made
+
+
+@pytest.mark.parametrize("number", range(DRAWN))
+def test_draws(simulator: ModuleType, number: int) -> None:
+    drawn = draw_lists(drawn_seeds()[number])
+    check_lists(drawn, make(simulator, drawn, number), SEGMENT)
+
+
+def test_long_lists_and_many_blocks(simulator: ModuleType) -> None:
+    """Lists in several segments, more blocks than a CTA scans at once, and the same in each run."""
+    n, keys = 2500, 17000
+    gen = torch.Generator().manual_seed(1)
+    choice = torch.randint(0, 1100, (1, 1, n, 3), generator=gen)
+    choice[..., 0] = 0
+    extents = ListExtents(1, n, keys, keys, 1, 3, 16, 16, n, 2048)
+    drawn = DrawnLists(choice, ListFacts(), extents, ListLengths())
+    made = [make(simulator, drawn, delay) for delay in (1, 2)]
+    check_lists(drawn, made[0], SEGMENT)
+    count = int(made[0].num_items)
+    used = int(made[0].items[0, :count, 3].max())
+    assert torch.equal(made[0].tokens[:, :used], made[1].tokens[:, :used])
+    assert torch.equal(made[0].items[:, :count], made[1].items[:, :count])
