@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import by_queries, dq_parts, sums_in_turn
+from flash_mask_cute.core.row_blocks import PART_OF_HALF, by_queries, dq_parts, sums_in_turn
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
@@ -59,6 +59,7 @@ class BwdPostprocess:
     :param packed_heads: query heads of a KV head that share a tile's rows, query by query; 1, or a
         power of two from 4 to 64, with 64 rows. Heads of the sums are then KV heads, and their
         order is that of `row_blocks.by_queries`.
+    :param in_halves: each warpgroup summed half of the columns in one product
     :raises ValueError: a size is none of these
     """
 
@@ -71,6 +72,7 @@ class BwdPostprocess:
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
         packed_heads: int = 1,
+        in_halves: bool = False,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -89,7 +91,7 @@ class BwdPostprocess:
         self.vectors_per_row = head_dim // VECTOR_16_BITS
         self.parts = None
         if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
-            self.parts = dq_parts(accum_cols, num_ctas)
+            self.parts = dq_parts(accum_cols, num_ctas, in_halves)
         if packed_heads > 1 and (self.parts is None or [x.sharers for x in self.parts] != [2]):
             raise ValueError(
                 f"packed_heads={packed_heads} needs sums of 64 rows in one part of both warpgroups"
@@ -194,11 +196,11 @@ class BwdPostprocess:
         """The number of 4 columns of a row in lane order."""
         if self.num_ctas == 1:
             return group * self.tile_m + row
-        # a CTA has half of the rows, and its parts have 32 of each half of the columns
-        rows, parts = self.tile_m // self.num_ctas, self.accum_cols // 64
-        groups = self.accum_cols // VECTOR_32_BITS
-        half, part, in_part = group // (groups // 2), group // 8 % parts, group % 8
-        number = (part * 2 + half) * 8 + in_part
+        # a CTA has half of the rows, and its parts have columns of both halves
+        rows, parts = self.tile_m // self.num_ctas, self.accum_cols // (2 * PART_OF_HALF)
+        groups, size = self.accum_cols // VECTOR_32_BITS, PART_OF_HALF // VECTOR_32_BITS
+        half, part, in_part = group // (groups // 2), group // size % parts, group % size
+        number = (part * 2 + half) * size + in_part
         return (row // rows * groups + number) * rows + row % rows
 
     def _keep_rounded(self, values, sdQ, scale, row: Int32, pair: Int32, by_row: bool) -> None:
