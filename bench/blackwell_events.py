@@ -26,6 +26,9 @@ STAGE, HAND_OVER = 169, 222
 # from the release of a stage until its next Q or dO is there
 LOAD = 900
 PART = 16384
+# of a pair, from its dS until the product of dQ may read that of both CTAs: a copy of 16 KB to the
+# other CTA, and a warp there that tells the one that issues products. Not known for a B200.
+EXCHANGE = 700
 # what the softmax of a block takes beside the rate of exponentials: first load, last store
 SOFTMAX_LATENCY = 250
 BLOCKS = 64
@@ -67,7 +70,7 @@ class Backward:
     for one staging place. held: the last so many parts leave tensor memory together, into
     registers, before they are staged. claims: see `Rates`. stages_do: dO in flight; stages_q: 1 if
     Q of the next block is loaded when this one's products have read theirs. ds_phase: of a
-    block."""
+    block. exchange: from dS until dQ may read it."""
 
     order: tuple[Product, ...]
     exponentials: int
@@ -78,6 +81,7 @@ class Backward:
     stages_do: int = 2
     stages_q: int = 2
     ds_phase: int = DS_PHASE
+    exchange: int = 0
 
     def period(self, rates: Rates) -> float:
         """Cycles of a block in the steady state."""
@@ -111,7 +115,7 @@ class Backward:
                 if name == "S" and self.over == "S":
                     waits.append(taken.get(i - 2, 0.0))
                 if name in ("dK", "dQ"):
-                    waits.append(ready_ds[i])
+                    waits.append(ready_ds[i] + (self.exchange if name == "dQ" else 0))
                 if name == "dQ" and not self.over:
                     waits.append(taken.get(i - 1, 0.0))
                 if name == "dQ" and self.over == "S":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import ROOT, Json, blackwell_peer, commit_here
-from bench.blackwell_events import DS_PHASE, RATES, Backward, Forward, Rates, products
+from bench.blackwell_events import DS_PHASE, EXCHANGE, RATES, Backward, Forward, Rates, products
 from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
@@ -37,7 +37,11 @@ from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
 
 KEPT = ROOT / "bench" / "results" / "blackwell_model.jsonl"
-NAMES = tuple(f"sm100-bwd-d{d}-{mask}" for d in (64, 96, 128) for mask in ("full", "causal"))
+NAMES = tuple(
+    f"sm100-bwd-d{d}-{mask}"
+    for d in ("64", "96", "128-alone", "128")
+    for mask in ("full", "causal")
+)
 FORWARD_NAMES = tuple(
     f"sm100-d{d}-{mask}"
     for d in ("64", "96", "128", "192v128", "256")
@@ -54,8 +58,11 @@ TENSOR, EXPONENTIALS, FP32, SHARED = 8192, 16, 128, 128
 BLOCK, THREADS_OF_WARP, VECTOR, STEP = 128, 32, 16, 16
 # of UTCHMMA, those whose operand A is in shared memory and not in tensor memory
 FROM_SHARED = "UTCHMMA with A in shared memory"
-# commits of a block: S, dQ, Q that was read, dP, dO that was read
-COMMITS_OF_BLOCK = 5
+# commits of a block: S, dQ, Q that was read, dP, dO that was read; of a pair, Q that was read by
+# rows and by columns
+COMMITS_OF_BLOCK = {1: 5, 2: 6}
+# stores of the first part of P: 32 words, and 16
+STORES_OF_PART = 2
 # instructions between the exponentials of a body, at most, and exponentials of what is no body
 NEIGHBOURS, FEW = 60, 50
 # bytes in 1000 clocks that L2 adds for each of 148 SMs, at 2.1 KB a clock as on an H200
@@ -93,16 +100,21 @@ def part_of(firsts: Sequence[int], place: int) -> int:
 
 
 def _count(
-    code: Code, places: Sequence[int], wanted: tuple[str, int] | None = None
+    code: Code,
+    places: Sequence[int],
+    wanted: tuple[str, int] | None = None,
+    rounds: Sequence[int] = (),
 ) -> Counter[str]:
     """Opcodes of the loop through these places; wanted: how often one of them runs, rolled loops
-    included, each of which is gone through twice."""
+    included, each of which is gone through twice, or as `rounds` says in their order."""
     # not from within a loop of the way
     way = code.loop_through([places[-1], *places[:-1]])
     counts = code.count(way)
     if wanted is not None and counts[wanted[0]] < wanted[1]:
-        for inner in code.inner_loops(way):
-            if code.count(inner)[wanted[0]]:
+        rolled = [x for x in code.inner_loops(way) if code.count(x)[wanted[0]]]
+        for i, inner in enumerate(sorted(rolled)):
+            again = (rounds[i] if rounds else 2) - 1
+            for _ in range(again):
                 counts += code.count(inner)
                 way += inner
     if wanted is not None and counts[wanted[0]] != wanted[1]:
@@ -115,8 +127,10 @@ def _count(
     return counts
 
 
-def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int]]:
+def count_roles(text: str, tile_d: int, tile_dv: int, ctas: int = 1) -> dict[str, dict[str, int]]:
     """Instructions of a warp for a block, by role, out of a disassembly.
+
+    ctas: those of a pair, of which one issues the products of both.
 
     The parts of the code follow each other as the kernel's branches do. A way that never waits is
     taken, within a walk: from a query block to the next.
@@ -140,20 +154,24 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
         _count(code, (exponentials[n], exponentials[n + per_block - 1])) for n in (0, per_block)
     ]
     whole, cut = sorted(bodies, key=lambda counts: counts["instructions"])
-    commits = with_query_chunk(PARTS.helpers, "UTCBAR")[:COMMITS_OF_BLOCK]
+    commits = with_query_chunk(PARTS.helpers, "UTCBAR")[: COMMITS_OF_BLOCK[ctas]]
     products = [i for i in with_query_chunk(PARTS.helpers, "UTCHMMA") if i < commits[-1]]
-    steps = (tile_d + tile_dv + 3 * BLOCK) // STEP
+    steps = (tile_d + tile_dv + (2 + ctas) * BLOCK) // STEP
     copies = with_query_chunk(PARTS.helpers, "UTMALDG")
     sums = with_query_chunk(PARTS.helpers, "UBLKRED")
     reduced = with_query_chunk(PARTS.reduce, "LDTM", "FENCE")
     roles = {
         "compute, partial block": cut,
         "compute, full block": whole,
-        "mma": _count(code, sorted((*products, *commits)), ("UTCHMMA", steps)),
+        # a pair's product of dQ, the second one that is rolled, has the keys of both CTAs
+        "mma": _count(
+            code, sorted((*products, *commits)), ("UTCHMMA", steps), (2, 4, 2) if ctas > 1 else ()
+        ),
         "reduce": _count(code, reduced, ("LDTM", tile_d // 32)),
         "send": _count(code, sums),
-        # the second half brings keys and values
-        "load": _count(code, copies[: len(copies) // 2]),
+        # the second half brings keys and values; a pair brings them between the others, on ways of
+        # their own
+        "load": _count(code, copies[: len(copies) // 2 if ctas == 1 else 1]),
     }
     kept = ("instructions", *SHOWN, FROM_SHARED)
     return {
@@ -162,21 +180,29 @@ def count_roles(text: str, tile_d: int, tile_dv: int) -> dict[str, dict[str, int
     }
 
 
-def shared_bytes(roles: dict[str, dict[str, int]], tile_d: int, tile_dv: int) -> dict[str, int]:
-    """Bytes that a whole block moves in and out of shared memory.
+def shared_bytes(
+    roles: dict[str, dict[str, int]], tile_d: int, tile_dv: int, ctas: int = 1
+) -> dict[str, int]:
+    """Bytes that a whole block moves in and out of shared memory of a CTA.
 
     operands: those of the five products that are not in TMEM. statistics: LSE and delta, which all
     lanes of a warp read at once, so an instruction moves one line.
     """
     rows = 2 * BLOCK  # bytes of a column of 128 rows in 16 bits
-    operands_a = roles["mma"][FROM_SHARED] * rows * STEP
-    operands_b = rows * (3 * tile_d + 2 * tile_dv)
+    # of a pair, dQ has half as many rows, and each CTA has half of operand B, of dQ over the keys
+    # of both
+    steps_of_dq = BLOCK * ctas // STEP
+    full_rows = roles["mma"][FROM_SHARED] - steps_of_dq
+    operands_a = full_rows * rows * STEP + steps_of_dq * rows // ctas * STEP
+    operands_b = rows * (2 * tile_d + 2 * tile_dv) // ctas + rows * tile_d
     line = VECTOR * THREADS_OF_WARP
     compute = roles["compute, full block"]
-    staged = rows * 2 * tile_d
+    staged = rows * 2 * tile_d // ctas
+    # a pair reads half of dS to send it, and writes as much that arrives
+    sent = (ctas - 1) * rows * BLOCK
     return {
         "operands": operands_a + operands_b,
-        "dS": compute["STS"] * WARPS.compute * line,
+        "dS": compute["STS"] * WARPS.compute * line + sent,
         "dQ staged and read": 2 * staged,
         "Q and dO loaded": rows * (tile_d + tile_dv),
         "statistics": compute["LDS"] * WARPS.compute * SHARED,
@@ -199,22 +225,34 @@ def cycles(
     }
 
 
-def count_softmax(text: str) -> dict[str, dict[str, int]]:
+def count_softmax(text: str, polynomial: int) -> dict[str, dict[str, int]]:
     """Instructions of a softmax warp of the forward for a key block, on a way that never waits and
-    takes no newer maximum.
+    takes no newer maximum. polynomial: exponentials of 128 that are computed by it.
 
     Raises ValueError where the code is not as expected.
     """
     code = Code.create(text)
     exponentials = code.where(lambda x: (x.opcode, x.kind) == ("MUFU", ".EX2"))
+    whole_count = BLOCK - polynomial
     ends = [i for i, (a, b) in enumerate(pairwise(exponentials)) if b - a > NEIGHBOURS]
-    runs = zip([0, *(i + 1 for i in ends)], [*ends, len(exponentials) - 1], strict=True)
-    bodies = [(exponentials[a], exponentials[b]) for a, b in runs if b - a > FEW]
+    places = zip([0, *(i + 1 for i in ends)], [*ends, len(exponentials) - 1], strict=True)
+    runs = [(exponentials[a], exponentials[b], b - a + 1) for a, b in places]
+    bodies = [n for n, run in enumerate(runs) if run[2] > FEW]
     if len(bodies) != 2:
         raise ValueError(f"{len(bodies)} loops of exponentials stand in the code, expected 2")
     stores = code.where(lambda x: x.opcode == "STTM")
-    # P leaves behind the last exponential of a body, and not where the maximum is searched again
-    ways = [(*body, next(i for i in stores if i > body[1])) for body in bodies]
+    # P leaves behind the last exponential of a body, and not where the maximum is searched again;
+    # or its first part behind those of that part, and the rest behind the others
+    ways = []
+    for n in bodies:
+        begin, end, count = runs[n]
+        way = [begin, end, next(i for i in stores if i > end)]
+        if count < whole_count:
+            last = runs[n + 1][1]
+            behind = [i for i in stores if i > last]
+            # first the stores of a part that could not leave early
+            way += [last, behind[STORES_OF_PART]]
+        ways.append(way)
     whole, cut = sorted((_count(code, way) for way in ways), key=lambda x: x["instructions"])
     kept = ("instructions", *SHOWN, "FMNMX", "FMNMX3", "LOP3", "R2P")
     return {
@@ -249,8 +287,9 @@ def row_of(name: str) -> Json:
     """
     variant, kept, tiles, text = _disassembled(name)
     dims = variant.problem.head_dim, variant.problem.head_dim_v
-    roles = count_roles(text, *dims)
-    moved = shared_bytes(roles, *dims)
+    ctas = 1 + tiles["cta_pair"]
+    roles = count_roles(text, *dims, ctas)
+    moved = shared_bytes(roles, *dims, ctas)
     taken = cycles(roles, moved, *dims)
     share = round(taken["tensor cores"] / max(taken.values()), 4)
     return {
@@ -264,7 +303,7 @@ def _plan(d: int, d_v: int, tiles: dict[str, Any]) -> Json:
 
     from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
-    traits = BwdTraits(BFloat16, d, d_v, stages_do=tiles["stages_do"])
+    traits = BwdTraits(BFloat16, d, d_v, stages_do=tiles["stages_do"], cta_pair=tiles["cta_pair"])
     return {
         "order": "dV' S dK' dQ' dP" if traits.values_lag else "S dK' dQ' dV dP",
         "over": "dP" if traits.dq_shares else "",
@@ -272,6 +311,7 @@ def _plan(d: int, d_v: int, tiles: dict[str, Any]) -> Json:
         "held": traits.held_parts,
         "claims": not tiles["clears_dq"],
         "stages_do": tiles["stages_do"],
+        "exchange": EXCHANGE if traits.cta_pair else 0,
     }
 
 
@@ -280,10 +320,12 @@ def forward_row_of(name: str) -> Json:
     variant, kept, tiles, text = _disassembled(name)
     dims = variant.problem.head_dim, variant.problem.head_dim_v
     plan = {key: tiles[key] for key in ("num_stages", "cta_pair")}
-    return {"name": name, **kept, "dims": dims, "plan": plan, "roles": count_softmax(text)}
+    plan["early"] = _still_to_come(dims[1])
+    roles = count_softmax(text, tiles["polynomial"])
+    return {"name": name, **kept, "dims": dims, "plan": plan, "roles": roles}
 
 
-# -- pairs and wide heads, by arithmetic alone ----------------------------------------------------
+# -- wide heads, by arithmetic alone --------------------------------------------------------------
 
 # blocks of 64 queries; a launch for dV of its own above 448 columns
 WIDE = ((192, 128), (192, 192), (256, 256))
@@ -312,17 +354,9 @@ def wide_launches(d: int, d_v: int) -> list[Launch]:
     return [_launch(x) for x in BwdTraits(BFloat16, d, d_v, tiles.tile_m, *stages).launches()]
 
 
-def pair_launch() -> Launch:
-    """The same of a CTA of a pair, which has 128 columns and blocks of 128 queries."""
-    from cutlass import BFloat16
-
-    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
-
-    return _launch(BwdTraits(BFloat16, BLOCK, BLOCK, cta_pair=True))
-
-
 def _launch(x: Any) -> Launch:
-    """A CTA's part of a block. Of a pair, it reads half of each operand B."""
+    """A CTA's part of a block. Of a pair, it reads half of each operand B, and dS of half of the
+    queries is read to be sent, and written where it arrives."""
     d, d_v, of_dv, of_dk = x.tile_d, x.tile_dv, x.makes_dv, x.makes_dk
     order = "S dK' dQ' dV dP"
     if x.is_serial:
@@ -332,7 +366,7 @@ def _launch(x: Any) -> Launch:
     # operands: K, V, and K of dQ; Q, dO, and both of the sums
     keys = 2 * BLOCK * (d + of_dk * (d_v + d))
     queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v) // ctas
-    grads = of_dk * 2 * x.tile_m * BLOCK * (1 + len(x.widths_dq))
+    grads = of_dk * 2 * x.tile_m * BLOCK * (ctas + len(x.widths_dq))
     sums = of_dk * 2 * x.size_dq(d) * 4
     # of a pair, half of the queries and half of the columns of all
     loads, statistics = (x.bytes_q + x.bytes_do) * ctas, 2 * BLOCK * x.tile_m
@@ -342,7 +376,7 @@ def _launch(x: Any) -> Launch:
         x.tile_m * BLOCK // EXPONENTIALS, over,
         tuple(x.size_dq(width) * 4 for width in x.parts_dq * of_dk), x.held_parts, False,
         x.stages_do,
-        x.stages_q, DS_PHASE * x.tile_m // BLOCK,
+        x.stages_q, DS_PHASE * x.tile_m // BLOCK, EXCHANGE if x.cta_pair else 0,
     )  # fmt: skip
     return Launch(model, keys + queries + grads + sums + loads + statistics)
 
@@ -382,14 +416,22 @@ def backward_model(row: Json) -> Backward:
     return Backward(
         products(plan["order"], each), taken["exponentials"], plan["over"],
         tuple(plan["part_bytes"]), plan["held"], plan["claims"], plan["stages_do"],
+        exchange=plan["exchange"],
     )  # fmt: skip
+
+
+def _still_to_come(d_v: int) -> float:
+    """Share of the exponentials of a block behind the first part of P: of two halves."""
+    from flash_mask_cute.sm100.flash_fwd_traits import FIRST_PART
+
+    return 1 - FIRST_PART / BLOCK if d_v <= BLOCK else 0.0
 
 
 def forward_model(row: Json) -> Forward:
     (d, d_v), plan = row["dims"], row["plan"]
     halves = 2 if d_v <= BLOCK else 1
     exponentials = row["roles"]["softmax, full block"]["MUFU"] * BLOCK // EXPONENTIALS
-    return Forward(4 * d, 4 * d_v, exponentials, halves, plan["num_stages"])
+    return Forward(4 * d, 4 * d_v, exponentials, halves, plan["num_stages"], plan["early"])
 
 
 def _shares(tensor: int, least: int, model: Backward | Forward, rates: Sequence[Rates]) -> str:
@@ -411,7 +453,6 @@ def predictions(rows: Sequence[Json], forward_rows: Sequence[Json]) -> str:
         shares = _shares(tensor, least, backward_model(row), RATES)
         adds = sum(row["plan"]["part_bytes"]) * 1000 // L2_ADDS
         lines.append((_label(row["name"]), f"{tensor / least:.0%}", shares, str(adds)))
-    lines.append(_plan_line("d128, a pair", BLOCK, BLOCK, [pair_launch()], 4))
     lines += [wide_line(*dims) for dims in WIDE]
     for peer in blackwell_peer.BACKWARD:
         (d, d_v), least = peer.dims, peer.shared_cycles
@@ -468,7 +509,8 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _label(name: str) -> str:
-    return name.removeprefix("sm100-bwd-").replace("-", " ")
+    label = name.removeprefix("sm100-bwd-").replace("-", " ").replace(" alone", "")
+    return label if "-alone" in name or "d128" not in label else f"{label}, a pair"
 
 
 def tables(rows: Sequence[Json]) -> str:
@@ -478,7 +520,7 @@ def tables(rows: Sequence[Json]) -> str:
     sources.append(("flash-attn-4, d64 causal", blackwell_peer.BACKWARD_64_CAUSAL))
     for label, roles in sources:
         for role, counts in roles.items():
-            if label.endswith("full") and role != "compute, full block":
+            if " full" in label and role != "compute, full block":
                 # as with a causal mask
                 continue
             told = ", ".join(f"{op} {counts[op]}" for op in SHOWN if op in counts)

@@ -24,8 +24,14 @@ from flash_mask_cute.call.build.backward import (
 )
 from flash_mask_cute.call.build.forward import build_fwd
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import WalkFacts, select_bwd_config, select_fwd_config
+from flash_mask_cute.call.choose.config import (
+    BwdWalkFacts,
+    WalkFacts,
+    select_bwd_config,
+    select_fwd_config,
+)
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
+from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.mask_prep.documents import compile_split
@@ -59,7 +65,8 @@ class AttentionVariant:
 
     problem: without the keys of its callables, which mods has. window: how many keys a query sees
     at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
-    a backward whose groups of heads are split over CTAs.
+    a backward whose groups of heads are split over CTAs. cta_pair: of a backward, if not as the
+    table has it.
     """
 
     problem: AttentionProblem
@@ -69,6 +76,7 @@ class AttentionVariant:
     arch: str = SM90
     block_size: tuple[int, int] | None = None
     splits_group: bool = False
+    cta_pair: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -111,10 +119,12 @@ def compile_variant(name: str) -> Built:
         choice = select_bwd_config(
             *dims,
             problem.tuning_class,
+            None if variant.cta_pair is None else BwdConfig(cta_pair=variant.cta_pair),
             seqlen_k=SEQLEN,
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
+            walk=BwdWalkFacts(variant.window, problem.has_bits),
             packed_heads=problem.packed_heads,
             token_lists=problem.token_lists,
         )
@@ -240,6 +250,9 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     of_hopper = dict(_backwards())
     for name in BLACKWELL_BACKWARDS:
         yield f"{prefix}-{name}", replace(of_hopper[name], arch=arch)
+    for mask in ("full", "causal"):
+        alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
+        yield f"{prefix}-bwd-d128-alone-{mask}", alone
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
         wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
         yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, arch=arch)

@@ -73,18 +73,28 @@ def steps() -> dict[str, Step]:
     def one_cta(d: int) -> Step:
         alone = {"cta_pair": False}
         forward = [Call((d, d), causal=causal, config=alone) for causal in (False, True)]
-        backward = [Call((d, d), causal=causal) for causal in (False, True)]
+        backward = [Call((d, d), causal=causal, config=alone) for causal in (False, True)]
         return Step(f"one-cta-{d}", 180, _calls(forward, backward), d == 64)
 
     ordered = {"deterministic": True}
     pairs = [Call(x, config={"cta_pair": True}, causal=causal)
              for x in PAIRS for causal in (False, True)]  # fmt: skip
+    # those of the backward, also with rows that see nothing
+    gradients_of_pairs = [
+        Call(PAIRS[0], config={"cta_pair": True}, causal=causal) for causal in (False, True)
+    ]
+    gradients_of_pairs.append(
+        Call(PAIRS[0], (1500, 700), (300, 150), causal=True, config={"cta_pair": True})
+    )
     found = [
         one_cta(64),
         one_cta(96),
         one_cta(128),
         Step("pairs", 240, _calls(pairs), True),
+        Step("pairs-backward", 240, _calls((), gradients_of_pairs), True),
         Step("wide-heads", 240, _calls([Call(x, causal=True) for x in (*WIDE, (192, 128))])),
+        Step("wide-backward", 240, _calls(
+            (), [Call(x, causal=True) for x in (*WIDE, (192, 128))])),
         Step("deterministic", 240, _calls(
             (), [Call((d, d), causal=True, keywords=ordered) for d in (64, 128)])),
         Step("split-and-pages", 240, _calls([
@@ -112,10 +122,11 @@ def _rates(machine: Machine) -> Iterator[Json]:
 
 def _timed_pairs(machine: Machine) -> Iterator[Json]:
     """Pairs and single CTAs in turns, with a full and a causal mask."""
-    for dims in PAIRS:
-        for causal in (False, True):
-            choices = [{"cta_pair": pair} for pair in (True, False)]
+    choices = [{"cta_pair": pair} for pair in (True, False)]
+    for causal in (False, True):
+        for dims in PAIRS:
             yield from _timed(machine, dims, causal, choices)
+        yield from _timed_backward(machine, PAIRS[0], causal, choices)
 
 
 def _timed_choices(machine: Machine) -> Iterator[Json]:
@@ -151,6 +162,32 @@ def _timed(
         for name, samples in time_loop(calls, 5, 0.2).items():
             told = {"ms": round(median(samples), 4), "spread": round(spread(samples), 3)}
             yield {"dims": dims, "causal": causal, "length": length, "config": name, **told}
+
+
+def _timed_backward(
+    machine: Machine, dims: tuple[int, int], causal: bool, choices: Sequence[dict[str, Any]]
+) -> Iterator[Json]:
+    """As `_timed`, of the backward."""
+    from bench.first_run_calls import Call, backward_of, check_backward
+
+    if machine.is_simulated:
+        for config in choices:
+            call = Call(dims, causal=causal, config=config)
+            yield {"direction": "backward", **check_backward(call, machine)}
+        return
+    from bench.timing import median, spread, time_loop
+
+    for length in LONG:
+        calls = {
+            str(config): backward_of(
+                Call(dims, (length, length), heads=(8, 8), causal=causal, config=config), machine
+            )
+            for config in choices
+        }
+        for name, samples in time_loop(calls, 5, 0.2).items():
+            told = {"ms": round(median(samples), 4), "spread": round(spread(samples), 3)}
+            place = {"direction": "backward", "dims": dims, "causal": causal, "length": length}
+            yield {**place, "config": name, **told}
 
 
 # -- processes ------------------------------------------------------------------------------------

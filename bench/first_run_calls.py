@@ -5,7 +5,7 @@ On a GPU they run there; with a simulated target on the software GPU, with tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,21 @@ def check_backward(call: Call, machine: Machine) -> Json:
             raise WrongResult(f"{call.label}: two runs differ")
         first = found
     return {"call": call.label, "share": share}
+
+
+def backward_of(call: Call, machine: Machine) -> Callable[[], Any]:
+    """The backward alone, of a forward by the library, to be timed."""
+    q, k, v, dout = call.tensors(machine)
+    forward = AttentionCall.from_arguments(
+        Direction.FORWARD, q, k, v, causal=call.causal, return_lse=True
+    )
+    out, lse = prepare_fwd(forward, machine.target)(forward.tensors, forward.masks)
+    assert lse is not None
+    given = AttentionCall.from_arguments(
+        Direction.BACKWARD, q, k, v, out, dout, lse, causal=call.causal, config=call.config
+    )
+    prepared = prepare_bwd(given, machine.target)
+    return lambda: prepared(given.tensors, given.masks)
 
 
 def run_calls(

@@ -67,8 +67,9 @@ class BwdConfig:
     skip_blocks: as in `FwdConfig`.
     clears_dq: the sums of dQ are set to 0 first, and every CTA adds to them. Otherwise the first
     CTA to reach a sum stores it (docs/backward_sm90.md#where-dq-goes).
-    cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, head_dim above
-    128, and scores that are neither modified nor capped.
+    cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, scores that are
+    neither modified nor capped, and head_dim above 128, but on Blackwell head_dim and head_dim_v of
+    97 to 128.
     splits_keys: on Hopper, each MMA warpgroup has keys of its own though head_dim or head_dim_v is
     above 128. This requires tiles of at most 320 columns of keys and values together, as 192/128
     and 160 have, one CTA, and scores that are neither modified nor capped.

@@ -94,11 +94,17 @@ class Channel:
             )
 
     @cute.jit
-    def publish(self, number: Int32) -> None:
-        """Signal that this warp has written its part of fill `number`."""
+    def publish(self, number: Int32, orders_memory: cutlass.Constexpr[bool] = True) -> None:
+        """Signal that this warp has written its part of fill `number`.
+
+        Across a cluster without orders_memory, the part is what TMA has brought, not the warp.
+        """
+        relaxed = self._crosses and not orders_memory
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.barrier(number), self.home, scope=self._scope)
+            cute.arch.mbarrier_arrive(
+                self.barrier(number), self.home, relaxed=relaxed, scope=self._scope
+            )
 
     def wait(self, number: Int32) -> None:
         """Wait until fill `number` is complete."""
@@ -118,16 +124,14 @@ class Channel:
             self.wait(number)
 
     @cute.jit
-    def release(self, number: Int32, orders_memory: cutlass.Constexpr[bool] = False) -> None:
+    def release(self, number: Int32) -> None:
         """Signal that all lanes of this warp have read fill `number` for the last time.
 
-        Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`, but
-        with orders_memory also what the warp has written.
+        Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`.
         """
-        relaxed = self._crosses and not orders_memory
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(
-                self.vacancy(number), self.home, relaxed=relaxed, scope=self._scope
+                self.vacancy(number), self.home, relaxed=self._crosses, scope=self._scope
             )
 
     def wait_until_released(self, number: Int32) -> None:

@@ -103,6 +103,10 @@ def column_parts(cols: int) -> tuple[int, ...]:
     return (64,) * (cols // 128) + tuple(width for width in (32, 16) if rest & width)
 
 
+# columns of each half of dQ in a part of the sums in lane order of a pair of CTAs
+PART_OF_HALF = 16
+
+
 class ColumnPart(NamedTuple):
     """Columns of products: from `first` on, `width` for each of `sharers` warpgroups."""
 

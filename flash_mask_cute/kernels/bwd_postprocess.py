@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import by_queries, dq_parts, sums_in_turn
+from flash_mask_cute.core.row_blocks import PART_OF_HALF, by_queries, dq_parts, sums_in_turn
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
     NUM_THREADS,
@@ -196,11 +196,11 @@ class BwdPostprocess:
         """The number of 4 columns of a row in lane order."""
         if self.num_ctas == 1:
             return group * self.tile_m + row
-        # a CTA has half of the rows, and its parts have 32 of each half of the columns
-        rows, parts = self.tile_m // self.num_ctas, self.accum_cols // 64
-        groups = self.accum_cols // VECTOR_32_BITS
-        half, part, in_part = group // (groups // 2), group // 8 % parts, group % 8
-        number = (part * 2 + half) * 8 + in_part
+        # a CTA has half of the rows, and its parts have columns of both halves
+        rows, parts = self.tile_m // self.num_ctas, self.accum_cols // (2 * PART_OF_HALF)
+        groups, size = self.accum_cols // VECTOR_32_BITS, PART_OF_HALF // VECTOR_32_BITS
+        half, part, in_part = group // (groups // 2), group // size % parts, group % size
+        number = (part * 2 + half) * size + in_part
         return (row // rows * groups + number) * rows + row % rows
 
     def _keep_rounded(self, values, sdQ, scale, row: Int32, pair: Int32, by_row: bool) -> None:

@@ -165,3 +165,25 @@ def hide_unset(scores: cute.Tensor, words: tuple) -> None:
             for c in cutlass.range_constexpr(first, min(first + HALF_WORD, num_cols)):
                 keep = (half & (1 << (c - first))) != 0
                 scores[r, c] = cutlass.select_(keep, scores[r, c], -Float32.inf)
+
+
+def hide_unset_in_order(scores: cute.Tensor, word: Int32) -> None:
+    """`hide_unset` of one row, with each test next to its select.
+
+    Written as PTX: where neighbouring scores go into packed arithmetic, the compiler selects pairs,
+    behind all tests, and tests do not become predicates together any more.
+    """
+    for first in range(0, cute.size(scores), HALF_WORD):
+        tests = [
+            f"and.b32 bit, {{$r{HALF_WORD}}}, {1 << (first + i)};\n"
+            "setp.ne.b32 is_set, bit, 0;\n"
+            f"selp.f32 {{$w{i}}}, {{$r{i}}}, 0fFF800000, is_set;\n"
+            for i in range(HALF_WORD)
+        ]
+        hidden = cute.arch.inline_ptx(
+            "{ .reg .pred is_set; .reg .b32 bit;\n" + "".join(tests) + "}",
+            write_only_types=[Float32] * HALF_WORD,
+            read_only_args=[*(scores[0, first + i] for i in range(HALF_WORD)), word],
+        )
+        for i in range(HALF_WORD):
+            scores[0, first + i] = hidden[i]

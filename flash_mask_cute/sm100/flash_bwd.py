@@ -40,7 +40,8 @@ If dV, dK and dQ do not fit into TMEM together, there are two launches: one make
 dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`BwdTraits.launches`).
 
 With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
-mma warp of the first one issues the products of both (`flash_bwd_pairs`).
+mma warp of the first one issues the products of both (`flash_bwd_pairs`). dS in shared memory then
+has a channel of its own, from the compute warps of both CTAs.
 """
 
 import copy
@@ -77,6 +78,7 @@ from flash_mask_cute.sm100.flash_bwd_pairs import (
     Arrivals,
     PairLoads,
     PairOperands,
+    PeerGrads,
 )
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
@@ -382,7 +384,7 @@ class FlashAttentionBackwardSm100:
                     fragments = pair_products(traits, storage)
                     BlockProducts(traits, together, fragments, tiles, channels).run()
                 else:
-                    Arrivals(traits, tiles, channels).follow()
+                    Arrivals(traits, True, tiles, channels).follow()
             elif warp_idx == Role.SCHEDULE:
                 # those whose turn comes first, first
                 scheduler = TileScheduler(
@@ -446,7 +448,10 @@ class FlashAttentionBackwardSm100:
             Int32(0),
             half * traits.queries,
         )
-        scores = BlockScores(traits, tiles, channels, chain, half, lengths)
+        peer = None
+        if const_expr(traits.cta_pair):
+            peer = PeerGrads.create(traits, tiles, channels, half)
+        scores = BlockScores(traits, tiles, channels, chain, half, lengths, peer)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
         while channels.ring.wait(tile):
@@ -633,7 +638,7 @@ class FlashAttentionBackwardSm100:
         traits, first = self.traits, sum(self.traits.parts_dq[:part])
         if traits.cta_pair:
             at = traits.column_dq + first // 2
-            return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())
+            return umma.load_columns(at, traits.parts_dq[part] // 2, thread_in_warpgroup())
         if traits.tile_m == umma.ROWS:
             at = traits.column_dq + first + load * umma.CHUNK
             return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())

@@ -6,7 +6,8 @@ for S and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums ov
 each CTA has half of the queries, the dS of these for all keys, and half of the columns of all keys.
 
 TMA completes on mbarriers of its own CTA. The CTA that does not issue products passes on each
-arrival to the one that does (`Arrivals`).
+arrival to the one that does (`Arrivals`). A CTA sends dS of the other one's queries to it
+(`PeerGrads`).
 """
 
 from dataclasses import dataclass
@@ -16,21 +17,23 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.experimental import primitives
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.row_blocks import RowBlocks, marks_of
 from flash_mask_cute.core.walk_ring import Block
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import (
-    BwdTraits,
-    Channels,
-    Tiles,
-)
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+
+# bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
+LINE, SWIZZLED_LINES, VECTOR = 128, 8, 16
 
 
 class _Columns(NamedTuple):
@@ -59,6 +62,23 @@ class PairOperands(NamedTuple):
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
         return (*self.rows[:8:2], *self.columns[:6:2])
+
+
+class _Operand(NamedTuple):
+    """What of a tensor is loaded, and to where."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor
+    smem: cute.Tensor
+
+
+class _Place(NamedTuple):
+    """Where a box begins: its head, the row of the sequence, and the column. stage: of memory."""
+
+    head_idx: Int32
+    row: Int32
+    column: int | Int32 = 0
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,46 +112,46 @@ class PairLoads:
         rank, is_first = traits.group.rank(), number == first
         row_blocks = RowBlocks(self.lengths, traits.tile_m)
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
-        row, head = block.index * traits.tile_m, block.head_idx
+        head, kv_head = block.head_idx, work.head_idx
+        row = block.index * traits.tile_m
         own_row = row + rank * traits.rows_of_cta
         column = rank * traits.columns_of_cta
         rows, columns = operands.rows, operands.columns
-        key, kv_head = work.block * traits.tile_n, work.head_idx
+        key = work.block * traits.tile_n
         pair_key = (work.block - rank) * traits.tile_n
         # -- half of the queries, and the keys
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
-        self._copy(work, False, rows.q_atom, rows.q, tiles.q, head, own_row, 0, 0, barrier)
+        q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
+        self._load_queries(work, q_rows, _Place(head, own_row), barrier)
         if is_first:
-            self._copy(work, True, rows.k_atom, rows.k, tiles.k, kv_head, key, 0, 0, barrier)
+            k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
+            self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
         # -- statistics of all queries
         stage = channels.stats.index(number)
         barrier = self._expect(channels.stats, number, Int32(traits.bytes_stats))
-        stats = self.stats[head, row_block, None]
-        tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
+        tma.copy_bulk(self.stats[head, row_block, None], tiles.stats[None, stage], barrier)
         # -- dO both ways, and the values
         do_bytes = 2 * traits.bytes_do
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
-        self._copy(work, False, rows.do_atom, rows.do, tiles.do, head, own_row, 0, 0, barrier)
-        self._copy(
-            work, False, columns.do_atom, columns.do, tiles.do_columns, head, row, column, 0,
-            barrier,
-        )  # fmt: skip
+        do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
+        self._load_queries(work, do_rows, _Place(head, own_row), barrier)
+        do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
+        self._load_queries(work, do_columns, _Place(head, row, column), barrier)
         if is_first:
-            self._copy(work, True, rows.v_atom, rows.v, tiles.v, kv_head, key, 0, 0, barrier)
+            v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
+            self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
         # -- half of the columns of Q, and of the keys of both CTAs
         bytes_k = cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q_columns, number, traits.bytes_q + bytes_k)
-        self._copy(
-            work, False, columns.q_atom, columns.q, tiles.q_columns, head, row, column, 0, barrier
-        )  # fmt: skip
+        q_columns = _Operand(columns.q_atom, columns.q, tiles.q_columns)
+        self._load_queries(work, q_columns, _Place(head, row, column), barrier)
         if is_first:
+            k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
             for cta in cutlass.range_constexpr(traits.group.size):
-                self._copy(
-                    work, True, columns.k_atom, columns.k, tiles.k_columns, kv_head,
-                    pair_key + cta * traits.tile_n, column, cta, barrier,
-                )  # fmt: skip
+                place = _Place(kv_head, pair_key + cta * traits.tile_n, column, cta)
+                self._load_keys(work, k_columns, place, barrier)
         return number + 1
 
     def _expect(self, channel: Channel, number: Int32, num_bytes: Int32) -> cute.Pointer:
@@ -139,59 +159,87 @@ class PairLoads:
         channel.expect(number, num_bytes)
         return channel.barrier(number)
 
-    def _copy(
-        self, work, is_keys, atom, source, smem, head, row, column, stage, barrier
-    ) -> None:  # fmt: skip
-        """Copy a box of Q, dO, K or V that begins at a row of the sequence and at a column."""
-        if is_keys:
-            side, place = tma.Side.of_keys(self.lengths), (work.offset_k, work.seqlen_k)
-        else:
-            side, place = tma.Side.of_queries(self.lengths), (work.offset_q, work.seqlen_q)
-        gmem, row = tma.readable_rows(source, side, work.batch_idx, *place, row)
-        rows, columns = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
-        src, dst = tma.tile_of(atom, gmem, (head, row), ((1, rows), columns), smem, column)
-        cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+    def _load_queries(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of a box of Q or dO."""
+        side, at = tma.Side.of_queries(self.lengths), (work.offset_q, work.seqlen_q, place.row)
+        gmem, row = tma.readable_rows(operand.source, side, work.batch_idx, *at)
+        _copy_box(operand, gmem, place._replace(row=row), barrier)
+
+    def _load_keys(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of a box of K or V."""
+        side, at = tma.Side.of_keys(self.lengths), (work.offset_k, work.seqlen_k, place.row)
+        gmem, row = tma.readable_rows(operand.source, side, work.batch_idx, *at)
+        _copy_box(operand, gmem, place._replace(row=row), barrier)
+
+
+def _copy_box(operand: _Operand, gmem: cute.Tensor, place: _Place, barrier: cute.Pointer) -> None:
+    """Fill a stage of memory. place: its row is one of gmem."""
+    smem = operand.smem
+    rows, columns = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
+    box, start = ((1, rows), columns), (place.head_idx, place.row)
+    src, dst = tma.tile_of(operand.atom, gmem, start, box, smem, place.column)
+    cute.copy(operand.atom, src, dst[None, place.stage], tma_bar_ptr=barrier)
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Waits of the mma warps of a pair for what was loaded. The CTA that does not issue products
-    passes each arrival on."""
+    """Waits of the mma warps of a pair for what was loaded. passes_on: in the CTA that issues no
+    products, which passes each arrival on."""
 
     traits: cutlass.Constexpr[BwdTraits]
+    passes_on: cutlass.Constexpr[bool]
     tiles: Tiles
     channels: Channels
 
     @cute.jit
     def follow(self):
-        """Run by the mma warp of the CTA that does not issue products."""
+        """Run by the mma warp of the CTA that does not issue products, in the order of the one that
+        does (`BlockProducts`)."""
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while self.channels.ring.wait(tile):
-            chunk, number = self.channels.walk.visit(chunk, number, self._pass_on)
+            step = partial(self._pass_on, number)
+            chunk, number = self.channels.walk.visit(chunk, number, step)
+            self._pass_on_gradients(number - 1)
             self.channels.ring.release(tile)
             tile += 1
 
-    def _pass_on(self, number: Int32, block: Block):
-        for await_load in (self.q, self.do, self.q_columns):
-            await_load(number)
+    @cute.jit
+    def _pass_on(self, first: Int32, number: Int32, block: Block):
+        self.q(number)
+        if number > first:
+            self._pass_on_gradients(number - 1)
+        self.do(number)
         return number + 1
 
+    def _pass_on_gradients(self, number: Int32) -> None:
+        self.q_columns(number)
+        self.ds(number)
+
     def q(self, number: Int32) -> None:
-        rows = self.traits.rows_of_cta
-        self._await(
-            self.channels.q, self.channels.q_there, number, ((self.tiles.q, rows),)
-        )  # fmt: skip
+        """Q by rows."""
+        tiles = ((self.tiles.q, self.traits.rows_of_cta),)
+        self._await(self.channels.q, self.channels.q_there, number, tiles)
 
     def do(self, number: Int32) -> None:
-        rows = self.traits.rows_of_cta
-        tiles = (self.tiles.do, rows), (self.tiles.do_columns, 0)
+        """dO both ways."""
+        tiles = (self.tiles.do, self.traits.rows_of_cta), (self.tiles.do_columns, 0)
         self._await(self.channels.do, self.channels.do_there, number, tiles)
 
     def q_columns(self, number: Int32) -> None:
+        """Q by columns, and with the first one of a work tile K by columns."""
         tiles = ((self.tiles.q_columns, 0),)
         self._await(self.channels.q_columns, self.channels.q_columns_there, number, tiles)
         if self.traits.has_marks:
             self._release_marks(number)
+
+    def ds(self, number: Int32) -> None:
+        """dS, in shared memory of both CTAs."""
+        self.channels.ds.wait(number)
+        self._tell(self.channels.ds_there, number, orders_memory=True)
 
     @cute.jit
     def _await(self, channel: Channel, there: Channel, number: Int32, tiles: cutlass.Constexpr):
@@ -200,10 +248,15 @@ class Arrivals:
         channel.wait(number)
         if const_expr(self.traits.has_marks):
             self._clear_marked_rows(number, tiles)
-        if self.traits.group.is_leader():
-            there.wait(number)
+        # rows that are cleared are written by this warp
+        self._tell(there, number, self.traits.has_marks)
+
+    @cute.jit
+    def _tell(self, there: Channel, number: Int32, orders_memory: cutlass.Constexpr[bool]):
+        if const_expr(self.passes_on):
+            there.publish(number, orders_memory)
         else:
-            there.publish(number)
+            there.wait(number)
 
     @cute.jit
     def _clear_marked_rows(self, number: Int32, tiles: cutlass.Constexpr):
@@ -213,7 +266,7 @@ class Arrivals:
         marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
         if any_mark(marks, traits.tile_m):
             for smem, rows_before in tiles:
-                first = rows_before * traits.group.rank()
+                first = rows_before if const_expr(self.passes_on) else 0
                 for row in cutlass.range(cute.size(smem, mode=[0]), unroll=1):
                     if is_marked(marks, first + row):
                         clear_row(smem[row, None, 0])
@@ -226,17 +279,59 @@ class Arrivals:
         self.channels.stats.release(number)
 
 
-def store_grads(target: cute.Pointer, rank: Int32, key: Int32, words: cute.Tensor, first: int):
-    """Write dS of 32 queries of a key to shared memory of the CTA `rank` of a cluster.
+@dataclass(frozen=True)
+class PeerGrads:
+    """dS of half of the queries, which the CTA with the number of the half multiplies.
 
-    target: the place of dS in this CTA's memory, lines of 128 bytes for each key of both CTAs,
-    swizzled. key: among those of both CTAs. first: the first query, among those of the CTA.
+    line: the address of this thread's key, 64 queries in 128 bytes, with the part of its swizzle.
+
+    A warp of compute writes dS of its own CTA's half to its place among the keys of both CTAs. That
+    of the other half it writes behind these, and sends it to its place in the other CTA as one
+    copy. A fill of the channel `ds` has both. It needs no release: dS of a block is written when dP
+    of the block is complete, and then dQ of the block before is, so both have been read.
     """
-    base = cute.arch.map_dsmem_ptr(target, rank).toint() + key * 128
-    for i in range(cute.size(words) // 4):
-        at = base + (((first // 8 + i) ^ (key % 8)) * 16)
-        values = [Int32(words[4 * i + j]) for j in range(4)]
-        cute.arch.inline_ptx(
-            "st.shared::cluster.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-            read_only_args=[Int32(at), *values],
-        )
+
+    traits: cutlass.Constexpr[BwdTraits]
+    tiles: Tiles
+    channels: Channels
+    half: Int32
+    line: Int32
+
+    @staticmethod
+    def create(traits: BwdTraits, tiles: Tiles, channels: Channels, half: Int32) -> "PeerGrads":
+        rank = traits.group.rank()
+        first = cutlass.select_(half == rank, rank * traits.tile_n, Int32(traits.cluster_tile_n))
+        key = first + thread_in_warpgroup()
+        line = tiles.ds.iterator.toint() + key * LINE + key % SWIZZLED_LINES * VECTOR
+        return PeerGrads(traits, tiles, channels, half, Int32(line))
+
+    def keep(self, words: cute.Tensor, first: int) -> None:
+        """Write the words of dS of 32 queries, from `first` on among those of the half."""
+        parts = cute.flat_divide(words, (VECTOR // 4,))
+        for i in range(cute.size(parts, mode=[1])):
+            # an exclusive or with a number of 16 bytes swizzles
+            address = self.line ^ (first * 2 + i * VECTOR)
+            place = cute.make_ptr(Int32, address, cutlass.AddressSpace.smem, assumed_align=VECTOR)
+            cute.autovec_copy(
+                parts[None, i], cute.make_tensor(place, cute.make_layout(VECTOR // 4))
+            )
+
+    @cute.jit
+    def send(self, number: Int32):
+        """Tell where this warp's dS of 32 keys is, all of which it has written, behind a fence."""
+        traits, ds = self.traits, self.tiles.ds
+        rank = traits.group.rank()
+        if self.half == rank:
+            # the bytes are those of a warp of the other CTA
+            self.channels.ds.expect(number, WARP * LINE)
+        else:
+            with cute.arch.elect_one():
+                first = thread_in_warpgroup() // WARP * WARP
+                source = ds[None, traits.cluster_tile_n + first, 0].iterator
+                target = ds[None, rank * traits.tile_n + first, 0].iterator
+                primitives.cp_async_bulk_shared_cluster_shared_cta(
+                    cute.arch.map_dsmem_ptr(target, self.half),
+                    source,
+                    cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
+                    WARP * LINE,
+                )

@@ -38,7 +38,7 @@ class BlockProducts:
     @property
     def arrivals(self) -> Arrivals:
         """Of a pair."""
-        return Arrivals(self.traits, self.tiles, self.channels)
+        return Arrivals(self.traits, False, self.tiles, self.channels)
 
     @cute.jit
     def run(self):
@@ -220,6 +220,8 @@ class BlockProducts:
         mma = traits.mma_sums(traits.tile_d)
         umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
         # -- dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's
+        if const_expr(traits.cta_pair):
+            self.arrivals.ds(number)
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds = self.products.dq_ds[None, None, None, 0]

@@ -22,7 +22,7 @@ from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
-from flash_mask_cute.sm100.flash_bwd_pairs import store_grads
+from flash_mask_cute.sm100.flash_bwd_pairs import PeerGrads
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
 
 # 16-bit values that a thread writes at once
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockScores:
-    """State of a compute warp; half: its half of a block's queries."""
+    """State of a compute warp; half: its half of a block's queries; peer: of a pair."""
 
     traits: cutlass.Constexpr[BwdTraits]
     tiles: Tiles
@@ -50,6 +50,7 @@ class BlockScores:
     chain: ScoreChain
     half: Int32
     lengths: Lengths
+    peer: PeerGrads | None
 
     @cute.jit
     def visit(self, tile: Int32, state: Blocks, block: Block):
@@ -98,25 +99,24 @@ class BlockScores:
                     score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
                     keep_grads(chunk, keep_rounded(grads, traits.dtype))
         if traits.makes_dk:
-            space = "cluster" if traits.cta_pair else "cta"
-            cute.arch.fence_proxy("async.shared", space=space)
-            self._complete(self.channels.dp, number, orders_memory=True)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self._complete(self.channels.dp, number)
+            if traits.cta_pair:
+                self.peer.send(number)
         self.channels.stats.release(number)
 
-    def _complete(self, channel: Channel, number, orders_memory: bool = False) -> None:
+    def _complete(self, channel: Channel, number) -> None:
         """Release the values that this warp has replaced in TMEM, and written to shared memory."""
         umma.wait_stores()
         umma.fence_before_arrival()
         cute.arch.sync_warp()
-        channel.release(number, orders_memory)
+        channel.release(number)
 
     def _keep_grads(self, first, thread, chunk: int, words) -> None:
         """Write the words of dS of a chunk to TMEM, and to shared memory."""
         umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
         if self.traits.cta_pair:
-            # the CTA with the number of a half sums dQ of that half of the queries
-            key = self.traits.group.rank() * self.traits.tile_n + thread
-            store_grads(self.tiles.ds.iterator, self.half, key, words, chunk * umma.CHUNK)
+            self.peer.keep(words, chunk * umma.CHUNK)
             return
         values = cute.flat_divide(cute.recast_tensor(words, self.traits.dtype), (VECTOR_16_BITS,))
         target = cute.flat_divide(self.tiles.ds[None, thread, 0], (VECTOR_16_BITS,))

@@ -28,7 +28,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import stats_words
+from flash_mask_cute.core.row_blocks import PART_OF_HALF, stats_words
 from flash_mask_cute.core.softmax import round_pair
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
@@ -87,7 +87,7 @@ REGISTERS = Registers(152, 96)
 # fixed order: with fewer registers they spill
 MORE_FOR_SCORES = Registers(176, 48)
 # for products that take operands of two CTAs, whose descriptors need more registers
-PAIR_REGISTERS, PAIR_MORE_FOR_SCORES = Registers(144, 96), Registers(168, 48)
+PAIR_REGISTERS = Registers(144, 96)
 # for half as many queries of a block
 WIDE_REGISTERS = Registers(128, 112)
 
@@ -112,7 +112,8 @@ NUM_MASK_WARPS = 4
 class Channels(NamedTuple):
     """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
     dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. The last ones are those of a pair:
-    half of the columns of Q, and what is there in the CTA that does not issue products."""
+    half of the columns of Q, dS in shared memory, and what is there in the CTA that does not issue
+    products."""
 
     q: Channel
     stats: Channel
@@ -127,9 +128,11 @@ class Channels(NamedTuple):
     ring: WorkRing
     walk: WalkRing
     q_columns: Channel | None = None
+    ds: Channel | None = None
     q_there: Channel | None = None
     do_there: Channel | None = None
     q_columns_there: Channel | None = None
+    ds_there: Channel | None = None
 
 
 class Tiles(NamedTuple):
@@ -143,7 +146,7 @@ class Tiles(NamedTuple):
     do: cute.Tensor  # (tile_m, tile_dv, stages_do)
     k: cute.Tensor  # (128, tile_d, 1)
     v: cute.Tensor | None  # (128, tile_dv, 1)
-    ds: cute.Tensor  # (tile_m queries, 128 keys, 1)
+    ds: cute.Tensor  # (tile_m queries, 128 keys, 1); of a pair: see `BwdTraits.layout_ds`
     stored: cute.Tensor  # (32 keys, 32 columns, places of warps)
     dq: cute.Tensor | None  # (values of a part,)
     stats: cute.Tensor  # (stats_words, stages_q)
@@ -251,10 +254,9 @@ class BwdTraits:
         """needs_more: scores have a soft cap, or lists beside intervals or in a fixed order."""
         if self.is_wide:
             return WIDE_REGISTERS
-        usual, more = REGISTERS, MORE_FOR_SCORES
         if self.cta_pair:
-            usual, more = PAIR_REGISTERS, PAIR_MORE_FOR_SCORES
-        return more if needs_more else usual
+            return PAIR_REGISTERS
+        return MORE_FOR_SCORES if needs_more else REGISTERS
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
@@ -338,8 +340,8 @@ class BwdTraits:
         """Widths of the parts of dQ, which leave in turn."""
         width = LEAST_OF_PART
         if self.cta_pair:
-            # 32 of each half of the columns, which are in lanes 0 to 63 and 64 to 127
-            return (2 * width,) * (self.tile_d // (2 * width))
+            # of each half of the columns, which are in lanes 0 to 63 and 64 to 127
+            return (2 * PART_OF_HALF,) * (self.tile_d // (2 * PART_OF_HALF))
         if self.tile_d == MOST_OF_PART or (self.is_wide and self.part == Part.ALL):
             width = MOST_OF_PART if self.tile_d % MOST_OF_PART == 0 else LEAST_OF_PART
         return (width,) * (self.tile_d // width)
@@ -382,8 +384,14 @@ class BwdTraits:
         return self.makes_dk * self.tile_n * self.tile_dv * 2
 
     @property
+    def keys_of_ds(self) -> int:
+        """Keys that dS in shared memory has a place for. In a pair these are those of both CTAs,
+        and its own again, whose dS it sends to the other one."""
+        return self.cluster_tile_n + (self.tile_n if self.cta_pair else 0)
+
+    @property
     def bytes_ds(self) -> int:
-        return self.tile_m * self.tile_n * 2
+        return self.rows_of_cta * self.keys_of_ds * 2
 
     @property
     def bytes_dq(self) -> int:
@@ -507,9 +515,9 @@ class BwdTraits:
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """(queries, keys, 1), a key's queries contiguous; in a pair half of the queries, and the
-        keys of both CTAs."""
-        tile = (ROWS, self.rows_of_cta, self.cluster_tile_n)
+        """(queries, keys, 1), a key's queries contiguous; in a pair half of the queries, and
+        `keys_of_ds`."""
+        tile = (ROWS, self.rows_of_cta, self.keys_of_ds)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
 
     def layout_stored(self) -> cute.ComposedLayout:
@@ -563,7 +571,8 @@ class BwdTraits:
             kv_barriers: barriers(1)
             stats_barriers: barriers(self.stages_q)
             q_columns_barriers: barriers(1)
-            there_barriers: barriers(3)
+            ds_barriers: barriers(1)
+            there_barriers: barriers(4)
             tmem: cutlass.Int32
 
         return Storage
@@ -577,8 +586,7 @@ class BwdTraits:
         num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
         ring, walk = scheduler_rings(
             storage,
-            num_walkers,
-            0,
+            (num_walkers, 0),
             ascending=True,
             uncut_first=False,
             predecessors=predecessors,
@@ -605,8 +613,10 @@ class BwdTraits:
             readers = COMPUTE_WARPS + self.has_marks
             stats = channel(storage.stats_barriers, 1, readers, self.stages_q)
             of_pair["q_columns"] = channel(storage.q_columns_barriers, 1, 1)
+            # the warps of one half, and the bytes of the other CTA's
+            of_pair["ds"] = channel(storage.ds_barriers, COMPUTE_WARPS // HALVES, 1)
             first = storage.there_barriers.data_ptr()
-            for i, name in enumerate(("q_there", "do_there", "q_columns_there")):
+            for i, name in enumerate(("q_there", "do_there", "q_columns_there", "ds_there")):
                 of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
         else:
             # products, and who reads the statistics

@@ -21,6 +21,7 @@ half h of key block j is number 2 j + h.
     load ----k-----> mma                            one key block
     load ----v-----> mma                            one value block
     mma  ----s-----> softmax                        scores; released when probabilities replace them
+    softmax --p----> mma                            96 of 128 columns of probabilities
     mma  ----o-----> output                         the sums of P V of a tile
     softmax --sums-> output                         maximum and sum of each row of a tile
     mask ----bits--> softmax                        the bits of a key block that is cut
@@ -80,6 +81,7 @@ from flash_mask_cute.sm100.exponentials import WholeRows
 from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
 from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
 from flash_mask_cute.sm100.flash_fwd_traits import (
+    FIRST_PART,
     MASK_REGISTERS,
     NUM_MASK_WARPS,
     OUTPUT_REGISTERS,
@@ -189,6 +191,12 @@ class FlashAttentionForwardSm100:
         self.score_mod = score_mod
         # of the score_mod, known while the kernel is traced
         self.score_traits = ScoreModTraits()
+        # While the exponentials of one half are computed, products of the other one would wait.
+        # One half alone has two buffers of scores instead. With a score_mod, other things than a
+        # sum show that a maximum is too old.
+        self.in_parts = score_mod is None and self.traits.halves > 1
+        # beside what a score_mod computes, or the bounds of a split, it would spill 16 to 48 bytes
+        self.hides_in_order = score_mod is None and split is None
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
@@ -352,7 +360,7 @@ class FlashAttentionForwardSm100:
                 loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.MMA:
                 if group.is_leader():
-                    WalkProducts(traits, traits.products(storage), channels).run()
+                    WalkProducts(traits, self.in_parts, traits.products(storage), channels).run()
             elif warp_idx == Role.SCHEDULE:
                 rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
                 rules = rules.with_tile_m(traits.cluster_tile_m)
@@ -456,7 +464,10 @@ class FlashAttentionForwardSm100:
         """Turn raw products into the input of the softmax: modified scores, some of them hidden."""
         modify(chunk, words is not None, scores)
         if words is not None:
-            bit_tile.hide_unset(scores, (words[chunk],))
+            if self.hides_in_order:
+                bit_tile.hide_unset_in_order(scores, words[chunk])
+            else:
+                bit_tile.hide_unset(scores, (words[chunk],))
 
     def _chunks(self, first, prepare) -> Iterator[tuple[int, cute.Tensor]]:
         """Number and scores, (1, 32), of the chunks of this thread's row from column `first` on.
@@ -499,8 +510,8 @@ class FlashAttentionForwardSm100:
         umma.fence_after_wait()
         total = Float32(0.0)
         renews, is_old, is_done = is_first, is_first, Boolean(False)
-        # whether rows whose maximum was too old are renewed by now
-        is_last = is_first
+        # whether rows whose maximum was too old are renewed by now; whether a part of P is there
+        is_last, is_early = is_first, Boolean(False)
         if const_expr(rows.takes_any_size):
             # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
             is_old = is_first | rows.is_empty()[0] | rows.far()[0]
@@ -509,25 +520,68 @@ class FlashAttentionForwardSm100:
         while is_done == Boolean(False):
             if renews:
                 self._renew(channels, prepare, rows, half, number, is_old, is_first)
-            total = self._exponentials(prepare, rows, first, probs)
+            if const_expr(self.in_parts):
+                total, is_early = self._exponentials_in_parts(
+                    channels.p, prepare, rows, first, probs, number, is_last
+                )
+            else:
+                total, is_early = self._exponentials(prepare, rows, first, probs), is_last
             is_old = rows.overflowed((total,))[0]
             if const_expr(rows.takes_any_size):
                 is_old = is_old & (rows.far()[0] == Boolean(False))
-            is_done = is_last | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
+            # what has been handed over stays, whatever not-a-number the rest has
+            is_done = is_early | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
             renews, is_last = Boolean(True), Boolean(True)
         if const_expr(rows.takes_any_size):  # noqa: SIM102 (while tracing)
             if softmax_math.any_in_warp(rows.far()):
                 total = self._exponentials(prepare, rows, first, probs, exactly=True)
         # -- P to TMEM over S, two columns in a word
         rows.add((total,))
-        thread = thread_in_warpgroup()
-        for at in cutlass.range_constexpr(0, traits.tile_n // 2, umma.CHUNK):
-            words = cute.make_tensor(probs.iterator + at, cute.make_layout(umma.CHUNK))
-            umma.store_columns(words, first + at, thread)
-        umma.wait_stores()
-        umma.fence_before_arrival()
+        if const_expr(self.in_parts):
+            is_late = is_early == Boolean(False)
+            self._hand_over_if(is_late, channels.p, first, probs, number)
+            self._store(probs, first, range(FIRST_PART // 2, traits.tile_n // 2))
+        else:
+            self._store(probs, first, range(traits.tile_n // 2))
         cute.arch.sync_warp()
         channels.s.release(number)
+
+    def _store(self, probs: cute.Tensor, first, words: range) -> None:
+        """Write words of P to TMEM, behind which a warp may arrive."""
+        at = words.start
+        while at < words.stop:
+            count = min(umma.CHUNK, words.stop - at)
+            part = cute.make_tensor(probs.iterator + at, cute.make_layout(count))
+            umma.store_columns(part, first + at, thread_in_warpgroup())
+            at += count
+        umma.wait_stores()
+        umma.fence_before_arrival()
+
+    @cute.jit
+    def _hand_over_if(self, is_there: Boolean, channel: Channel, first, probs: cute.Tensor, number):
+        """Write the first part of P to TMEM, if it is complete; then its products may begin."""
+        if is_there:
+            self._store(probs, first, range(FIRST_PART // 2))
+            channel.publish(number, orders_memory=False)
+
+    def _exponentials_in_parts(
+        self, channel: Channel, prepare, rows, first, probs: cute.Tensor, number, is_last: Boolean
+    ) -> tuple[Float32, Boolean]:
+        """`_exponentials`, and whether the first part of P has been handed over.
+
+        It is when no maximum is too old for it, nor will be for the rest: its sum is below half of
+        the limit, and no score of the rest has outgrown the maximum.
+        """
+        total, is_early = Float32(0.0), Boolean(False)
+        for chunk, scores in self._chunks(first, prepare):
+            if chunk == FIRST_PART // umma.CHUNK:
+                is_old = (total < rows.sum_limit / 2) == Boolean(False)
+                is_old = is_old | rows.outgrown(rows.tile_max(scores))[0]
+                is_early = is_last | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
+                self._hand_over_if(is_early, channel, first, probs, number)
+            rows.see(scores)
+            total += rows.exponentials(scores, partial(self._keep, probs, chunk))[0]
+        return total, is_early
 
     def _exponentials(
         self, prepare, rows, first, probs: cute.Tensor, exactly: bool = False

@@ -14,7 +14,13 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_fwd_traits import BUFFERS_S, Channels, FwdTraits, Products
+from flash_mask_cute.sm100.flash_fwd_traits import (
+    BUFFERS_S,
+    FIRST_PART,
+    Channels,
+    FwdTraits,
+    Products,
+)
 
 
 class MmaState(NamedTuple):
@@ -30,9 +36,10 @@ class MmaState(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkProducts:
-    """State of the mma warp."""
+    """State of the mma warp. in_parts: probabilities come in two parts."""
 
     traits: cutlass.Constexpr[FwdTraits]
+    in_parts: cutlass.Constexpr[bool]
     products: Products
     channels: Channels
 
@@ -117,19 +124,30 @@ class WalkProducts:
         # -- V, P and, in the first block of a tile, the room for O
         if const_expr(half == 0):
             channels.v.wait(block)
-        # the scores of the block have made room for its probabilities
-        channels.s.acquire(number + BUFFERS_S)
+        if const_expr(self.in_parts):
+            channels.p.wait(number)
+        else:
+            # the scores of the block have made room for its probabilities
+            channels.s.acquire(number + BUFFERS_S)
         if state.accumulates == Boolean(False):
             channels.o.acquire(half_tile)
         # -- O (+)= P V: (rows of the group, tile_dv)
         umma.fence_after_wait()
-        umma.issue(
+        issue = partial(
+            umma.issue,
             traits.mma_pv(),
             traits.output(half),
             traits.probabilities(traits.buffer_s(half, number)),
             self.products.v[None, None, None, channels.v.index(block)],
-            state.accumulates,
         )
+        if const_expr(self.in_parts):
+            steps, first = traits.tile_n // umma.STEP, FIRST_PART // umma.STEP
+            issue(state.accumulates, steps=range(first))
+            channels.s.acquire(number + BUFFERS_S)
+            umma.fence_after_wait()
+            issue(True, steps=range(first, steps))
+        else:
+            issue(state.accumulates)
         # -- completion frees V, and gives O to the output warps after the tile's last block
         if const_expr(half == traits.halves - 1):
             traits.group.commit(channels.v.vacancy(block))

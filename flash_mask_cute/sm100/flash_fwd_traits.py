@@ -37,6 +37,8 @@ from flash_mask_cute.sm100.umma import COLUMNS, NUM_COLUMNS, ROWS
 TILE_N = 128
 # accumulators of scores, of 128 rows each
 BUFFERS_S = 2
+# columns of P that are handed over first
+FIRST_PART = 96
 # Columns of tiles, of queries and keys and of values. Heads of other dimensions are rounded up to
 # the first ones that hold them: TMA fills with zeros, and clips the output.
 TILE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -78,6 +80,7 @@ class Channels(NamedTuple):
     k: Channel
     v: Channel
     s: Channel
+    p: Channel
     o: Channel
     sums: Channel
     bits: Channel
@@ -393,6 +396,7 @@ class FwdTraits(PackedHeads):
             k_barriers: barriers(self.stages_kv)
             v_barriers: barriers(self.stages_v)
             s_barriers: barriers(BUFFERS_S)
+            p_barriers: barriers(BUFFERS_S)
             o_barriers: barriers(self.halves)
             sums_barriers: barriers(self.halves)
             bits_barriers: barriers(1)
@@ -413,7 +417,7 @@ class FwdTraits(PackedHeads):
         # output do not
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = scheduler_rings(
-            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
+            storage, (num_walkers, OUTPUT_WARPS), ascending=False, uncut_first=False, fields=fields
         )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
@@ -432,6 +436,10 @@ class FwdTraits(PackedHeads):
             k=loaded(storage.k_barriers, self.stages_kv),
             v=loaded(storage.v_barriers, self.stages_v),
             s=multiplied(storage.s_barriers, BUFFERS_S, WARPS_OF_HALF),
+            # not released: the next P comes behind S, which is multiplied behind this one
+            p=Channel.create(
+                storage.p_barriers.data_ptr(), BUFFERS_S, WARPS_OF_HALF * group.size, 1, group.home
+            ),
             o=multiplied(storage.o_barriers, self.halves, OUTPUT_WARPS),
             sums=channel(storage.sums_barriers, self.halves, WARPS_OF_HALF, OUTPUT_WARPS),
             bits=channel(storage.bits_barriers, 1, NUM_MASK_WARPS, self.softmax_warps),

@@ -25,6 +25,8 @@ from flash_mask_cute.core.warp_scan import WARP
 
 ROWS = 128
 NUM_COLUMNS = 512
+# values of 16 bits of an operand in a k-step
+STEP = 16
 # columns that one instruction moves between a thread and its lane
 CHUNK = 32
 # k-steps of a round of a product that is rolled, at most
@@ -194,17 +196,19 @@ def issue(
     b: cute.Tensor,
     accumulate: bool | Boolean,
     most: cutlass.Constexpr[int] = 8,
+    steps: cutlass.Constexpr[range | None] = None,
 ) -> None:
     """Start acc (+)= a b; `accumulate` False overwrites acc. most: the most k-steps without a
-    rolled loop."""
+    rolled loop. steps: of the product, if not all."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
-    num_steps = cute.size(a, mode=[2])
+    steps = range(cute.size(a, mode=[2])) if cutlass.const_expr(steps is None) else steps
+    num_steps = len(steps)
     # a longer product is rolled, since the descriptors of all its steps would take registers
     unrolled = num_steps
     if cutlass.const_expr(num_steps > most):
         unrolled = max(n for n in range(1, ROLLED_STEPS + 1) if num_steps % n == 0)
-    for first in cutlass.range(0, num_steps, unrolled, unroll=1):
+    for first in cutlass.range(steps.start, steps.stop, unrolled, unroll=1):
         for i in cutlass.range_constexpr(unrolled):
             k = first + i
             mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from flash_mask_cute.core.cta import SMEM_CAPACITY
-from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_tokens
 
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
@@ -17,8 +17,6 @@ MAX_DIM = 256
 # columns of dK and dV together of which a thread has registers for all, if S and dP are computed in
 # halves of a block's queries
 MAX_SPLIT_COLS = 320
-# query heads of a group that a block of listed queries may have
-TOKEN_HEADS = (4, 8, 16, 32, 64)
 
 
 def why_infeasible(traits: Any) -> str | None:
@@ -31,7 +29,7 @@ def why_infeasible(traits: Any) -> str | None:
     if traits.shares_keys and traits.num_row_groups > 1:
         return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {traits.tile_m}"
     if traits.by_tokens:
-        why_not = _why_not_by_tokens(traits)
+        why_not = why_not_by_tokens(traits)
         if why_not is not None:
             return why_not
     for name in ("stages_q", "stages_do", "stages_kv"):
@@ -66,18 +64,4 @@ def why_infeasible(traits: Any) -> str | None:
         return f"{traits.fragment_registers} registers of fragments are too many for a thread"
     if traits.value_cols > 0 and traits.needed_registers > MMA_REGISTERS[-1]:
         return f"value_cols {traits.value_cols} are more than a thread has registers for"
-    return None
-
-
-def _why_not_by_tokens(traits: Any) -> str | None:
-    if traits.packed_heads not in TOKEN_HEADS:
-        return f"listed queries have {TOKEN_HEADS} heads of a group, got {traits.packed_heads}"
-    is_wide = max(traits.head_dim, traits.head_dim_v) > MAX_OWN_DIM
-    columns = traits.columns
-    is_wide = is_wide or max(map(len, (columns.dk, columns.dv, columns.parts_dq))) > 1
-    if traits.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.in_turn:
-        dims = f"head dimensions {traits.head_dim}/{traits.head_dim_v}, tile_m={traits.tile_m}"
-        return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {dims}"
-    if traits.has_marks or traits.has_reference:
-        return "listed queries have no marks, and no scores of any magnitude"
     return None

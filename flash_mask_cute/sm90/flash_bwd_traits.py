@@ -653,7 +653,7 @@ class BwdTraits:
         num_walkers = 1 + self.num_mask_warps
         num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
-            storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
+            storage, (num_walkers, mma_warps), ascending=True, uncut_first=False,
             predecessors=predecessors, fields=work_fields,
             chunk_fields=lengths.chunk_fields, tokens=tokens,
         )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +14,11 @@ from inputs import make_inputs
 from random_cases import small_case
 from simulated_backward import run_hostile, run_sim
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused_gradients
+
+from flash_mask_cute.call import prepare
+from flash_mask_cute.call.build.backward import compile_bwd
+from flash_mask_cute.runtime.cache import CompileCache
+from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
 
 ARCH = "sm_100a"
 
@@ -62,6 +69,24 @@ def test_work_tiles_of_pairs_together(
     monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
     case = Case("tiles", 2, 200, 520, 2, 1, causal=True)
     run_sim(simulator, make_inputs(case), seeds=(1, 2), config=PAIR)
+
+
+def test_pairs_of_the_table(simulator: ModuleType) -> None:
+    run_sim(simulator, make_inputs(Case("table", 1, 130, 520, 1, 1)))
+    launches = [x for result in simulator.RESULTS for x in result["launches"]]
+    assert [x["cluster"] for x in launches].count((2, 1, 1)) == 1
+
+
+def test_dq_awaits_what_both_have_sent(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """dS in tensor memory, for which dK waits, does not say that dS is in shared memory."""
+    inputs = make_inputs(Case("awaited", 1, 300, 300, 1, 1))
+    compile_anew = partial(compile_bwd, cache=CompileCache(tmp_path))
+    monkeypatch.setattr(prepare, "compile_bwd", compile_anew)
+    monkeypatch.setattr(Arrivals, "ds", lambda self, number: None)
+    with pytest.raises(AssertionError):
+        run_sim(simulator, inputs, (1,), config=PAIR)
 
 
 # marks of rows that are cleared in the memory of both CTAs

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from cases import FP16, FP32, Case
 from inputs import make_growing_inputs, make_inputs
-from simulated_forward import run_sim
+from quiet_runs import quiet_run
+from simulated_forward import launch_on_simulator, run_sim
 from unseen_memory import NAN, with_unused
 
 from flash_mask_cute import builders
+from flash_mask_cute.call import prepare
+from flash_mask_cute.call.build.forward import compile_fwd
+from flash_mask_cute.runtime.cache import CompileCache
+from flash_mask_cute.sm100 import umma
 
 ARCH = "sm_100a"
 
@@ -122,6 +130,42 @@ def test_pairs_take_turns(
 def test_maxima_that_outgrow_the_one_in_use(simulator: ModuleType, column: int) -> None:
     """P is taken anew and O rescaled, in some warps and rows and not in others."""
     run_sim(simulator, make_growing_inputs(128, 128, column), seeds=SEEDS)
+
+
+def test_rest_of_probabilities_is_awaited(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Products of all of P behind its first part would take scores for the rest."""
+
+    def early(*operands: Any, steps: range | None = None, **more: Any) -> None:
+        if steps is None:
+            umma_issue(*operands, **more)
+        elif steps.start == 0:
+            umma_issue(*operands, **more, steps=range(umma.ROWS // umma.STEP))
+
+    umma_issue = umma.issue
+    inputs = make_inputs(Case("whole-300x300", 1, 300, 300, 1, 1))
+    compile_anew = partial(compile_fwd, cache=CompileCache(tmp_path))
+    monkeypatch.setattr(prepare, "compile_fwd", compile_anew)
+    monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset(range(8)))
+    run_sim(simulator, inputs, seeds=(1,), config={"cta_pair": False})
+    monkeypatch.setattr(umma, "issue", early)
+    compile_again = partial(compile_fwd, cache=CompileCache(tmp_path / "early"))
+    monkeypatch.setattr(prepare, "compile_fwd", compile_again)
+    with pytest.raises(AssertionError):
+        run_sim(simulator, inputs, seeds=(1,), config={"cta_pair": False})
+
+
+@pytest.mark.parametrize("key", [130, 250])
+def test_a_key_that_is_not_finite(simulator: ModuleType, key: int) -> None:
+    """In what is handed over first, and in the rest: rows that see it are not numbers, and the
+    others are right."""
+    case = Case("causal-300x300", 1, 300, 300, 1, 1, causal=True)
+    inputs = make_inputs(case)
+    inputs.k[0, key] = NAN
+    with quiet_run(simulator):
+        out, _ = launch_on_simulator(inputs)
+    assert out[0, key:].isnan().all() and not out[0, :key].isnan().any()
 
 
 def test_rows_that_are_not_in_use_by_pairs(simulator: ModuleType) -> None:

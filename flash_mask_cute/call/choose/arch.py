@@ -57,7 +57,8 @@ class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
-    summed in a fixed order. gathers_tokens: it takes each query's choice of key blocks as token
+    summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several sequences have
+    in common. gathers_tokens: it takes each query's choice of key blocks as token
     lists."""
 
     rows: tuple[BwdRow, ...]
@@ -65,6 +66,7 @@ class BackwardKernel(AttentionKernel):
     splits_groups: bool
     splits_keys: bool
     orders_aux: bool
+    pairs_common_keys: bool
     gathers_tokens: bool = False
 
 
@@ -154,6 +156,7 @@ SM90_BACKWARD = BackwardKernel(
     splits_groups=True,
     splits_keys=True,
     orders_aux=True,
+    pairs_common_keys=True,
     gathers_tokens=True,
 )
 SM90 = ArchSpec(
@@ -201,6 +204,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             splits_groups=False,
             splits_keys=False,
             orders_aux=False,
+            pairs_common_keys=False,
         ),
         _columns_sm100,
         reads_mask_bits=False,

@@ -337,6 +337,18 @@ class BwdChoice:
     group_splits: int = 1
 
 
+class BwdWalkFacts(NamedTuple):
+    """What a backward knows of its walks beside its problem's class. window, has_lists: see
+    `CallFacts`. common_kv: see `AttentionProblem`."""
+
+    window: int | None = None
+    has_lists: bool = False
+    common_kv: bool = False
+
+
+NO_BWD_WALK_FACTS = BwdWalkFacts()
+
+
 @functools.lru_cache(maxsize=1024)
 def select_bwd_config(
     head_dim: int,
@@ -348,6 +360,7 @@ def select_bwd_config(
     modifier: str | None = None,
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
+    walk: BwdWalkFacts = NO_BWD_WALK_FACTS,
     packed_heads: int = 1,
     token_lists: int = 0,
 ) -> BwdChoice:
@@ -369,6 +382,8 @@ def select_bwd_config(
     if deterministic and given.get("clears_dq"):
         raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
     why_alone = _why_alone(given, deterministic, modifier, num_sms)
+    if walk.common_kv and not kernel.pairs_common_keys:
+        why_alone = why_alone or "keys of one batch entry for several sequences"
     why_shared = _why_shared(given, modifier, kernel)
     if given.get("splits_keys") and why_shared is not None:
         raise ValueError(f"config splits_keys=True is not for {why_shared}")
@@ -382,6 +397,8 @@ def select_bwd_config(
         may_pair=why_alone is None,
         may_split_keys=why_shared is None,
         is_ordered=deterministic,
+        window=walk.window,
+        has_lists=walk.has_lists,
         token_lists=token_lists,
     )
     rows = list(rows_for(kernel.rows, call))

@@ -16,6 +16,7 @@ from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdChoice,
+    BwdWalkFacts,
     FwdChoice,
     WalkFacts,
     select_bwd_config,
@@ -597,6 +598,11 @@ def _bwd_chooser(
             modifier=problem.score_modifier,
             num_sms=target.num_sms,
             kernel=kernel,
+            walk=BwdWalkFacts(
+                _visible((problem.is_causal, *window)),
+                problem.has_lists or problem.has_bits or problem.has_selected,
+                problem.common_kv,
+            ),
             packed_heads=problem.packed_heads,
             token_lists=problem.token_lists,
         )

@@ -25,7 +25,8 @@ class CallFacts(NamedTuple):
     may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
     is_ordered: sums have an order (deterministic). sequences: the number of sequences of
     `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
-    of a block of each query's choice, 0 if there is none. token_lists: as in the problem.
+    of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
+    out blocks. token_lists: as in the problem.
     """
 
     head_dim: int
@@ -43,6 +44,7 @@ class CallFacts(NamedTuple):
     sequences: int = 1
     num_sms: int = 1
     selected_block: int = 0
+    has_lists: bool = False
     token_lists: int = 0
 
     @property
@@ -181,8 +183,9 @@ class BwdRow(NamedTuple):
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
     cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with
     cta_pair or splits_keys are also only for unmodified scores, those with cta_pair for devices
-    with two SMs. token_lists: only for choices that are taken as token lists, with so many keys of
-    a work tile.
+    with two SMs. min_window: of windows that are closed on both sides, those with at least so many
+    keys. without_lists: no block lists or choices leave out blocks. token_lists: only for choices
+    that are taken as token lists, with so many keys of a work tile.
     """
 
     max_dim: int
@@ -200,6 +203,8 @@ class BwdRow(NamedTuple):
     clears_dq: bool = False
     cta_pair: bool = False
     splits_keys: bool = False
+    min_window: int = 0
+    without_lists: bool = False
     token_lists: int = 0
 
     def conditions(self) -> Iterator[Condition]:
@@ -217,6 +222,14 @@ class BwdRow(NamedTuple):
             yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
         if self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
+        if self.min_window:
+            narrowest = self.min_window
+            yield Condition(
+                f"no window below {narrowest}",
+                lambda call: call.window is None or call.window >= narrowest,
+            )
+        if self.without_lists:
+            yield Condition("no block lists", lambda call: not call.has_lists)
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
         if self.splits_keys:
@@ -562,8 +575,21 @@ SM90_BWD = (
     ),
 )
 
-# On Blackwell a block is always 128 queries by 128 keys (docs/backward_sm100.md says why).
-SM100_BWD = tuple(
+# By the model of docs/backward_sm100.md, a pair at 128 columns takes 0.8 of the time of two CTAs
+# for as many blocks. It visits a block that either CTA needs: with four key tiles under causal
+# masking, or in a window of 512 keys, that is 1.2 times as many.
+_SM100_PAIR = BwdRow(
+    *(128, 128, 128, 2, 1, 1, 0),
+    "two CTAs read half of the queries each, and add half as much of dQ to memory",
+    min_seqlen_k=512,
+    above_dim=96,
+    clears_dq=True,
+    cta_pair=True,
+    min_window=512,
+    without_lists=True,
+)
+# On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
+SM100_BWD = (_SM100_PAIR,) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
         (64, 64, 128, 2, 2, "two query blocks in flight"),

@@ -17,7 +17,7 @@ def test_steps_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None
     page = (ROOT / "docs" / "first_run.md").read_text()
     assert first_run.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
-    assert names[0] == "one-cta-64" and len(names) == len(set(names)) == 10
+    assert names[0] == "one-cta-64" and len(names) == len(set(names)) == 12
     for name, step in first_run.steps().items():
         assert f"`{name}`" in page or f"`{name.removeprefix('one-cta')}`" in page, name
         assert str(step.seconds) in page, name

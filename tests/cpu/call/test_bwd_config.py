@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flash_mask_cute.call.choose.arch import SM100
-from flash_mask_cute.call.choose.config import BwdTiles, select_bwd_config
+from flash_mask_cute.call.choose.config import BwdTiles, BwdWalkFacts, select_bwd_config
 from flash_mask_cute.call.choose.tables import SM90_BWD, SM100_BWD
 from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
@@ -27,6 +27,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
+    assert not row.token_lists or choice.tile_n == row.token_lists
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
@@ -275,30 +276,52 @@ def test_pairs_of_ctas_that_cannot_run() -> None:
 @pytest.mark.parametrize(
     "row",
     SM100_BWD,
-    ids=lambda row: f"{row.max_dim}-{row.max_dim_v}-{'cleared' if row.clears_dq else 'in-order'}",
+    ids=lambda row: (
+        f"{row.max_dim}-{row.max_dim_v}-{'cleared' if row.clears_dq else 'in-order'}"
+        + ("-pair" if row.cta_pair else "")
+    ),
 )
 def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
     choice = select_bwd_config(
         *(row.max_dim, row.max_dim_v, "full"),
+        seqlen_k=row.min_seqlen_k,
         deterministic=not row.clears_dq,
         kernel=SM100.backward,
     )
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
-    assert (choice.tile_n, choice.cluster_tile_n) == (128, 128)
+    assert (choice.tile_n, choice.cluster_tile_n) == (128, 128 * (1 + row.cta_pair))
 
 
 def test_pairs_of_blackwell() -> None:
-    """At 128 columns, for whoever asks for them."""
+    """At 128 columns, where both CTAs need most blocks of a walk, and for whoever asks for them."""
 
     def takes_pairs(*dims: int, kind: str = "full", **more: Any) -> bool:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
 
-    asks = BwdConfig(cta_pair=True)
-    assert not takes_pairs(128, 128)
-    for kind in ("full", "causal", "other", "mask_mod"):
+    asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
+    for kind in ("full", "causal", "other", "edges", "mask_mod"):
         assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
+        assert all(takes_pairs(d, d, kind=kind, **long) for d in (104, 128))
+        assert not takes_pairs(128, 128, kind=kind, seqlen_k=511)
+    for dims in ((96, 96), (128, 64), (64, 128), (192, 128), (256, 256)):
+        assert not takes_pairs(*dims, **long)
+    for walk, in_pairs in (
+        (BwdWalkFacts(window=512), True),
+        (BwdWalkFacts(window=511), False),
+        (BwdWalkFacts(has_lists=True), False),
+        (BwdWalkFacts(common_kv=True), False),
+    ):
+        assert takes_pairs(128, 128, **long, walk=walk) == in_pairs
+        if not walk.common_kv:
+            assert takes_pairs(128, 128, walk=walk, override=asks)
+    with pytest.raises(ValueError, match="cta_pair=True is not for keys of one batch entry"):
+        takes_pairs(128, 128, walk=BwdWalkFacts(common_kv=True), override=asks)
+    for more in ALONE.values():
+        given = {"kind": more.get("tuning_class", "full")} | more
+        given.pop("tuning_class", None)
+        assert not takes_pairs(128, 128, **long, **given)
     for what, more in ALONE.items():
         given = replace(more.get("override", BwdConfig()), cta_pair=True)
         if what != "cta_pair=False":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
+from bench.blackwell_model import count_softmax
 from flash_mask_cute.call.build.forward import build_fwd, compile_fwd
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import FwdTiles, WalkFacts, select_fwd_config
@@ -308,29 +308,15 @@ def test_a_key_tile_on_blackwell_costs_no_more_than_a_peers(tmp_path: Path) -> N
     assert all(code[i][1].startswith(".2CTA") for i in products)
     # A step, and once more the 16 products of a walk's first S and last P V.
     assert len(products) == FLASH_ATTN_4["UTCHMMA"] + 16
-    exponentials = [
-        i for i, (opcode, kind) in enumerate(code) if (opcode, kind) == ("MUFU", ".EX2")
-    ]
-    steps = runs(exponentials, 60)
-    assert len(steps) == 2, "cut blocks and whole ones"
-    for first, last in steps:
-        # what comes out of tensor memory stands before the exponentials, what goes there behind
-        before, behind = first - 16, last + 64
-        found = {
-            "MUFU": opcodes[first : last + 1].count("MUFU"),
-            "fp32": sum(map(opcodes[before:behind].count, ("FFMA2", "FADD2", "FFMA", "FADD"))),
-            "LDTM": opcodes[before : last + 1].count("LDTM"),
-            "STTM": opcodes[last:behind].count("STTM"),
-        }
+    tiles = select_fwd_config(PLAIN, shapes_of(PLAIN), spec=arch_spec(B200)).tiles
+    for role, most in (("softmax, full block", 543), ("softmax, partial block", 735)):
+        counts = count_softmax(text, tiles.polynomial)[role]
+        assert counts["instructions"] <= most, counts
+        found = {op: counts[op] for op in ("MUFU", "LDTM", "STTM")}
+        found["fp32"] = counts["FFMA2"] + counts["FADD2"]
         assert all(0 < found[name] <= FLASH_ATTN_4[name] for name in found), found
-
-
-def runs(places: list[int], gap: int) -> list[tuple[int, int]]:
-    """First and last of the long runs of places that are at most `gap` apart."""
-    ends = [i for i, (a, b) in enumerate(pairwise(places)) if b - a > gap]
-    starts = [0, *(i + 1 for i in ends)]
-    found = zip(starts, [*ends, len(places) - 1], strict=True)
-    return [(places[a], places[b]) for a, b in found if b - a > 50]
+    # the bits of a cut block become predicates together
+    assert counts["R2P"] >= 16 and counts["LOP3"] <= 24
 
 
 def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:

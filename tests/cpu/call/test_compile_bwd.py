@@ -192,9 +192,9 @@ BLACKWELL = {
 BLACKWELL_SPILLS = dict.fromkeys(
     ("d256-causal-columns-1-softcap", "d256-dv256-softcap", "d256-score"), 380
 )
-# and of pairs of CTAs, where rows may be marked
+# And the address of shared memory, of pairs of CTAs where rows may be marked.
 BLACKWELL_SPILLS |= dict.fromkeys(
-    ("pair-causal-more-queries", "pair-seqused", "pair-columns-1-causal-bits", "pair-mask-aux"), 540
+    ("pair-causal-more-queries", "pair-columns-1-causal-bits", "pair-mask-aux"), 516
 )
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
