@@ -134,7 +134,7 @@ def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
     """Bytes of shared memory in which a kernel may sum gradients by difference."""
     if isinstance(choice, FwdChoice) or not arch_spec(target).backward.orders_aux:
         return 0
-    from flash_mask_cute.sm90.flash_fwd_traits import SMEM_CAPACITY
+    from flash_mask_cute.sm90.flash_bwd_limits import SMEM_CAPACITY
 
     return SMEM_CAPACITY - choice.smem_bytes
 
