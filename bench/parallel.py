@@ -70,7 +70,7 @@ CASES = {
 Call = Callable[[], Any]
 
 
-def milliseconds(call: Call) -> float:
+def milliseconds(call: Call, rounds: int) -> float:
     """Of the slowest rank, the median of rounds."""
     import torch
     import torch.distributed as dist
@@ -78,7 +78,7 @@ def milliseconds(call: Call) -> float:
     for _ in range(2):
         call()
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         torch.cuda.synchronize()
         dist.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,8 +119,15 @@ def why_wrong(found: tuple[Any, ...], expected: tuple[Any, ...]) -> str | None:
     return None
 
 
-def measure(case: Case, rank: int, world: int, is_profiled: bool) -> list[Json]:
-    """The rows of a case, the same in all ranks."""
+class Options(NamedTuple):
+    """rounds: of which the median is told. is_profiled: tell the overlap of messages."""
+
+    rounds: int = ROUNDS
+    is_profiled: bool = False
+
+
+def measure(case: Case, rank: int, world: int, options: Options) -> Iterator[Json]:
+    """The rows of a case, the same in all ranks, which measure each together."""
     import torch
 
     from flash_mask_cute import flash_attn_func, parallel
@@ -136,23 +143,21 @@ def measure(case: Case, rank: int, world: int, is_profiled: bool) -> list[Json]:
     on_gpu = mask.to("cuda")
     of_one = calls_of(lambda *x: flash_attn_func(*x, startend_row_indices=on_gpu), whole, dout)
     expected = tuple(plan.shard(x, rank).contiguous() for x in of_one["both"]())
-    one = {name: milliseconds(call) for name, call in of_one.items()}
+    one = {name: milliseconds(call, options.rounds) for name, call in of_one.items()}
     own, own_dout = [plan.shard(x, rank).contiguous() for x in whole], plan.shard(dout, rank)
     attend = parallel.context_parallel_attention
     common: Json = {"kind": "parallel", "case": case.name, "world": world}
     of_plan = {"imbalance": round(load.imbalance, 3), "keys_received": max(load.keys)}
-    rows = []
     for method in METHODS:
         calls = calls_of(lambda *x, m=method: attend(*x, on_gpu, plan, method=m), own, own_dout)
-        found = timed(calls, expected, one, is_profiled)
-        rows.append(common | {"method": method} | of_plan | found)
+        yield common | {"method": method} | of_plan | timed(calls, expected, one, options)
     if not case.documents:
-        rows += [common | x for x in by_torch(whole, dout, of_one["both"](), one, is_profiled)]
-    return rows
+        for row in by_torch(whole, dout, of_one["both"](), one, options):
+            yield common | row
 
 
 def timed(
-    calls: dict[str, Call], expected: tuple[Any, ...], one: dict[str, float], is_profiled: bool
+    calls: dict[str, Call], expected: tuple[Any, ...], one: dict[str, float], options: Options
 ) -> Json:
     """Times and rates; or why the results of some rank are wrong, or are not there."""
     import torch.distributed as dist
@@ -168,10 +173,10 @@ def timed(
         return {"note": f"failed: {'; '.join(x for x in why if x)}"}
     row: Json = {}
     for name, call in calls.items():
-        ms = milliseconds(call)
+        ms = milliseconds(call, options.rounds)
         row |= {f"{name}_ms": round(ms, 3), f"{name}_one_ms": round(one[name], 3)}
         row[f"{name}_rate"] = round(one[name] / (world * ms), 3)
-        if is_profiled:
+        if options.is_profiled:
             of_ranks: list[Any] = [None] * world
             dist.all_gather_object(of_ranks, profiled(call))
             least = min(of_ranks, key=lambda x: x.share)
@@ -186,7 +191,7 @@ def by_torch(
     dout: Any,
     expected: tuple[Any, ...],
     one: dict[str, float],
-    is_profiled: bool,
+    options: Options,
 ) -> Iterator[Json]:
     """Rows of torch's own context_parallel. expected: of one GPU."""
     import torch.distributed as dist
@@ -201,7 +206,7 @@ def by_torch(
             *tensors, own_dout = (x.index_select(1, own) for x in (*whole, dout))
             calls = calls_of(torch_ring.attend, tensors, own_dout)
             of_rows = tuple(x.index_select(1, own) for x in expected)
-            found = timed(calls, of_rows, one, is_profiled)
+            found = timed(calls, of_rows, one, options)
         yield {"method": name, "imbalance": 1.0, "keys_received": seqlen - len(own)} | found
 
 
@@ -218,7 +223,7 @@ def shown(row: Json) -> str:
     return "  ".join(parts)
 
 
-def work(rank: int, world: int, store: str, names: list[str], out: str, is_profiled: bool) -> None:
+def work(rank: int, world: int, store: str, names: list[str], out: str, options: Options) -> None:
     import torch
     import torch.distributed as dist
 
@@ -230,7 +235,7 @@ def work(rank: int, world: int, store: str, names: list[str], out: str, is_profi
     common = {"gpu": torch.cuda.get_device_name(), "commit": commit_here(), **versions()}
     try:
         for name in names:
-            for row in measure(CASES[name], rank, world, is_profiled):
+            for row in measure(CASES[name], rank, world, options):
                 if rank == 0:
                     say(shown(row))
                     if out:
@@ -246,6 +251,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("patterns", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--world", type=int, help="only as many GPUs")
     parser.add_argument("--out", default="", help="append the rows to this file")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--profile", action="store_true", help="overlap of messages, by a profile")
     given = parser.parse_args(arguments)
     patterns = given.patterns or ["*"]
@@ -265,7 +271,8 @@ def main(arguments: list[str]) -> int:
         return 2
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            told = world, os.path.join(folder, "store"), names, given.out, given.profile
+            options = Options(given.rounds, given.profile)
+            told = world, os.path.join(folder, "store"), names, given.out, options
             mp.start_processes(work, told, nprocs=world, start_method="spawn")
     return 0
 

@@ -28,7 +28,6 @@ from bench import ROOT, Json, name_of, peer_of
 from bench.masks import MASKS
 from bench.paper import table_name
 from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
-from bench.report import cudnn_table
 from bench.rows import RESULTS, read_rows
 from bench.sweep import Sweep, sweeps
 from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline
@@ -299,7 +298,7 @@ def _speed(rows: Rows) -> str:
 # What stands between the markers of a page, by name.
 PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
     "README.md": {"headline": _speed},
-    "docs/results.md": {"d64": lambda rows: headline(rows, 64), "cudnn": cudnn_table},
+    "docs/results.md": {"d64": lambda rows: headline(rows, 64)},
 }
 
 

@@ -346,27 +346,6 @@ def cudnn_bars(runs: Runs, direction: str) -> Iterator[Bar]:
     yield from of_cases(other_names(is_backward=is_backward))
 
 
-def cudnn_table(rows: Sequence[Json]) -> str:
-    """Markdown: the masks of each size beside cudnn.flex_attention, both directions."""
-    lines, runs = [], Runs(rows)
-    for direction, bar in CUDNN_BARS.items():
-        is_backward = direction == "bwd"
-        of_name = {each.name: each.figure for each in cudnn_bars(runs, direction)}
-        for width in CUDNN_WIDTHS:
-            for size in CUDNN_SIZES:
-                names = compared_names(width, size, is_backward=is_backward)
-                ratios = [x for name in names if (x := of_name[name]) is not None]
-                if not ratios:
-                    continue
-                figures = (geometric_mean(ratios), min(ratios), max(ratios))
-                short = sum(x < bar for x in ratios)
-                where = f"{'backward' if is_backward else 'forward'}, {width.label}, {size}"
-                told = [f"{x:.3g}" for x in figures]
-                lines.append([where, *told, f"{bar:.2f}", f"{short} of {len(ratios)}"])
-    heads = ("masks", "mean", "least", "most", "bar", "below their bar")
-    return markdown(heads, lines, 1) if lines else "No row."
-
-
 def cudnn_ratios(found: dict[str, list[Bar]], direction: str) -> str:
     """Markdown: ours / cudnn.flex_attention of each mask and size. found: all bars."""
     is_backward = direction == "bwd"

@@ -2,11 +2,13 @@
 
     python -m bench.end_to_end --task lora --model llama3-8b --tokens 32768 --docs 4096
     python -m bench.end_to_end --impl ours,sdpa,eager --task dpo --tiny
+    python -m bench.end_to_end --impl ours,fa4,flex --task sft --model gpt-oss --in-turns
     python -m bench.end_to_end --report rows.jsonl --chart end_to_end.svg
 
 Weights and tokens are random, and the same for every implementation, each of which has a process of
-its own. sft trains all weights of four layers; lora, dpo and rm train LoRA of rank 16 in all
-layers. Every layer is checkpointed, and logits exist for 1024 rows at a time.
+its own; with --in-turns they share one, and its model, and take a step each in turn. sft trains all
+weights of four layers; lora, dpo and rm train LoRA of rank 16 in all layers. Every layer is
+checkpointed, and logits exist for 1024 rows at a time.
 
 Exit status: 1 where losses of two implementations differ by more than rounding (LIMITS of rows.py),
 or one failed, 2 where nothing could be run.
@@ -18,7 +20,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +32,7 @@ from bench.end_to_end.attentions import IMPLEMENTATIONS
 from bench.end_to_end.rows import chart, disagreements, read_rows, table
 from bench.end_to_end.shapes import SHAPES
 from bench.end_to_end.tasks import TASKS
-from bench.end_to_end.training import LeftOut, Run, measure
+from bench.end_to_end.training import LeftOut, Run, measure, measure_in_turns
 
 COMMAND = "bench.end_to_end"
 DEFAULT = "ours,fa4,sdpa,flex"
@@ -56,6 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, help="append the rows to this file")
     add("--report", type=Path, nargs="+", help="only print the tables of these files")
     add("--chart", type=Path, help="an SVG of the rows")
+    add("--in-turns", action="store_true", help="one process and model for all")
     add("--row", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     given.impls = given.impl.split(",")
@@ -88,6 +91,22 @@ def row_of(run: Run) -> Json:
         return measure(run)
     except LeftOut as why:
         return left_out(run, str(why))
+
+
+def rows_in_turns(runs: Sequence[Run]) -> list[Json]:
+    """The rows of all runs in this process."""
+    found = zip(runs, measure_in_turns(runs), strict=True)
+    return [left_out(run, row) if isinstance(row, str) else row for run, row in found]
+
+
+def rows_of(
+    runs: Sequence[Run], given: argparse.Namespace, arguments: Sequence[str]
+) -> Iterator[Json]:
+    if given.in_turns:
+        yield from rows_in_turns(runs)
+    else:
+        for run in runs:
+            yield row_of_process(run, arguments)
 
 
 def left_out(run: Run, why: str) -> Json:
@@ -124,8 +143,8 @@ def main(arguments: Sequence[str]) -> int:
             say(json.dumps(row_of(runs[0])))
             return 0
         rows = []
-        for run in runs:
-            rows.append(row_of_process(run, arguments))
+        for row in rows_of(runs, given, arguments):
+            rows.append(row)
             if given.out is not None:
                 with given.out.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")

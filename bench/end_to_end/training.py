@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -79,46 +80,115 @@ def measure(run: Run) -> Json:
 
 
 def _measure(run: Run, is_shared: bool) -> Json:
-    implementation, on_gpu = IMPLEMENTATIONS[run.impl], run.device == "cuda"
-    model, parameters, config = make_model(run)
-    optimizer = torch.optim.AdamW(parameters, RATE, fused=on_gpu)
-    losses, seconds, mask_seconds = [], [], []
-    num_rows = mask_bytes = 0
+    model, parameters, decoder = make_model(run)
+    steps = Steps(run, model, decoder.config, make_optimizer(run, parameters), is_shared)
     for step in range(run.steps):
-        batch = make_batch(run.documents(step), run.shape.vocabulary, run.device, is_shared)
+        steps.take(step)
+    return steps.row()
+
+
+def make_optimizer(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, RATE, fused=run.device == "cuda")
+
+
+def measure_in_turns(runs: Sequence[Run]) -> list[Json | str]:
+    """The rows of runs that differ in their implementations alone; or why one is left out.
+
+    They share one model. With the weights that it begins with, each implementation computes the
+    loss and the gradients of the first batch, which compiles, is its first step, and gives the loss
+    that is told. Then they train the model in turns, a step each.
+    """
+    found: dict[str, Json | str] = {}
+    model, parameters, decoder = make_model(replace(runs[0], impl="eager"))
+    optimizer = make_optimizer(runs[0], parameters)
+    ready: dict[str, Steps] = {}
+    for run in runs:
+        implementation = IMPLEMENTATIONS[run.impl]
+        if (why := implementation.why_not(run.shape, run.device)) is not None:
+            found[run.impl] = why
+            continue
+        is_shared = implementation.shares_questions(run.shape)
+        steps = Steps(run, model, decoder.config, optimizer, is_shared)
+        try:
+            implementation.register()
+            decoder.set_attn_implementation(implementation.attention)
+            steps.take(0, trains=False)
+            ready[run.impl] = steps
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+            found[run.impl] = "out of memory"
+    for step in range(1, runs[0].steps):
+        for name, steps in ready.items():
+            decoder.set_attn_implementation(IMPLEMENTATIONS[name].attention)
+            steps.take(step)
+    for name, steps in ready.items():
+        row = steps.row()
+        found[name] = row | {"in_turns": True, "losses": row["losses"][:1]}
+    return [found[run.impl] for run in runs]
+
+
+class Steps:
+    """Steps of a run, and what they cost."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: Model,
+        config: Any,
+        optimizer: torch.optim.Optimizer,
+        is_shared: bool,
+    ) -> None:
+        self._run, self._model, self._config, self._optimizer = run, model, config, optimizer
+        self._is_shared = is_shared
+        self._implementation = IMPLEMENTATIONS[run.impl]
+        self._on_gpu = run.device == "cuda"
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._mask_seconds: list[float] = []
+        self._num_rows = self._mask_bytes = self._peak = 0
+
+    def take(self, step: int, trains: bool = True) -> None:
+        """trains: whether weights change."""
+        run, on_gpu = self._run, self._on_gpu
+        batch = make_batch(run.documents(step), run.shape.vocabulary, run.device, self._is_shared)
         _wait(on_gpu)
-        if step == 1 and on_gpu:
-            # of a step, without what compilers took in the first one
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        arguments = implementation.arguments(config, batch, run.dtype)
+        arguments = self._implementation.arguments(self._config, batch, run.dtype)
         _wait(on_gpu)
-        mask_seconds.append(time.perf_counter() - began)
-        loss = loss_of(run.task, model, batch, arguments)
+        self._mask_seconds.append(time.perf_counter() - began)
+        loss = loss_of(run.task, self._model, batch, arguments)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if trains:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
         _wait(on_gpu)
-        seconds.append(time.perf_counter() - began)
-        losses.append(loss.item())
-        mask_bytes = bytes_of(arguments.get("attention_mask"))
-        num_rows = batch.tokens.numel()
+        self._seconds.append(time.perf_counter() - began)
+        self._losses.append(loss.item())
+        self._mask_bytes = bytes_of(arguments.get("attention_mask"))
+        self._num_rows = batch.tokens.numel()
+        if on_gpu and (step > 0 or run.steps == 1):
+            # without what compilers took in the first step
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated())
         # the next mask is made without this one, which may be gigabytes
         del arguments, loss
-    # the first step compiles, and is told apart
-    step_s, mask_s = (statistics.median(x[1:] or x) for x in (seconds, mask_seconds))
-    return {
-        "kind": "end_to_end", "impl": run.impl, "task": run.task, "model": run.model,
-        "dtype": str(run.dtype).removeprefix("torch."), "tiny": run.is_tiny,
-        "layers": run.shape.layers, "tokens": run.tokens, "docs": run.docs,
-        "rows": num_rows, "steps": run.steps, "step_s": step_s, "first_step_s": seconds[0],
-        "tokens_s": run.tokens / step_s, "mask_s": mask_s,
-        "mask_bytes": mask_bytes,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "attention_share": share_of(run), "losses": losses,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu", "commit": commit_here(),
-        "transformers": version("transformers"), **versions(),
-    }  # fmt: skip
+
+    def row(self) -> Json:
+        run, seconds = self._run, self._seconds
+        # the first step compiles, and is told apart
+        step_s, mask_s = (statistics.median(x[1:] or x) for x in (seconds, self._mask_seconds))
+        return {
+            "kind": "end_to_end", "impl": run.impl, "task": run.task, "model": run.model,
+            "dtype": str(run.dtype).removeprefix("torch."), "tiny": run.is_tiny,
+            "layers": run.shape.layers, "tokens": run.tokens, "docs": run.docs,
+            "rows": self._num_rows, "steps": run.steps, "step_s": step_s,
+            "first_step_s": seconds[0], "tokens_s": run.tokens / step_s, "mask_s": mask_s,
+            "mask_bytes": self._mask_bytes, "peak_bytes": self._peak if self._on_gpu else None,
+            "attention_share": share_of(run), "losses": self._losses,
+            "device": torch.cuda.get_device_name() if self._on_gpu else "cpu",
+            "commit": commit_here(), "transformers": version("transformers"), **versions(),
+        }  # fmt: skip
 
 
 def share_of(run: Run) -> float:
@@ -129,7 +199,7 @@ def share_of(run: Run) -> float:
 
 
 def make_model(run: Run) -> tuple[Model, list[nn.Parameter], Any]:
-    """The model, what is trained of it, and its config. Random weights, of the seed alone."""
+    """The model, what is trained of it, and its decoder. Random weights, of the seed alone."""
     from transformers import AutoModelForCausalLM
 
     config = run.shape.make_config(run.tokens)
@@ -164,7 +234,7 @@ def make_model(run: Run) -> tuple[Model, list[nn.Parameter], Any]:
     if run.task == "rm":
         parameters += list(reward.parameters())
     model = Model(hidden, whole.get_output_embeddings(), reward, unadapted)
-    return model, parameters, decoder.config
+    return model, parameters, decoder
 
 
 def _wait(on_gpu: bool) -> None:

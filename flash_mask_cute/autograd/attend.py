@@ -224,35 +224,30 @@ def _needs_graph(tensors: Tensors) -> bool:
 def _refuse_without_gradients(call: AttentionCall) -> None:
     """Refuse what has no gradients where autograd records a graph."""
     # what is no tensor is refused by the host path, by name
-    if call.tensors.optional.causals is not None:
-        raise NotImplementedError(
-            f"{CAUSALS_HAVE_NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
-        )
-    if getattr(call.tensors.k, "dtype", None) == FP8:
-        raise NotImplementedError(
-            f"{NO_GRADIENTS}: use torch.no_grad(), or detach what requires grad"
-        )
-    if isinstance(call.tensors.out, Tensor):
+    x, instead = call.tensors, "use torch.no_grad(), or detach what requires grad"
+    has_optional = x.optional is not NO_OPTIONAL
+    if has_optional and x.optional.causals is not None:
+        raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}: {instead}")
+    if getattr(x.k, "dtype", None) == FP8:
+        raise NotImplementedError(f"{NO_GRADIENTS}: {instead}")
+    if isinstance(x.out, Tensor):
         raise ValueError(
             "out must be None where gradients are recorded, for which the result is new memory: "
-            "use torch.no_grad(), or detach what requires grad"
+            f"{instead}"
         )
-    if isinstance(call.tensors.lengths.seqused_k, Tensor) and call.tensors.have_common_keys:
+    if isinstance(x.lengths.seqused_k, Tensor) and x.have_common_keys:
         raise NotImplementedError(
             f"{NO_GRADIENTS_BY_COMMON_KEYS}: give k[:, :n] and a q_start of each sequence instead, "
-            "use torch.no_grad(), or detach what requires grad"
+            f"{instead}"
         )
-    if isinstance(call.tensors.lengths.page_table, Tensor):
+    if isinstance(x.lengths.page_table, Tensor):
         raise NotImplementedError(
             "there are no gradients by keys and values in pages, or of queries beside page_table: "
-            "use torch.no_grad(), or detach what requires grad"
+            f"{instead}"
         )
-    for name, x in call.tensors.optional._asdict().items():
-        if x is not None:
-            raise NotImplementedError(
-                f"there are no gradients beside {name}: use torch.no_grad(), or detach what "
-                "requires grad"
-            )
+    for name, tensor in x.optional._asdict().items() if has_optional else ():
+        if tensor is not None:
+            raise NotImplementedError(f"there are no gradients beside {name}: {instead}")
 
 
 # -- eager ---------------------------------------------------------------------------------------

@@ -17,9 +17,13 @@ from flash_mask_cute.call.arguments import (
     AttentionCall,
     Direction,
     Gradients,
+    Lengths,
     Masks,
+    OptionalTensors,
     Tensors,
+    lengths_of,
     masks_of,
+    optional_of,
 )
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -83,17 +87,16 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     Masks are kept as they are, too: data derived from them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
-    tensors, masks = call.tensors, call.masks
-    if tensors.max_scores is not None:
-        tensors = replaced(tensors, max_scores=None)
+    x, masks = call.tensors, call.masks
+    tensors = x.q, x.k, x.v, x.learnable_sink, *x.lengths, *x.optional, x.lse_low, out, lse
     if masks is None:
         ctx.num_aux = None
-        ctx.save_for_backward(*tensors.flat(), out, lse)
+        ctx.save_for_backward(*tensors)
     else:
         aux_tensors = masks.aux_tensors
         ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
         of_masks = *(aux_tensors or ()), *_mask_tensors(masks)
-        ctx.save_for_backward(*tensors.flat(), out, lse, *of_masks)
+        ctx.save_for_backward(*tensors, *of_masks)
         masks = masks_of(*replaced(masks, aux_tensors=None))
     ctx.call = AttentionCall(_NO_TENSORS, masks, call.options.of_backward(), call.backward)
     ctx.set_materialize_grads(False)
@@ -104,18 +107,23 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
     it needs no gradient. dout: None for 0."""
     call: AttentionCall = ctx.call
     saved = iter(ctx.saved_tensors)
-    tensors = Tensors.from_flat(saved)
-    out, lse = islice(saved, 2)
+    q, k, v, sink = islice(saved, 4)
+    lengths = lengths_of(*islice(saved, len(Lengths._fields)))
+    optional = optional_of(islice(saved, len(OptionalTensors._fields)))
+    lse_low, out, lse = islice(saved, 3)
     masks = call.masks
     if ctx.num_aux is not None:
         masks = replaced(masks or NO_MASKS, aux_tensors=tuple(islice(saved, ctx.num_aux)))
-    tensors = replaced(
-        tensors,
+    tensors = Tensors(
+        *(q, k, v),
+        # lse tells the backward of the sink
+        sink if ctx.needs_input_grad[3] else None,
+        lengths,
+        optional,
         out=out,
         lse=lse,
+        lse_low=lse_low,
         gradients=Gradients(torch.zeros_like(out) if dout is None else dout, dlse),
-        # lse tells the backward of the sink
-        learnable_sink=tensors.learnable_sink if ctx.needs_input_grad[3] else None,
     )
     return AttentionCall(tensors, masks, call.options, call.backward)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -156,16 +155,6 @@ class Tensors(NamedTuple):
         """All tensors in a row, as autograd sees them."""
         q, k, v, sink, lengths, optional, *others, gradients = self
         return q, k, v, sink, *lengths, *optional, *others, *gradients
-
-    @staticmethod
-    def from_flat(tensors: Iterator[Any]) -> Tensors:
-        """Made from the first elements of a row that begins with `flat`."""
-        inputs = tuple(islice(tensors, 4))
-        lengths = lengths_of(*islice(tensors, len(Lengths._fields)))
-        optional = optional_of(islice(tensors, len(OptionalTensors._fields)))
-        results = tuple(islice(tensors, 4))
-        gradients = Gradients._make(islice(tensors, len(Gradients._fields)))
-        return Tensors._make((*inputs, lengths, optional, *results, gradients))
 
 
 # the fields of `Tensors` that hold several

@@ -57,6 +57,7 @@ class BackwardExplanation:
             "backward": self.kernel,
             "backward tiles": f"{self.tile_n} keys x blocks of {tiles.tile_m} queries"
             + (", two that sum dQ together" if tiles.cta_pair else "")
+            + (", half of them for each warpgroup" if tiles.splits_keys else "")
             + (splits if self.group_splits > 1 else ""),
             "backward columns": f"{self.cols} of queries and keys, {self.cols_v} of values",
             "backward because": self.reason,

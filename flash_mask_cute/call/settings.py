@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 # fields of configs that are no numbers
-BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq")
+BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq", "splits_keys")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ class BwdConfig:
     cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, scores that are
     neither modified nor capped, and head_dim above 128, but on Blackwell head_dim and head_dim_v of
     97 to 128.
+    splits_keys: on Hopper, each MMA warpgroup has keys of its own though head_dim or head_dim_v is
+    above 128. This requires tiles of at most 320 columns of keys and values together, as 192/128
+    and 160 have, one CTA, and scores that are neither modified nor capped.
     group_splits: CTAs that share the query heads of a group, each with an equal number of them. It
     divides the group size, and is 1 for head dimensions above 128.
 
@@ -91,6 +94,7 @@ class BwdConfig:
     skip_blocks: bool | None = None
     clears_dq: bool | None = None
     cta_pair: bool | None = None
+    splits_keys: bool | None = None
     group_splits: int | None = None
 
     def __post_init__(self) -> None:

@@ -48,8 +48,7 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
 
 def scheduler_rings(
     storage: Any,
-    num_walkers: int | Int32,
-    num_others: int,
+    readers: tuple[int | Int32, int],
     ascending: bool,
     uncut_first: bool,
     predecessors: cute.Tensor | None = None,
@@ -60,10 +59,11 @@ def scheduler_rings(
     """The rings that the scheduler warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
-    :param num_walkers: warps that read walks; num_others: warps that read only work tiles
+    :param readers: warps that read walks, and warps that read only work tiles
     :param ascending, uncut_first, predecessors, tokens: see `WalkRing`; fields: see `WorkRing`, and
         of `WalkRing` chunk_fields
     """
+    num_walkers, num_others = readers
     work = Ring.create(
         storage.ring.data_ptr(),
         storage.ring_barriers.data_ptr(),

@@ -165,13 +165,16 @@ def sums_in_turn(cols: int, num_ctas: int) -> bool:
     return num_ctas == 1 and 64 < cols <= MAX_TURN_COLS
 
 
-def dq_parts(cols: int, num_ctas: int) -> tuple[ColumnPart, ...]:
+def dq_parts(cols: int, num_ctas: int, in_halves: bool = False) -> tuple[ColumnPart, ...]:
     """The split of dQ's columns if a block has 64 rows, in the order of the sums in scratch memory.
 
     :param cols: a multiple of 32, for two CTAs 160, 192 or 256; with `sums_in_turn` one of 16
     :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's,
         without those that the first one has, too.
+    :param in_halves: each of two warpgroups sums half of the columns in one product
     """
+    if in_halves:
+        return (ColumnPart(0, cols // 2),)
     if sums_in_turn(cols, num_ctas):
         return (ColumnPart(0, cols, 1),)
     own = dq_columns(cols, num_ctas)

@@ -231,12 +231,12 @@ def _modify_and_differentiate(
     except NotImplementedError:
         if aux_sums:
             # fails, too, with a text that knows of these gradients: score_mod_bwd has none
-            add_aux_gradients(score_mod, aux_sums, scores, scores, *rest)
+            add_aux_gradients(score_mod, aux_sums, (scores, scores), *rest)
         raise
 
     def pull_back(grads: Tensor) -> Tensor:
         if aux_sums:
-            add_aux_gradients(score_mod, aux_sums, grads.float(), scores, *rest)
+            add_aux_gradients(score_mod, aux_sums, (grads.float(), scores), *rest)
         return grads * derivative
 
     return modified, pull_back

@@ -59,6 +59,7 @@ class BwdPostprocess:
     :param packed_heads: query heads of a KV head that share a tile's rows, query by query; 1, or a
         power of two from 4 to 64, with 64 rows. Heads of the sums are then KV heads, and their
         order is that of `row_blocks.by_queries`.
+    :param in_halves: each warpgroup summed half of the columns in one product
     :raises ValueError: a size is none of these
     """
 
@@ -71,6 +72,7 @@ class BwdPostprocess:
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
         packed_heads: int = 1,
+        in_halves: bool = False,
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
@@ -89,7 +91,7 @@ class BwdPostprocess:
         self.vectors_per_row = head_dim // VECTOR_16_BITS
         self.parts = None
         if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
-            self.parts = dq_parts(accum_cols, num_ctas)
+            self.parts = dq_parts(accum_cols, num_ctas, in_halves)
         if packed_heads > 1 and (self.parts is None or [x.sharers for x in self.parts] != [2]):
             raise ValueError(
                 f"packed_heads={packed_heads} needs sums of 64 rows in one part of both warpgroups"

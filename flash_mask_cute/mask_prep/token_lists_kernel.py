@@ -120,10 +120,17 @@ class MakeTokenLists:
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths(*of_sequences, seqlen_q, seqlen_k, mQStart)
         args = TokenListArgs(
-            mBits, mCounts, mStarts, mTokens, mItems, mNumItems, block_size, tile_n, num_tiles,
-            longest_q, range_rows, lengths,
-            window_size_left, window_size_right, mLSE,
-        )  # fmt: skip
+            *(mBits, mCounts, mStarts, mTokens, mItems, mNumItems),
+            block_size=block_size,
+            tile_n=tile_n,
+            num_tiles=num_tiles,
+            longest_q=longest_q,
+            range_rows=range_rows,
+            lengths=lengths,
+            window_left=window_size_left,
+            window_right=window_size_right,
+            mLSE=mLSE,
+        )
         heads, chunks, columns = mCounts.shape
         warps = cute.ceil_div(heads * chunks * (columns // WORD) * WARP, NUM_THREADS)
         lists = cute.ceil_div(heads * (mStarts.shape[1] - 1), NUM_THREADS)

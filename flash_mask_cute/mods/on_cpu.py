@@ -113,8 +113,7 @@ def eval_score_mod_derivative(
 def add_aux_gradients(
     score_mod: Callable[..., Any],
     aux_sums: Mapping[int, Tensor],
-    grads: Tensor,
-    scores: Tensor,
+    grads_and_scores: tuple[Tensor, Tensor],
     aux_tensors: Sequence[Tensor] | None,
     batch_idx: int,
     head_idx: int,
@@ -123,13 +122,14 @@ def add_aux_gradients(
 ) -> None:
     """Add the gradients of aux tensors to aux_sums, float64 tensors by index of the aux tensor.
 
-    grads: gradients of the modified scores, float32 (rows, cols); where they are 0, nothing is
-    added.
+    grads_and_scores: gradients of the modified scores, float32 (rows, cols), and the scores; where
+    gradients are 0, nothing is added.
     The other arguments and the errors are those of `eval_score_mod`.
 
     Raises:
         NotImplementedError: also if the callable has no derivative, see `differentiate`.
     """
+    grads, scores = grads_and_scores
     values = scores.to(torch.float32), grads.to(torch.float32)
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("aux_gradients", score_mod, values, place, aux_sums)

@@ -586,8 +586,7 @@ class BwdTraits:
         num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
         ring, walk = scheduler_rings(
             storage,
-            num_walkers,
-            0,
+            (num_walkers, 0),
             ascending=True,
             uncut_first=False,
             predecessors=predecessors,

@@ -417,7 +417,7 @@ class FwdTraits(PackedHeads):
         # output do not
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = scheduler_rings(
-            storage, num_walkers, OUTPUT_WARPS, ascending=False, uncut_first=False, fields=fields
+            storage, (num_walkers, OUTPUT_WARPS), ascending=False, uncut_first=False, fields=fields
         )
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -83,13 +83,13 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
+from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
 from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
 from flash_mask_cute.sm90.flash_bwd_traits import (
-    MAX_OWN_DIM,
     Barrier,
     BwdTraits,
     Channels,
@@ -100,6 +100,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     scale,
     send_gradients,
     stage_dq,
+    stage_nothing,
     store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
@@ -137,6 +138,8 @@ class FlashAttentionBackwardSm90:
         (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
         Requires clears_dq, no score_mod, and masks that all heads of a group share. shares_tile:
         see `BwdTraits`
+    :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
+        requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
@@ -173,6 +176,7 @@ class FlashAttentionBackwardSm90:
         splits_group: bool = False,
         packed_heads: int = 1,
         shares_tile: bool = False,
+        splits_keys: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -186,6 +190,7 @@ class FlashAttentionBackwardSm90:
             *stages,
             value_cols,
             cta_pair,
+            splits_keys,
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
             packed_heads=packed_heads,
@@ -204,7 +209,9 @@ class FlashAttentionBackwardSm90:
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
-        if splits_group and self.traits.shares_keys:
+        if splits_keys and score_mod is not None:
+            raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
+        if splits_group and max(head_dim, head_dim_v) > MAX_OWN_DIM:
             raise ValueError(
                 f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
                 f"{head_dim}/{head_dim_v}"
@@ -279,7 +286,7 @@ class FlashAttentionBackwardSm90:
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        if const_expr(self.traits.cta_pair):
+        if const_expr(self.traits.cta_pair or self.traits.splits_keys):
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -524,9 +531,8 @@ class FlashAttentionBackwardSm90:
                 scores.end_walk(work)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
-            if const_expr(traits.cta_pair):
-                # they are sent from where dS of the last block is
-                channels.grads.acquire(block)
+            # they are sent from where dS of the last block is
+            scores.acquire_grads(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
             if const_expr(leaves_sums):
@@ -574,7 +580,7 @@ class FlashAttentionBackwardSm90:
         """
         compute = partial(scores.clear, state)
         if sums is not None:
-            compute = partial(scores.compute, kind, state)
+            compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
         following_cut = state.cut + int(kind == Kind.PARTIAL)
         add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
 
@@ -622,7 +628,8 @@ class FlashAttentionBackwardSm90:
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
-            products.add_dv(acc_dV, scores.probs, block, accumulate)
+            if not traits.splits_keys:
+                products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
             scores.tell_ready(block, following_cut)
         # -- both warpgroups have dS: dQ and dK begin
@@ -633,7 +640,9 @@ class FlashAttentionBackwardSm90:
         if sums is None:
             groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
-        if sums is None:
+        if sums is None or traits.splits_keys:
+            if traits.splits_keys:
+                products.complete_sums(block)
             acc_dQ, num_behind = issue_dQ(0), 0
         else:
             scores.complete(block)
@@ -681,18 +690,7 @@ class FlashAttentionBackwardSm90:
         traits = scores.traits
         if const_expr(traits.columns.in_turn):
             if traits.sums_dq(block):
-                self._stage_nothing(traits, tiles, channels, block)
+                stage_nothing(traits, tiles, channels.dq, block)
         else:
-            self._stage_nothing(traits, tiles, channels, block)
+            stage_nothing(traits, tiles, channels.dq, block)
         channels.q.release(block)
-
-    def _stage_nothing(
-        self, traits: BwdTraits, tiles: Tiles, channels: Channels, block: Int32
-    ) -> None:
-        """Send a dQ of 0."""
-        columns = traits.columns
-        for i in range(len(columns.parts_dq)):
-            nothing = [wgmma.make_accumulator(part.width) for part, _ in columns.products_dq(i)]
-            for acc in nothing:
-                acc.fill(0.0)
-            stage_dq(traits, tiles, channels.dq, block, i, nothing)

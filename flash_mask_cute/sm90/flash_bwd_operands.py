@@ -59,7 +59,12 @@ def _of_columns(
     operands = []
     for first, width, sharers in parts:
         part = wgmma.transposed(smem)
-        if width < cute.size(part, mode=[0]):
+        all_columns = cute.size(part, mode=[0])
+        if traits.splits_keys and sharers == 1:
+            # the first ones; the product alone decides how many
+            operands.append(wgmma.operand_b(make_mma(all_columns), part))
+            continue
+        if width < all_columns:
             if sharers > 1:
                 # parts of a width begin at multiples of it
                 at = (first - skipped) // width + traits.warpgroup_idx()

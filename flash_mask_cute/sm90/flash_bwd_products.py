@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
+from flash_mask_cute.sm90.flash_bwd_scores import HalfSums
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels
 from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
@@ -17,7 +19,8 @@ from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 @dataclass(frozen=True)
 class BlockProducts:
     """An MMA warpgroup's products after P and dS. They are issued in the order dV, dQ, dK; between
-    two CTAs that sum dQ together, a part of dK comes before dQ."""
+    two CTAs that sum dQ together, a part of dK comes before dQ. If a block is computed in halves,
+    dV and dK of a half come as soon as it has P and dS, and all of dQ behind both halves."""
 
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
@@ -29,6 +32,24 @@ class BlockProducts:
         """Start adding to dV; words: P."""
         stage = self.channels.do.index(block)
         self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
+
+    def half_sums(
+        self, acc_dV: list, acc_dK: list, accumulate: bool | Boolean, block: Int32
+    ) -> HalfSums | None:
+        """What adds to dV and dK over half of a block, if it is computed in halves."""
+        if not self.traits.splits_keys:
+            return None
+        of_dv = self.fragments.dv_do, self.channels.do.index(block)
+        of_dk = self.fragments.dk_q, self.channels.q.index(block)
+        return HalfSums(
+            partial(self._issue_half, acc_dV, accumulate, *of_dv),
+            partial(self._issue_half, acc_dK, accumulate, *of_dk),
+        )
+
+    def complete_sums(self, block: Int32) -> None:
+        """Wait for dV and dK of a block: dQ takes the registers of P and dS."""
+        warpgroup.wait_group(0)
+        self.channels.do.release(block)
 
     def add_dq_and_dk(
         self,
@@ -89,18 +110,42 @@ class BlockProducts:
 
     def release_summed(self, block: Int32) -> None:
         """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
-        they share dQ, otherwise dO."""
+        they share dQ, dS of both warpgroups if it has one place, otherwise dO."""
         if self.traits.cta_pair:
             self.channels.grads.release(block)
+        elif self.channels.ds is not None:
+            self.channels.ds.release(block)
         else:
             self.channels.do.release(block)
 
     def _issue_sums(
-        self, accs: list, words: cute.Tensor, operands_b: tuple, stage: Int32, accumulate
+        self,
+        accs: list,
+        words: cute.Tensor,
+        operands_b: tuple,
+        stage: Int32,
+        accumulate: bool | Boolean,
+        first_step: int = 0,
     ) -> None:
-        """Start adding to the parts of dV or dK, a commit group each."""
+        """Start adding to the parts of dV or dK, a commit group each; first_step: of the queries,
+        that with which words begin."""
         operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
             mma = self.traits.mma_keys(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
-            wgmma.issue(mma, acc, operand_a, tile, accumulate)
+            wgmma.issue(mma, acc, operand_a, tile, accumulate, first_step=first_step)
+
+    def _issue_half(
+        self,
+        accs: list,
+        accumulate: bool | Boolean,
+        operands_b: tuple,
+        stage: Int32,
+        words: cute.Tensor,
+        half: int,
+    ) -> int:
+        """`HalfSums`: `_issue_sums` over half of the queries; returns the number of products."""
+        first_step = half * cute.size(words) // wgmma.WORDS_PER_STEP
+        adds = accumulate if half == 0 else True
+        self._issue_sums(accs, words, operands_b, stage, adds, first_step)
+        return len(accs)

@@ -10,10 +10,16 @@ memory:
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
 
-dS is then made from P in 16 bits. Gradients of aux tensors need S and dP of a score at once. If
+dS is then made from P in 16 bits. So it is where a block is computed in halves of its queries
+(`BwdTraits.splits_keys`), because wide sums leave registers for no more:
+
+    S0, dP0 -> P0 -> dV, S1 -> dS0 -> dP1, dK -> P1 -> dV -> dS1 -> dK
+
+Gradients of aux tensors need S and dP of a score at once. If
 they are wanted, the first warpgroup computes both products and the second one only loads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +107,14 @@ class MainloopState(NamedTuple):
     peeked: Peeked
 
 
+class HalfSums(NamedTuple):
+    """What starts adding to dV, and to dK, over half of a block's queries. Each takes words of P or
+    dS of that half, and its number, and returns the number of products."""
+
+    add_dv: Callable[[cute.Tensor, int], int]
+    add_dk: Callable[[cute.Tensor, int], int]
+
+
 @dataclass(frozen=True)
 class BlockScores:
     """P^T and dS^T of a query block.
@@ -170,15 +184,17 @@ class BlockScores:
             smem = self.tiles.v[None, None, self.traits.own_keys(tile)]
             keep_columns(self.values, self.traits.mma_values(), smem)
 
-    def compute(self, kind: Kind, state: MainloopState) -> None:
+    def compute(self, kind: Kind, state: MainloopState, sums: HalfSums | None = None) -> None:
         """Compute P and dS of a query block that has arrived, except perhaps its dO.
 
         No products may be in flight before. Afterwards dO has arrived, and dQ may read dS after
-        `sync_both`.
+        `sync_both`. sums: dV and dK, which are added to meanwhile if there are halves.
         """
         if self.traits.shares_keys:
             self._compute_in_turn(kind, state)
             self.channels.do.wait(state.block)
+        elif sums is not None:
+            self._compute_in_halves(kind, state, sums)
         else:
             self._compute_both(kind, state)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -250,6 +266,12 @@ class BlockScores:
         self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
+    def acquire_grads(self, block: Int32) -> None:
+        """Wait until dS of a block may be written, if it has the place of the dS before."""
+        for channel in (self.channels.grads, self.channels.ds):
+            if channel is not None:
+                channel.acquire(block)
+
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""
         if self.traits.shares_keys:
@@ -274,12 +296,78 @@ class BlockScores:
 
     def _store_own_grads(self, block: Int32) -> None:
         traits = self.traits
+        self.acquire_grads(block)
         groups = traits.num_row_groups
         size = cute.size(self.grads) // groups
         for i in range(groups):
             unit = traits.ds_unit(traits.ds_stage(block), mma_warpgroup_idx(), i)
             words = cute.make_tensor(self.grads.iterator + i * size, cute.make_layout(size))
             self._store_grads(words, unit)
+
+    def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
+        """P and dS, and their products with dO and Q, half of the queries after the other.
+
+        S of the second half is in flight while dS of the first is made, and dP of the second while
+        its P is.
+        """
+        traits, channels = self.traits, self.channels
+        width = traits.tile_m // self.num_parts
+        bits = self._bits(kind, state.cut, state.peeked.bits)
+        acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))  # (64, width)
+        self._issue_scores(acc_S, state, 0)
+        channels.do.wait_unless(state.peeked.do, state.block)
+        self._issue_dp(acc_dP, state, 0)
+        warpgroup.wait_group(1)
+        for half in range(self.num_parts):
+            is_last = half + 1 == self.num_parts
+            probs, grads = (_words_of(x, half, self.num_parts) for x in (self.probs, self.grads))
+            statistics = self._statistics(state.block, half)
+            self._make_probs(acc_S, bits, statistics, half)
+            wgmma.round_pairs(probs, acc_S, traits.dtype)
+            num_behind = sums.add_dv(probs, half)
+            if not is_last:
+                acc_S = wgmma.make_accumulator(width)
+                self._issue_scores(acc_S, state, half + 1)
+                num_behind += 1
+            warpgroup.wait_group(num_behind)
+            self._make_grads(acc_dP, probs, grads, statistics.delta)
+            if half == 0:
+                self.acquire_grads(state.block)
+            self._store_half_grads(grads, state.block, half)
+            if not is_last:
+                acc_dP = wgmma.make_accumulator(width)
+                self._issue_dp(acc_dP, state, half + 1)
+            num_behind = sums.add_dk(grads, half)
+            if not is_last:
+                warpgroup.wait_group(num_behind + 1)
+
+    def _make_probs(
+        self, acc_S: cute.Tensor, bits: tuple | None, statistics: Statistics, half: int
+    ) -> None:
+        """Replace S of half of the queries by P."""
+        scores = wgmma.rows_by_cols(acc_S)
+        if bits is not None:
+            first_col = half * cute.size(scores, mode=[1])
+            bit_tile.hide_unset(scores, tuple(word >> first_col for word in bits))
+        probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
+
+    def _make_grads(
+        self, acc_dP: cute.Tensor, probs: cute.Tensor, grads: cute.Tensor, delta: cute.Tensor
+    ) -> None:
+        """Words of dS from dP and words of P."""
+        factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
+        factors.store(wgmma.rounded_values(probs, self.traits.dtype).load().to(Float32))
+        score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
+        wgmma.round_pairs(grads, acc_dP, self.traits.dtype)
+
+    def _store_half_grads(self, words: cute.Tensor, block: Int32, half: int) -> None:
+        traits = self.traits
+        width = traits.tile_m // self.num_parts
+        unit = traits.ds_unit(traits.ds_stage(block), mma_warpgroup_idx(), 0)
+        tile = wgmma.ROWS_PER_WARPGROUP, width
+        smem = cute.local_tile(self._grads_by_keys(unit), tile, (0, half))
+        values = wgmma.rounded_values(words, traits.dtype)
+        store_rows(values, traits.mma_keys(width), smem, transposes=True)
 
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
@@ -376,10 +464,7 @@ class BlockScores:
             words = self.grads
             self._load_grads(words, self.traits.ds_stage(state.block))
             cute.arch.sync_warp()
-        factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
-        factors.store(wgmma.rounded_values(words, traits.dtype).load().to(Float32))
-        score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
-        wgmma.round_pairs(self.grads, acc_dP, traits.dtype)
+        self._make_grads(acc_dP, words, self.grads, delta)
         self._store_grads(self.grads, self.traits.ds_stage(state.block))
 
     # -- gradients of aux tensors ---------------------------------------------------------------
@@ -443,11 +528,14 @@ class BlockScores:
             work = self.lengths.of_sequence(work, words[3])
         return work, words[2], words[1]
 
-    def _statistics(self, block: Int32) -> Statistics:
-        """Statistics of the queries of this thread's columns."""
+    def _statistics(self, block: Int32, half: int | None = None) -> Statistics:
+        """Statistics of the queries of this thread's columns, or of those in half of the block."""
         tile_m = self.traits.tile_m
-        first = wgmma.first_col_of(thread_in_warpgroup())
-        layout = cute.make_layout((2, tile_m // 8), stride=(1, 8))
+        first, num_queries = wgmma.first_col_of(thread_in_warpgroup()), tile_m
+        if half is not None:
+            num_queries = tile_m // self.num_parts
+            first += half * num_queries
+        layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
         if self.traits.by_tokens:
             # both statistics of a query follow each other, for all of its heads
@@ -522,3 +610,9 @@ class BlockScores:
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
         return self.traits.mma_keys(wgmma.ROWS_PER_WARPGROUP)
+
+
+def _words_of(words: cute.Tensor, part: int, num_parts: int) -> cute.Tensor:
+    """Words of one of equal parts of the columns."""
+    size = cute.size(words) // num_parts
+    return cute.make_tensor(words.iterator + part * size, cute.make_layout(size))

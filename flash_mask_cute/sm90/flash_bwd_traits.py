@@ -18,7 +18,6 @@ from cutlass.tensor_utils import LayoutEnum
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     RING_STAGES,
-    SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
@@ -36,25 +35,23 @@ from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
 from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.flash_bwd_limits import (
+    MAX_OWN_DIM,
+    MMA_REGISTERS,
+    SCALAR_REGISTERS,
+    SPARE_REGISTERS,
+    why_infeasible,
+)
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
-# the widest heads of which a warpgroup holds all columns of dK and dV for its keys
-MAX_OWN_DIM = 128
-# what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where there is little to schedule and few bits to make
-MMA_REGISTERS = (216, 232, 240)
-# what a thread needs besides fragments, or nearly so, and what it is better off with
-SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
-MAX_REGISTERS = 248
 # columns of an operand A that a WGMMA takes
 STEP_COLS = 16
 # columns of an operand A, of 64 rows, that a register of each thread holds
 COLS_PER_REGISTER = 4
-MAX_DIM = 256
-# query heads of a group that a block of listed queries may have
-TOKEN_HEADS = (4, 8, 16, 32, 64)
+# parts of a block where S and dP of all would take too many registers
+NUM_HALVES = 2
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 
@@ -78,6 +75,7 @@ class Channels(NamedTuple):
     do: Channel
     dq: Channel
     bits: Channel
+    ds: Channel | None
     ring: WorkRing
     walk: WalkRing
     grads: PeerGrads | None
@@ -127,6 +125,8 @@ class BwdTraits:
     sums_of_warp: of gradients of aux tensors by difference.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
+    splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
+    are left for S and dP of half of a block (`BlockScores`), and nothing may modify scores.
     has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
     warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
     packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
@@ -143,6 +143,7 @@ class BwdTraits:
     stages_kv: int = 1
     value_cols: int = 0
     cta_pair: bool = False
+    splits_keys: bool = False
     has_marks: bool = False
     has_reference: bool = False
     sums_of_warp: int = 0
@@ -167,7 +168,8 @@ class BwdTraits:
     @property
     def shares_keys(self) -> bool:
         """Whether both warpgroups have the same keys, and share the columns of dK and dV."""
-        return self.shares_tile or max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
+        is_wide = max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM and not self.splits_keys
+        return self.shares_tile or is_wide
 
     @property
     def key_groups(self) -> int:
@@ -197,7 +199,7 @@ class BwdTraits:
     def ds_stages(self) -> int:
         """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
         sum the previous block; used if there is room."""
-        return 1 if self.cta_pair else 2
+        return 1 if self.cta_pair or self.splits_keys else 2
 
     @property
     def tile_d(self) -> int:
@@ -211,7 +213,7 @@ class BwdTraits:
 
     @property
     def tile_dv(self) -> int:
-        if self.shares_keys:
+        if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
             return _shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
 
@@ -231,18 +233,24 @@ class BwdTraits:
         return self.tile_m // ROWS_PER_WARPGROUP
 
     def num_score_parts(self, num_aux_grads: int) -> int:
-        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients.
+        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients, or if
+        there are registers for no more.
 
         Such gradients need S and dP of a score at once, and all columns would not fit registers:
         docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once
         """
+        if self.splits_keys:
+            return NUM_HALVES
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 
     @property
     def columns(self) -> GradientColumns:
         """The columns of the products that sum dQ, dK and dV."""
         tile = self.tile_m, self.tile_d, self.tile_dv
-        return GradientColumns(*tile, self.num_ctas, self.shares_keys, self.own_warpgroup)
+        more: tuple[Any, ...] = (self.own_warpgroup,)
+        if self.splits_keys:
+            more = (None, True, STEP_COLS * self.steps_d, STEP_COLS * self.steps_dv)
+        return GradientColumns(*tile, self.num_ctas, self.shares_keys, *more)
 
     def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
         """The traits of one MMA warpgroup's code."""
@@ -255,7 +263,7 @@ class BwdTraits:
     @property
     def do_says_dq(self) -> bool:
         """Whether dO of a block is released only when its dQ is complete, and Q after that."""
-        return len(self.columns.parts_dq) == 1 and not self.cta_pair
+        return len(self.columns.parts_dq) == 1 and not (self.cta_pair or self.splits_keys)
 
     @property
     def num_mma_warps(self) -> int:
@@ -271,7 +279,8 @@ class BwdTraits:
 
     @property
     def mma_registers(self) -> int:
-        in_reach = MMA_REGISTERS if self.value_cols > 0 else MMA_REGISTERS[:-1]
+        takes_most = self.value_cols > 0 or self.splits_keys
+        in_reach = MMA_REGISTERS if takes_most else MMA_REGISTERS[:-1]
         return next((n for n in in_reach if n >= self.needed_registers), in_reach[-1])
 
     @property
@@ -294,6 +303,9 @@ class BwdTraits:
             return max(traits.fragment_registers for traits in of_each)
         cols = sum(part.width for part in (*self.columns.dk, *self.columns.dv))
         in_flight = self.tile_m
+        if self.splits_keys:
+            # S of a half beside P and dS of the other one in 16 bits, and its dP
+            in_flight = self.tile_m * 3 // 4
         if self.columns.in_turn:
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
@@ -405,52 +417,7 @@ class BwdTraits:
 
     def infeasible(self) -> str | None:
         """The reason why a kernel with these traits cannot run, or None."""
-        if self.tile_m not in (64, 128):
-            return f"tile_m must be 64 or 128, got {self.tile_m}"
-        if max(self.head_dim, self.head_dim_v) > MAX_DIM:
-            dims = f"{self.head_dim}, {self.head_dim_v}"
-            return f"head_dim and head_dim_v go up to {MAX_DIM}, got {dims}"
-        if self.shares_keys and self.num_row_groups > 1:
-            return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {self.tile_m}"
-        if self.by_tokens:
-            why_not = self._why_not_by_tokens()
-            if why_not is not None:
-                return why_not
-        for name in ("stages_q", "stages_do", "stages_kv"):
-            if getattr(self, name) not in (1, 2):
-                return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and self.head_dim <= MAX_OWN_DIM:
-            return f"cta_pair=True is for head_dim above {MAX_OWN_DIM}, got {self.head_dim}"
-        if self.cta_pair and self.stages_kv > 1:
-            # of the peer's keys there is one stage
-            return f"stages_kv must be 1 with cta_pair=True, got {self.stages_kv}"
-        if (len(self.columns.parts_dq) > 1 or self.cta_pair) and self.stages_q == 1:
-            # the load warp would wait for a Q that is released after parts of dQ that wait for it
-            return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
-        if self.value_cols % 16 != 0:
-            return f"value_cols must be a multiple of 16, got {self.value_cols}"
-        if self.value_cols > 0 and self.shares_keys:
-            return f"value_cols must be 0 where head_dim is above {MAX_OWN_DIM}"
-        if self.smem_bytes > SMEM_CAPACITY:
-            return f"{self.smem_bytes} bytes of shared memory exceed {SMEM_CAPACITY}"
-        if self.fragment_registers + SCALAR_REGISTERS + SPARE_REGISTERS > MAX_REGISTERS:
-            return f"{self.fragment_registers} registers of fragments are too many for a thread"
-        if self.value_cols > 0 and self.needed_registers > MMA_REGISTERS[-1]:
-            return f"value_cols {self.value_cols} are more than a thread has registers for"
-        return None
-
-    def _why_not_by_tokens(self) -> str | None:
-        if self.packed_heads not in TOKEN_HEADS:
-            return f"listed queries have {TOKEN_HEADS} heads of a group, got {self.packed_heads}"
-        is_wide = max(self.head_dim, self.head_dim_v) > MAX_OWN_DIM
-        columns = self.columns
-        is_wide = is_wide or max(map(len, (columns.dk, columns.dv, columns.parts_dq))) > 1
-        if self.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.in_turn:
-            dims = f"head dimensions {self.head_dim}/{self.head_dim_v}, tile_m={self.tile_m}"
-            return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {dims}"
-        if self.has_marks or self.has_reference:
-            return "listed queries have no marks, and no scores of any magnitude"
-        return None
+        return why_infeasible(self)
 
     def _mma(
         self,
@@ -488,10 +455,15 @@ class BwdTraits:
         """dQ = dS K: 64 queries by n columns."""
         return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n)
 
-    def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
-        """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols."""
-        tile = (ROWS_PER_WARPGROUP, rows, cols)
-        return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, stages)
+    def _rows(
+        self, rows: int, cols: int, stages: int, swizzled_cols: int | None = None
+    ) -> cute.ComposedLayout:
+        """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols. Blocks of
+        64, 32 or 16 columns are swizzled, which divide swizzled_cols, or else cols."""
+        major, per_block = LayoutEnum.ROW_MAJOR, swizzled_cols or cols
+        kind = hopper.get_smem_layout_atom(major, self.dtype, per_block)
+        atom = hopper.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
     def layout_q(self) -> cute.ComposedLayout:
         return self._rows(self.tile_m, self.tile_d, self.stages_q)
@@ -501,7 +473,10 @@ class BwdTraits:
 
     def layout_k(self) -> cute.ComposedLayout:
         """(64, tile_d, key group * stages)."""
-        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, self.key_groups * self.stages_kv)
+        count = self.key_groups * self.stages_kv
+        # each half of the columns begins with a swizzled block
+        half = self.tile_d // 2 if self.columns.in_halves else None
+        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, count, half)
 
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv)
@@ -620,6 +595,7 @@ class BwdTraits:
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
@@ -677,7 +653,7 @@ class BwdTraits:
         num_walkers = 1 + self.num_mask_warps
         num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
-            storage, num_walkers, mma_warps, ascending=True, uncut_first=False,
+            storage, (num_walkers, mma_warps), ascending=True, uncut_first=False,
             predecessors=predecessors, fields=work_fields,
             chunk_fields=lengths.chunk_fields, tokens=tokens,
         )  # fmt: skip
@@ -690,6 +666,8 @@ class BwdTraits:
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
             dq=channel(storage.dq_barriers, 1, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
+            # only its place is waited for: that dS is there, `Barrier.BOTH` tells
+            ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,

@@ -86,7 +86,13 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits
 from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
-from flash_mask_cute.sm90.flash_fwd_mainloop import Channels, KeyBlocks, MainloopState, Tiles
+from flash_mask_cute.sm90.flash_fwd_mainloop import (
+    BlockFacts,
+    Channels,
+    KeyBlocks,
+    MainloopState,
+    Tiles,
+)
 from flash_mask_cute.sm90.flash_fwd_traits import (
     CONVERSION_REGISTERS,
     MASK_REGISTERS,
@@ -367,7 +373,7 @@ class FlashAttentionForwardSm90:
         if const_expr(self.split not in (None, ONE_SEGMENT)):
             fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
-            storage, 1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps,
+            storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=fields,
         )  # fmt: skip
         channels = Channels(
@@ -499,13 +505,15 @@ class FlashAttentionForwardSm90:
         blocks = KeyBlocks.create(
             traits,
             self.score_mod,
-            self._can_be_cut(masks),
             tiles,
             channels,
             scales,
             masks.aux_tensors,
-            keeps_largest=epilogue.lse.largest is not None,
-            rows_alone=self.split in ORDERED,
+            BlockFacts(
+                can_be_cut=self._can_be_cut(masks),
+                keeps_largest=epilogue.lse.largest is not None,
+                rows_alone=self.split in ORDERED,
+            ),
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately

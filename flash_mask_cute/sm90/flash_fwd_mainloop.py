@@ -97,18 +97,26 @@ class MainloopState(NamedTuple):
         return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
 
 
+class BlockFacts(NamedTuple):
+    """can_be_cut: a block after the first one of a walk may be cut. keeps_largest, rows_alone: see
+    `OnlineSoftmax`."""
+
+    can_be_cut: bool
+    keeps_largest: bool
+    rows_alone: bool
+
+
 @dataclass(frozen=True)
 class KeyBlocks:
     """Shared facts of the steps of an MMA warpgroup.
 
-    can_be_cut: a block after the first one of a walk may be cut. kept_q: the first columns of the
-    query, in registers, or None (`FwdTraits.query_steps`). opaque_one: a 1 whose value the compiler
-    must not know.
+    kept_q: the first columns of the query, in registers, or None (`FwdTraits.query_steps`).
+    opaque_one: a 1 whose value the compiler must not know.
     """
 
     traits: cutlass.Constexpr[FwdTraits]
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
-    can_be_cut: cutlass.Constexpr[bool]
+    facts: cutlass.Constexpr[BlockFacts]
     score_traits: cutlass.Constexpr[ScoreModTraits]
     tiles: Tiles
     channels: Channels
@@ -123,13 +131,11 @@ class KeyBlocks:
     def create(
         traits: FwdTraits,
         score_mod: Callable[..., Any] | None,
-        can_be_cut: bool,
         tiles: Tiles,
         channels: Channels,
         scales: ScoreScales,
         aux_tensors: Any,
-        keeps_largest: bool,
-        rows_alone: bool,
+        facts: BlockFacts,
     ) -> "KeyBlocks":
         score_traits = ScoreModTraits()
         if score_mod is not None:
@@ -141,8 +147,8 @@ class KeyBlocks:
             traits.dtype,
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
-            keeps_largest,
-            rows_alone,
+            facts.keeps_largest,
+            facts.rows_alone,
         )
         kept_q = None
         if score_mod is None and traits.query_steps > 0:
@@ -152,7 +158,7 @@ class KeyBlocks:
         return KeyBlocks(
             traits,
             score_mod,
-            can_be_cut,
+            facts,
             score_traits,
             tiles,
             channels,
@@ -180,13 +186,13 @@ class KeyBlocks:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The possible kinds of blocks after a walk's first one."""
-        return (Kind.PARTIAL, Kind.FULL) if self.can_be_cut else (Kind.FULL,)
+        return (Kind.PARTIAL, Kind.FULL) if self.facts.can_be_cut else (Kind.FULL,)
 
     @property
     def may_pass_over(self) -> bool:
         """Whether a block is skipped if a mask hides it from this warpgroup's rows; false if only
         the first block of a walk may be cut."""
-        return self.traits.passes_over and self.can_be_cut
+        return self.traits.passes_over and self.facts.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over such a block writes P to other words than it reads."""

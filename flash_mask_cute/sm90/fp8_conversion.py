@@ -75,21 +75,19 @@ class Descales(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of a lane's row of a block, and of the same row of the block before it, which a
-    walk usually visits next.
+    """The scale of a lane's row of a block.
 
-    block: which one; -1: none yet. next_value may still be on its way, as may entry: what the table
-    of pages has for the row of the block before that.
+    block: which one; -1: none yet. next_entry: what the table of pages has for the same row of the
+    block before it, which a walk usually visits next.
     """
 
     value: Float32
     block: Int32
-    next_value: Float32
-    entry: Int32
+    next_entry: Int32
 
     @staticmethod
     def none() -> "Scales":
-        return Scales(Float32(1.0), Int32(-1), Float32(1.0), Int32(0))
+        return Scales(Float32(1.0), Int32(-1), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -134,10 +132,13 @@ class Conversion:
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
+        following = scales
         if const_expr(self._has_scales_of_rows):
             block = word >> N_BLOCK_SHIFT
             if scales.block != block:
-                scales = self._look_up(place, block)
+                scales = self._look_up(place, block, self._entry(place, block))
+            # they are on their way while this block is converted
+            following = self._look_up(place, block - 1, scales.next_entry)
         if const_expr(not self.of_keys):
             # of the keys, whoever converts values wants their word alone
             codes.k.channel.release(number)
@@ -149,10 +150,7 @@ class Conversion:
             if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
                 self.block_flags[self.to.channel.index(number)] = word
         self._write(number, units, of_rows)
-        if const_expr(self._has_scales_of_rows):
-            # Behind the fence, which would wait for loads; they have the time of a block.
-            scales = self._advanced(place, scales)
-        return scales, (word & KIND_MASK) == Kind.END
+        return following, (word & KIND_MASK) == Kind.END
 
     # -- scales ---------------------------------------------------------------------------------
 
@@ -160,18 +158,10 @@ class Conversion:
     def _has_scales_of_rows(self) -> bool:
         return self.descale is not None and cute.rank(self.descale) == 3
 
-    def _look_up(self, place: Place, block: Int32) -> Scales:
-        """Those of a block, of which nothing is known yet."""
-        value, next_value = (
-            self._scale(place, x, self._entry(place, x)) for x in (block, block - 1)
-        )
-        return Scales(value, block, next_value, self._entry(place, block - 2))
-
-    def _advanced(self, place: Place, scales: Scales) -> Scales:
-        """Those of the block before."""
-        block = scales.block
-        after_next = self._scale(place, block - 2, scales.entry)
-        return Scales(scales.next_value, block - 1, after_next, self._entry(place, block - 3))
+    def _look_up(self, place: Place, block: Int32, entry: Int32) -> Scales:
+        """Those of a block. entry: of the table of pages."""
+        value = self._scale(place, block, entry)
+        return Scales(value, block, self._entry(place, block - 1))
 
     def _key(self, place: Place, block: Int32) -> Int32:
         """This lane's key of a block. A row behind the sequence's end is its last one, whose scale

@@ -30,7 +30,9 @@ class GradientColumns:
 
     num_ctas: they sum dQ together. shares_keys: both warpgroups have the same keys, and each a part
     of the columns of dK and dV. own_warpgroup: the MMA warpgroup whose code these columns are for,
-    where the two have code of their own (`is_uneven`); None otherwise.
+    where the two have code of their own (`is_uneven`); None otherwise. in_halves: a warpgroup sums
+    half of the columns of dQ in one product (`dq_parts`). used_d, used_dv: the columns of dK and dV
+    that are not zeros, where a warpgroup sums no others; None: it sums all of a tile.
     """
 
     tile_m: int
@@ -39,6 +41,9 @@ class GradientColumns:
     num_ctas: int
     shares_keys: bool
     own_warpgroup: int | None
+    in_halves: bool = False
+    used_d: int | None = None
+    used_dv: int | None = None
 
     @property
     def is_uneven(self) -> bool:
@@ -62,7 +67,7 @@ class GradientColumns:
         The last product is computed behind dQ.
         """
         if not self.shares_keys:
-            return (ColumnPart(0, self.tile_d, 1),)
+            return (ColumnPart(0, self.used_d or self.tile_d, 1),)
         if not self.is_uneven:
             return shared_parts(self.tile_d)
         (part,) = self._own(uneven_parts(self.tile_d)[::-1])
@@ -73,7 +78,7 @@ class GradientColumns:
     def dv(self) -> tuple[ColumnPart, ...]:
         """The columns of this MMA warpgroup's products that sum dV."""
         if not self.shares_keys:
-            return (ColumnPart(0, self.tile_dv, 1),)
+            return (ColumnPart(0, self.used_dv or self.tile_dv, 1),)
         if not self.is_uneven:
             return shared_parts(self.tile_dv)
         return self._own(uneven_parts(self.tile_dv))
@@ -88,7 +93,10 @@ class GradientColumns:
         if self.tile_m > ROWS_PER_WARPGROUP:
             return ((ColumnPart(0, self.tile_d, 1),),)
         # the columns of the first CTA are the first ones
-        columns = [x for x in dq_parts(self.tile_d, self.num_ctas) if x.end <= self.cols_dq]
+        all_columns = dq_parts(self.tile_d, self.num_ctas, self.in_halves)
+        if self.in_halves:
+            return (all_columns,)
+        columns = [x for x in all_columns if x.end <= self.cols_dq]
         parts: list[tuple[ColumnPart, ...]] = [()]
         for part in columns:
             if sum(x.num_cols for x in (*parts[-1], part)) > NUM_MMA_WARPGROUPS * MAX_DQ_COLS:

@@ -116,6 +116,16 @@ def store_sums(
             cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
 
 
+def stage_nothing(traits: BwdTraits, tiles: Tiles, channel: Channel, block: Int32) -> None:
+    """Write a dQ of 0 to the staging memory."""
+    for i in range(len(traits.columns.parts_dq)):
+        products = traits.columns.products_dq(i)
+        nothing = [wgmma.make_accumulator(part.width) for part, _ in products]
+        for acc in nothing:
+            acc.fill(0.0)
+        stage_dq(traits, tiles, channel, block, i, nothing)
+
+
 @cute.jit
 def stage_dq(
     traits: cutlass.Constexpr[BwdTraits],

@@ -224,10 +224,11 @@ def issue(
     b: cute.Tensor,
     accumulate: bool | Boolean,
     num_steps: int | None = None,
+    first_step: int = 0,
 ) -> None:
     """Start acc (+)= a b as one commit group; `accumulate` False overwrites acc. num_steps: k-steps
-    of a and b, if the others are zeros."""
-    issue_sum(tiled_mma, acc, [(a, b)], accumulate, num_steps)
+    of a and b, if the others are zeros. first_step: the k-step of b with which a begins."""
+    issue_sum(tiled_mma, acc, [(a, b)], accumulate, num_steps, first_step)
 
 
 @cute.jit
@@ -265,8 +266,10 @@ def issue_sum(
     pairs: list[tuple[cute.Tensor, cute.Tensor]],
     accumulate: bool | Boolean,
     num_steps: cutlass.Constexpr[int | None] = None,
+    first_step: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Start acc (+)= the sum of a b over `pairs`, as one commit group; num_steps: see `issue`."""
+    """Start acc (+)= the sum of a b over `pairs`, as one commit group; num_steps, first_step: see
+    `issue`."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
@@ -276,7 +279,7 @@ def issue_sum(
         if cutlass.const_expr(num_steps is not None):
             steps = num_steps
         for k in cutlass.range_constexpr(steps):
-            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, first_step + k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

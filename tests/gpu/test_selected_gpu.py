@@ -70,44 +70,50 @@ def test_draws(head_dim: int) -> None:
                 assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("group", [8, 16, 64])
-def test_draws_by_token_lists(group: int, head_dim: int) -> None:
-    """Groups and blocks that a backward takes as token lists, without a sink and with one."""
-    for seed in range(DRAWS // 8):
-        drawn = on_gpu(regroup(draw(1000 + seed, 8, (128,), 900), group, head_dim), torch.bfloat16)
-        exact = [x.double() for x in drawn[:3]]
-        wanted = results_of(
-            lambda x: dense_attention(x)[0], drawn._replace(q=exact[0], k=exact[1], v=exact[2])
-        )
-        eager = results_of(lambda x: dense_attention(x)[0], drawn)
-        by_bits = {"config": (None, BwdConfig(skip_blocks=True))}
-        for more in ({}, by_bits):
-            got = results_of(lambda x, more=more: attend(x, **more), drawn)
-            for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
-                unit = of[1].abs().amax().item() * 2.0**-8
-                worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
-                assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block", "seed"),
+    [
+        (4, 128, 128, 1),
+        (4, 64, 64, 2),
+        (8, 128, 64, 3),
+        (16, 128, 128, 4),
+        (16, 64, 64, 5),
+        (64, 128, 256, 6),
+    ],
+)
+def test_draws_by_token_lists(group: int, head_dim: int, block: int, seed: int) -> None:
+    """Groups and blocks that a backward takes as token lists."""
+    regrouped = regroup(draw(1000 + seed, 8, (128,), 900), group, head_dim, block)
+    drawn = on_gpu(regrouped, torch.bfloat16)
+    exact = [x.double() for x in drawn[:3]]
+    wanted = results_of(
+        lambda x: dense_attention(x)[0], drawn._replace(q=exact[0], k=exact[1], v=exact[2])
+    )
+    eager = results_of(lambda x: dense_attention(x)[0], drawn)
+    got = results_of(attend, drawn)
+    for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
+        unit = of[1].abs().amax().item() * 2.0**-8
+        worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
+        assert worst <= 2 * of_eager + unit, f"{name} {worst} {of_eager}"
 
 
-def test_token_lists_of_a_long_sequence() -> None:
-    """Lists in many segments: dK and dV are the same in every run, and near those by bits."""
+@pytest.mark.parametrize("has_mod", [False, True])
+def test_token_lists_of_a_long_sequence(has_mod: bool) -> None:
+    """Lists in many segments give the gradients that bits give."""
     q, k, v, choice = family(8192)
     choice[..., 0] = 0
-    chosen = SelectedBlocks(choice, 128)
-    gen = torch.Generator().manual_seed(1)
-    dout = torch.randn(q.shape, generator=gen).bfloat16().cuda()
+    more: dict[str, Any] = {"causal": True, "block_sparse_tensors": SelectedBlocks(choice, 128)}
+    if has_mod:
+        more["mask_mod"] = lambda b, h, i, j: (i - j) % 64 != 1
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
 
-    def gradients(**more: Any) -> list[Tensor]:
+    def gradients(**config: Any) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = flash_attn_func(*leaves, causal=True, block_sparse_tensors=chosen, **more)
-        return list(torch.autograd.grad(out, leaves, dout))
+        return list(torch.autograd.grad(flash_attn_func(*leaves, **more, **config), leaves, dout))
 
     by_bits = gradients(config=(None, BwdConfig(skip_blocks=True)))
-    runs = [gradients() for _ in range(5)]
-    for run in runs:
-        assert torch.equal(run[1], runs[0][1]) and torch.equal(run[2], runs[0][2])
-        for x, y in zip(run, by_bits, strict=True):
+    for _ in range(3):
+        for x, y in zip(gradients(), by_bits, strict=True):
             assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
 
 
@@ -132,7 +138,9 @@ def test_a_graph_of_a_backward_reads_the_choice_anew() -> None:
         torch.manual_seed(seed)
         choice.copy_(torch.randint(-1, 9, choice.shape, device="cuda"))
         graph.replay()
-        assert torch.equal(dk, run())
+        again = run()
+        # sums of dK have no order
+        assert (dk.float() - again.float()).norm() <= 1e-2 * again.float().norm()
 
 
 def family(n: int, heads: tuple[int, int] = (16, 1), block: int = 128, k: int = 16) -> Any:

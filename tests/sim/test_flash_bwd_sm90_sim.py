@@ -277,7 +277,7 @@ def cluster_of_main(simulator: ModuleType) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("case", PAIR_CASES, ids=lambda case: case.id)
 def test_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
-    run_sim(simulator, make_inputs(case), seeds=(1,))
+    run_sim(simulator, make_inputs(case), seeds=(1,), config={"cta_pair": True})
     assert cluster_of_main(simulator) == (2, 1, 1)
 
 
@@ -291,6 +291,62 @@ def test_two_pairs_of_ctas_at_a_time(
     run_sim(simulator, make_inputs(case), seeds=(None, 2))
     (launch,) = main_of(simulator)["launches"]
     assert (launch["cluster"], launch["grid"]) == ((2, 1, 1), (4, 1, 1))
+
+
+# Wide heads of which each warpgroup has keys of its own: the last work tile has keys for one of
+# them, or for both.
+SPLIT_KEYS_CASES = (
+    Case("d192-dv128-sink", 1, 130, 200, 1, 1, head_dim=192, head_dim_v=128, sink=FP32),
+    Case("d192-dv128-causal-gqa2", 1, 129, 300, 2, 1, head_dim=192, head_dim_v=128, causal=True),
+    Case("d192-dv128-window", 1, 129, 300, 1, 1, head_dim=192, head_dim_v=128, window_left=20,
+         window_right=5),
+    Case("d192-dv128-window-before-9", 1, 129, 300, 1, 1, head_dim=192, head_dim_v=128,
+         window_left=90, window_right=-9),
+    Case("d192-dv128-varlen", heads_q=1, heads_kv=1, head_dim=192, head_dim_v=128,
+         lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True),
+    Case("d192-dv128-unused", 2, 129, 200, 1, 1, head_dim=192, head_dim_v=128,
+         seqused_q=(100, 0), seqused_k=(129, 65)),
+    Case("d192-dv128-columns-1", 1, 129, 300, 1, 1, head_dim=192, head_dim_v=128, causal=True,
+         column="stepped1"),
+    Case("d160-fp16", 1, 130, 200, 1, 1, head_dim=160, dtype=FP16),
+    Case("d160-dv96-causal-gqa2", 1, 129, 300, 2, 1, head_dim=160, head_dim_v=96, causal=True),
+    Case("d136-window", 1, 129, 200, 1, 1, head_dim=136, window_left=20, window_right=5),
+    Case("d152-dv136-varlen", head_dim=152, head_dim_v=136, heads_q=1, heads_kv=1,
+         lengths_q=(63, 0, 129, 1), lengths_k=(63, 9, 129, 0), causal=True),
+    Case("d176-dv40-columns-1", 1, 129, 200, 1, 1, head_dim=176, head_dim_v=40, causal=True,
+         column="stepped1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("case", SPLIT_KEYS_CASES, ids=lambda case: case.id)
+def test_keys_of_each_warpgroup(simulator: ModuleType, case: Case, seed: int | None) -> None:
+    run_sim(simulator, make_inputs(case), seeds=(seed,), config={"splits_keys": True})
+    assert cluster_of_main(simulator) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "more", [{"deterministic": True}, {"config": {"clears_dq": True}}], ids=str
+)
+@pytest.mark.parametrize("case", SPLIT_KEYS_CASES[1:6:2], ids=lambda case: case.id)
+def test_orders_of_sums_with_keys_of_each_warpgroup(
+    simulator: ModuleType, case: Case, more: dict[str, Any]
+) -> None:
+    """One that is fixed, and additions to sums that are cleared first."""
+    run_sim(simulator, make_inputs(case), seeds=(None, 3), **more)
+    assert cluster_of_main(simulator) == (1, 1, 1)
+
+
+def test_masks_that_ask_for_keys_of_each_warpgroup(simulator: ModuleType) -> None:
+    """By a config: a mask_mod with lists, and intervals of several vectors."""
+    config = {"splits_keys": True, "cta_pair": False}
+    wide = {"head_dim": 192, "head_dim_v": 128}
+    for case in (
+        Case("lists", 1, 129, 300, 1, 1, mask_mod="eviction", blocks=(48, 80), **wide),
+        Case("columns-2", 1, 129, 200, 1, 1, column="stepped2", **wide),
+    ):
+        run_sim(simulator, make_inputs(case), seeds=(1,), config=config)
+        assert cluster_of_main(simulator) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,24 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from cases import FP32, Case
-from conftest import ACTIVE_ARCH
+from conftest import ACTIVE_ARCH, SMS
 from gradient_oracle import make_output_gradients
+from planned import call_of, planned
 from random_reads import SIZE, Draw, Language, RandomRead, dsl_language, torch_language
 from simulated_backward import run_sim
 from torch import Tensor
 from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
+
+from flash_mask_cute.call.arguments import Direction
+from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -50,7 +56,10 @@ def recipe(drawn: RandomRead) -> TrainedRecipe:
 
 @pytest.mark.parametrize("number", range(DRAWS))
 @pytest.mark.parametrize("name", ["head", "key", "query", "difference", "other"])
-def test_drawn(simulator: ModuleType, name: str, number: int) -> None:
+def test_drawn(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """Differences also with tables of all differences, and with sums by difference."""
     seeds = (seed for seed in range(SEED * 1000, SEED * 1000 + 10**6))
     of_class = (seed for seed in seeds if Draw(seed).read().name == name)
     seed = next(seed for i, seed in enumerate(of_class) if i == number)
@@ -60,7 +69,16 @@ def test_drawn(simulator: ModuleType, name: str, number: int) -> None:
     orders = [False]
     if ACTIVE_ARCH == "sm_90a":
         orders.append(True)
-    for deterministic in orders:
+    sizes = [2**60]
+    if name == "difference":
+        monkeypatch.setattr(difference_tables, "SCORES_OF_ELEMENT", 0)
+        sizes.append(0)
+    for deterministic, least in product(orders, sizes):
+        monkeypatch.setattr(difference_tables, "LEAST_SCORES", least)
+        keywords = {"deterministic": deterministic}
         daux = [torch.full_like(x, float("nan")) for x in given.trained]
-        run_sim(simulator, given.inputs, (None,), daux=daux, deterministic=deterministic)
+        call = call_of(given.inputs, Direction.BACKWARD, daux=daux, **keywords)
+        plan = planned(call, Target(ACTIVE_ARCH, num_sms=SMS))
+        launches = 3 + bool(plan.problem.tables)
+        run_sim(simulator, given.inputs, (None,), launches, daux=daux, **keywords)
         assert_aux_gradients_close(daux, given, dout)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
+from typing import Any
 
+import cutlass.cute as cute
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case
 from conftest import ACTIVE_ARCH, HOPPER
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import Inputs
+from planned import call_of
 from quiet_runs import quiet_run
 from score_tables import TABLES, make_tabled
 from simulated_backward import launch
-from simulated_forward import launch_on_simulator, run_sim
+from simulated_forward import launch_on_simulator, run_on_simulator, run_sim
 from split_cases import TABLED_CASES, SplitCase
 from tolerances import lse_tolerance
 from torch import Tensor
@@ -159,3 +163,36 @@ def test_gradients_of_other_kernels(simulator: ModuleType, case: Case) -> None:
 @pytest.mark.parametrize("name", ["causal-fp32", "descending", "steps", "offsets", "hidden"])
 def test_both_ways_with_a_last_factor(simulator: ModuleType, name: str) -> None:
     check_both_ways(simulator, make_tabled(PLAIN, name, has_factor=True)._replace(wants_aux=()))
+
+
+@cute.jit
+def _as_it_is(score: Any, b_idx: Any, h_idx: Any, q_idx: Any, k_idx: Any, aux: Any) -> Any:
+    return score
+
+
+# of plain products, as exponents of two (docs/forward_sm90.md)
+LARGEST = {BF16: 29, FP16: 27} if ARCH == HOPPER else {BF16: 28, FP16: 22}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponents", "score_mod"),
+    [*((x, (20, most), None) for x, most in LARGEST.items()), (BF16, (29, 31, 37), _as_it_is)],
+    ids=["bf16", "fp16", "mod"],
+)
+def test_large_products(
+    simulator: ModuleType, dtype: torch.dtype, exponents: tuple[int, ...], score_mod: Any
+) -> None:
+    """Equal scores, of which rounding one as an exponent of two changes all alike. Without a
+    score_mod there is a limit; with any, even this one, there is none."""
+    case = Case("products", 1, 64, 300, 1, 1, head_dim=64, dtype=dtype)
+    call = call_of(case, score_mod=score_mod)
+    tensors = call.tensors
+    expected = tensors.v.float().mean(1)
+    for exponent in exponents:
+        size = (2.0**exponent * math.log(2) / 64**0.5) ** 0.5
+        for factor in (1.0, 1.013, 1.21, 1.37):
+            tensors.q.fill_(size * factor)
+            tensors.k.fill_(size)
+            with quiet_run(simulator, None):
+                out, _ = run_on_simulator(call)
+            assert (out[:, 0].float() - expected).abs().max() < 2e-3

@@ -86,6 +86,11 @@ BACKWARDS = {
         ISLANDS | {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 192},
         {"cta_pair": False, "clears_dq": False},
     ),
+    "keys-of-each-warpgroup": Slowed(
+        ISLANDS
+        | {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 192, "head_dim_v": 128},
+        {"splits_keys": True, "cta_pair": False},
+    ),
     "sums-in-turn": Slowed(
         ISLANDS | {"batch": 1, "seqlen_q": 200, "seqlen_k": 260, "heads_q": 5, "head_dim": 80}
     ),

@@ -66,8 +66,9 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdTraits`). order: order of the sums of dQ, and num_ctas: CTAs that summed a row block;
-    both matter only after. packed_heads: query heads that share the rows of a row block.
+    row (`BwdTraits`). order: order of the sums of dQ; num_ctas: CTAs that summed a row block;
+    in_halves: see `BwdPostprocess`. The latter three matter only after. packed_heads: query heads
+    that share the rows of a row block.
     """
 
     dtype: str
@@ -85,6 +86,7 @@ class RowFacts(NamedTuple):
     order: DqOrder = "accumulators"
     num_ctas: int = 1
     packed_heads: int = 1
+    in_halves: bool = False
 
 
 class PartFacts(NamedTuple):
@@ -129,7 +131,11 @@ def compile_bwd(
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(
-        problem.dtype, problem.head_dim, *rows, order=order, num_ctas=num_ctas, packed_heads=packed
+        *(problem.dtype, problem.head_dim, *rows),
+        order=order,
+        num_ctas=num_ctas,
+        in_halves=choice.tiles.splits_keys,
+        packed_heads=packed,
     )
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
@@ -170,13 +176,16 @@ def build_bwd(
     from flash_mask_cute.rules.intervals import Intervals
 
     tiles = asdict(choice.tiles)
-    if not arch_spec(target).backward.splits_groups:
+    backward = arch_spec(target).backward
+    if not backward.splits_groups:
         del tiles["splits_group"]
+    if not backward.splits_keys:
+        del tiles["splits_keys"]
     by_tokens: dict[str, Any] = {}
     if problem.token_lists:
         shares_tile = problem.token_lists == SHARED_TILE_N
         by_tokens = {"packed_heads": problem.packed_heads, "shares_tile": shares_tile}
-    kernel = arch_spec(target).backward.load_class()(
+    kernel = backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -244,6 +253,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.order,
         facts.num_ctas,
         facts.packed_heads,
+        facts.in_halves,
     )
     arguments = [
         scratch(facts.tile_m * facts.tile_d),

@@ -55,14 +55,16 @@ class ForwardKernel(AttentionKernel):
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
-    splits_groups: several CTAs may share the query heads of a group. orders_aux: gradients of aux
-    tensors may be summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several
-    sequences have in common. gathers_tokens: it takes each query's choice of key blocks as token
+    splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
+    have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
+    summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several sequences have
+    in common. gathers_tokens: it takes each query's choice of key blocks as token
     lists."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
     splits_groups: bool
+    splits_keys: bool
     orders_aux: bool
     pairs_common_keys: bool
     gathers_tokens: bool = False
@@ -152,6 +154,7 @@ SM90_BACKWARD = BackwardKernel(
     SM90_BWD,
     "accumulators",
     splits_groups=True,
+    splits_keys=True,
     orders_aux=True,
     pairs_common_keys=True,
     gathers_tokens=True,
@@ -199,6 +202,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM100_BWD,
             "lanes",
             splits_groups=False,
+            splits_keys=False,
             orders_aux=False,
             pairs_common_keys=False,
         ),

@@ -313,6 +313,7 @@ class BwdTiles:
     skip_blocks: bool = True
     clears_dq: bool = False
     cta_pair: bool = False
+    splits_keys: bool = False
     splits_group: bool = False
 
 
@@ -383,6 +384,9 @@ def select_bwd_config(
     why_alone = _why_alone(given, deterministic, modifier, num_sms)
     if walk.common_kv and not kernel.pairs_common_keys:
         why_alone = why_alone or "keys of one batch entry for several sequences"
+    why_shared = _why_shared(given, modifier, kernel)
+    if given.get("splits_keys") and why_shared is not None:
+        raise ValueError(f"config splits_keys=True is not for {why_shared}")
     if given.get("cta_pair") and why_alone is not None:
         raise ValueError(f"config cta_pair=True is not for {why_alone}")
     call = CallFacts(
@@ -391,6 +395,7 @@ def select_bwd_config(
         tuning_class,
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
+        may_split_keys=why_shared is None,
         is_ordered=deterministic,
         window=walk.window,
         has_lists=walk.has_lists,
@@ -403,8 +408,9 @@ def select_bwd_config(
             f"{kernel.class_name} takes head_dim and head_dim_v up to {most}, got "
             f"{head_dim}/{head_dim_v}"
         )
-    # an override may leave no room for pairs of CTAs: then the row behind theirs
-    for row in rows[:2] if rows[0].cta_pair else rows[:1]:
+    # an override may leave no room for keys of each warpgroup or pairs of CTAs: then a later row
+    special = list(itertools.takewhile(lambda row: row.splits_keys or row.cta_pair, rows))
+    for row in rows[: len(special) + 1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             has_score_mod = modifier == "score_mod"
@@ -440,10 +446,22 @@ def _why_alone(
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _why_shared(given: dict[str, Any], modifier: str | None, kernel: BackwardKernel) -> str | None:
+    """The reason why warpgroups must share the keys of wide heads, regardless of the table, or
+    None."""
+    reasons = {
+        kernel.class_name: not kernel.splits_keys,
+        "config splits_keys=False": given.get("splits_keys") is False,
+        "config cta_pair=True: these CTAs have 64 keys": given.get("cta_pair") is True,
+        f"a call with {modifier}: registers do not suffice": modifier is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def _of_bwd_row(row: BwdRow) -> BwdTiles:
     stages = (row.stages_q, row.stages_do, row.stages_kv)
-    of_dq = {"clears_dq": row.clears_dq, "cta_pair": row.cta_pair}
-    return BwdTiles(row.tile_m, *stages, row.value_cols, **of_dq)
+    more = {name: getattr(row, name) for name in ("clears_dq", "cta_pair", "splits_keys")}
+    return BwdTiles(row.tile_m, *stages, row.value_cols, **more)
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
@@ -482,6 +500,7 @@ def _bwd_traits(
         stages_kv=tiles.stages_kv,
         value_cols=tiles.value_cols,
         cta_pair=tiles.cta_pair,
+        **({"splits_keys": tiles.splits_keys} if kernel.splits_keys else {}),
         # tiles are chosen before it is known whether masks may empty rows
         has_marks=not of_lists,
         has_reference=has_score_mod,

@@ -134,7 +134,7 @@ def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
     """Bytes of shared memory in which a kernel may sum gradients by difference."""
     if isinstance(choice, FwdChoice) or not arch_spec(target).backward.orders_aux:
         return 0
-    from flash_mask_cute.sm90.flash_bwd_traits import SMEM_CAPACITY
+    from flash_mask_cute.sm90.flash_bwd_limits import SMEM_CAPACITY
 
     return SMEM_CAPACITY - choice.smem_bytes
 
@@ -165,7 +165,7 @@ def _summed(
 
 def _are_keys_distinct(terms: Sequence[DifferenceTerm], length: int) -> bool:
     """Whether different keys have different differences from a query."""
-    values = _values([x for x in terms if x.is_key], length)
+    values = values_of([x for x in terms if x.is_key], length)
     return values.unique().numel() == length
 
 
@@ -183,7 +183,7 @@ def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: i
 
 def _span_of(terms: Sequence[DifferenceTerm], length: int) -> Span | None:
     """The least and the greatest sum of functions of the same positions."""
-    total, low, high = _values(terms, length), 0, 0
+    total, low, high = values_of(terms, length), 0, 0
     for term in terms:
         if term.divisor is None:
             if term.span is None:
@@ -193,7 +193,7 @@ def _span_of(terms: Sequence[DifferenceTerm], length: int) -> Span | None:
     return low + int(total.min()), high + int(total.max())
 
 
-def _values(terms: Sequence[DifferenceTerm], length: int) -> torch.Tensor:
+def values_of(terms: Sequence[DifferenceTerm], length: int) -> torch.Tensor:
     """The sum of terms at each position, without those of which only the span is known."""
     place = torch.arange(length, device="cpu")
     total = torch.zeros_like(place)

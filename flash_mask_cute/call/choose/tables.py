@@ -22,10 +22,11 @@ class CallFacts(NamedTuple):
     is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
     pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
     problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
-    may share a walk. is_ordered: sums have an order (deterministic). sequences: the number of
-    sequences of `seqlen_q` queries and one head each; num_sms: CTAs that run at once.
-    selected_block: keys of a block of each query's choice, 0 if there is none. has_lists: block
-    lists or choices leave out blocks. token_lists: as in the problem.
+    may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
+    is_ordered: sums have an order (deterministic). sequences: the number of sequences of
+    `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
+    of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
+    out blocks. token_lists: as in the problem.
     """
 
     head_dim: int
@@ -38,6 +39,7 @@ class CallFacts(NamedTuple):
     functions_under_causal: bool = False
     block_size: tuple[int, int] | None = None
     may_pair: bool = True
+    may_split_keys: bool = True
     is_ordered: bool = False
     sequences: int = 1
     num_sms: int = 1
@@ -179,11 +181,11 @@ class BwdRow(NamedTuple):
 
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with cta_pair are
-    also only for unmodified scores and for devices with two SMs. min_window: of windows that are
-    closed on both sides, those with at least so many keys. without_lists: no block lists or choices
-    leave out blocks. token_lists: only for choices that are taken as token lists, with so many keys
-    of a work tile.
+    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with
+    cta_pair or splits_keys are also only for unmodified scores, those with cta_pair for devices
+    with two SMs. min_window: of windows that are closed on both sides, those with at least so many
+    keys. without_lists: no block lists or choices leave out blocks. token_lists: only for choices
+    that are taken as token lists, with so many keys of a work tile.
     """
 
     max_dim: int
@@ -200,6 +202,7 @@ class BwdRow(NamedTuple):
     above_dim: int = 0
     clears_dq: bool = False
     cta_pair: bool = False
+    splits_keys: bool = False
     min_window: int = 0
     without_lists: bool = False
     token_lists: int = 0
@@ -229,6 +232,8 @@ class BwdRow(NamedTuple):
             yield Condition("no block lists", lambda call: not call.has_lists)
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+        if self.splits_keys:
+            yield Condition("scores that nothing modifies", lambda call: call.may_split_keys)
 
 
 def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Condition]:
@@ -524,6 +529,30 @@ SM90_BWD = (
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
         "registers for 64 queries and some values, with enough left for bits of many edges",
+    ),
+    *(
+        BwdRow(
+            *(d, d_v, 64, 2, stages_do, 1, 0),
+            *(reason, masks, min_seqlen_k, max_seqlen_k),
+            above_dim=128,
+            clears_dq=clears_dq,
+            splits_keys=True,
+        )
+        for d, d_v, stages_do in ((160, 160, 2), (192, 128, 1))
+        for reason, masks, min_seqlen_k, max_seqlen_k, clears_dq in (
+            (
+                "as for narrower heads: all walks begin at the same queries",
+                *((TuningClass.FULL,), 0, 6144, True),
+            ),
+            (
+                "as for narrower heads: in long walks first stores cost more than clearing",
+                *((TuningClass.CAUSAL,), 32768, None, True),
+            ),
+            (
+                "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
+                *((TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER), 0, None, False),
+            ),
+        )
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),

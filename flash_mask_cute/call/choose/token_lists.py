@@ -106,15 +106,15 @@ def with_token_lists(
 def list_facts(problem: AttentionProblem) -> ListFacts:
     """What determines the code of the kernels that make lists."""
     return ListFacts(
-        problem.is_causal,
-        problem.has_window_left,
-        problem.has_window_right,
-        problem.varlen_q,
-        problem.varlen_k,
-        problem.has_seqused_q,
-        problem.has_seqused_k,
-        problem.q_start,
-        reads_lse(problem),
+        is_causal=problem.is_causal,
+        has_window_left=problem.has_window_left,
+        has_window_right=problem.has_window_right,
+        varlen_q=problem.varlen_q,
+        varlen_k=problem.varlen_k,
+        has_seqused_q=problem.has_seqused_q,
+        has_seqused_k=problem.has_seqused_k,
+        q_start=problem.q_start,
+        has_lse=reads_lse(problem),
     )
 
 

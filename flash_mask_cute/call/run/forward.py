@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import NO_OPTIONAL, Masks, OptionalTensors, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
@@ -70,9 +73,7 @@ class KernelForward:
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()
         self._reads_q_starts = plan.q_start.kind == EACH
-        self._optional_of: Callable[[OptionalTensors], tuple[Tensor | None, ...]] | None = None
-        if plan.problem.optional:
-            self._optional_of = tuple if plan.problem.causal_each else _without_causals
+        self._optional_of = _picker(plan.problem) if plan.problem.optional else None
         self._softcap = plan.softcap if plan.problem.has_softcap else None
         self._mask_arguments = MaskArguments(
             plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
@@ -121,6 +122,7 @@ class KernelForward:
             if combine.is_wide:
                 of_kernel = combine.of_kernel(partials, q)
         counter = tile_counter(q, index) if combine is None or combine.counts else None
+        optional_of = self._optional_of
         for mask_bits, query_chunk, found in (
             NO_MASK_BITS if make_mask_bits is None else make_mask_bits(q, mask_inputs)
         ):
@@ -132,7 +134,7 @@ class KernelForward:
                 aux_tensors, self._softcap, counter, columns, block_size, bits, mask_bits,
                 query_chunk, lse_low, max_scores,
                 q_starts if self._reads_q_starts else self._q_start, partials,
-                *(NO_OPTIONAL if self._optional_of is None else self._optional_of(optional)),
+                *(NO_OPTIONAL if optional_of is None else optional_of((*optional, None))),
             )  # fmt: skip
             # so that the next chunk has its memory
             mask_bits = None
@@ -141,8 +143,11 @@ class KernelForward:
         return result
 
 
-def _without_causals(optional: OptionalTensors) -> OptionalTensors:
-    return optional if optional.causals is None else replaced(optional, causals=None)
+def _picker(problem: AttentionProblem) -> Callable[[tuple[Tensor | None, ...]], tuple[Any, ...]]:
+    """Takes the tensors that the kernel reads out of `OptionalTensors` and a None behind them,
+    which stands for the others."""
+    fields = OptionalTensors._fields
+    return itemgetter(*(i if problem.has(name) else len(fields) for i, name in enumerate(fields)))
 
 
 class EmptyForward:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -74,3 +76,56 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setattr("sys.argv", ["bench.block_sparse"])
     assert block_sparse.main() == 2
     assert "python -m bench.block_sparse needs a GPU" in capsys.readouterr().out
+
+
+def test_what_a_peer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in with the arguments and results that cuDNN documents."""
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor,
+        nums: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        outs = []
+        for h in range(q.shape[2]):
+            hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+            for block in range(index.shape[2]):
+                count = index.shape[3] if nums is None else int(nums[0, h, block])
+                for place in index[0, h, block, :count].tolist():
+                    rows, keys = (slice(64 * x, 64 * x + 64) for x in (block, place))
+                    hidden[rows, keys] = False
+            scores = (q[0, :, h] @ k[0, :, h].T * q.shape[3] ** -0.5).masked_fill(
+                hidden, -torch.inf
+            )
+            outs.append(scores.softmax(-1) @ v[0, :, h])
+        return torch.stack(outs, 1)[None]
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q2k_block_index: torch.Tensor, *,
+        q2k_block_nums: torch.Tensor | None = None, sparse_block_size: int, layout: str,
+        kv_splits: object,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        assert (sparse_block_size, layout) == (64, "bshd") and kv_splits in (1, "auto")
+        out = attend(q, k, v, q2k_block_index, q2k_block_nums)
+        return {"o_tensor": out, "lse_tensor": out[..., 0].mT}
+
+    def backward(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, q2k_block_index: torch.Tensor, *,
+        q2k_block_nums: torch.Tensor | None = None, sparse_block_size: int, layout: str,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        found = attend(*leaves, q2k_block_index, q2k_block_nums)
+        names = "dq_tensor", "dk_tensor", "dv_tensor"
+        return dict(zip(names, torch.autograd.grad(found, leaves, dout), strict=True))
+
+    module = ModuleType("cudnn.block_sparse_attention")
+    vars(module).update(
+        block_sparse_attention_forward=forward, block_sparse_attention_backward=backward
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for kind in ("vsa", "frames"):
+        problem = Problem(replace(short(Case(kind, 3), 512), d=16), "cpu", torch.float32)
+        expected = problem.reference()
+        for peer in block_sparse.CUDNN:
+            assert problem.check(peer, expected) < 1e-5

@@ -246,11 +246,27 @@ def test_a_wrong_mask_is_noticed(task: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize(("task", "model"), [("sft", "llama3-8b"), ("dpo", "gpt-oss")])
+def test_in_turns_losses_are_those_of_a_process_alone(task: str, model: str) -> None:
+    names = ("ours", "sdpa", "ours_lengths", "flex", "eager")
+    rows = training.measure_in_turns([tiny(impl, task, model) for impl in names])
+    found = {impl: row for impl, row in zip(names, rows, strict=True) if not isinstance(row, str)}
+    left_out = {impl: row for impl, row in zip(names, rows, strict=True) if isinstance(row, str)}
+    assert "no backward on the CPU" in left_out.pop("flex")
+    assert all("gpt-oss has sinks" in why for why in left_out.values())
+    assert left_out.keys() == ({"sdpa"} if model == "gpt-oss" else set())
+    alone = measure(tiny("eager", task, model))
+    for row in found.values():
+        assert row["losses"] == pytest.approx(alone["losses"][:1], rel=2e-5)
+        assert row["in_turns"] and row["steps"] == 2 and row["step_s"] > 0
+
+
+@pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize(("task", "layers"), [("sft", 4), ("lora", 5)])
 def test_what_is_trained(task: str, layers: int) -> None:
     run = Run("eager", task, "llama3-8b", 64, 32, 1, layers, is_tiny=True, device="cpu")
-    model, parameters, config = make_model(run)
-    assert config.num_hidden_layers == layers
+    model, parameters, decoder = make_model(run)
+    assert decoder.config.num_hidden_layers == layers
     shapes = {tuple(x.shape) for x in parameters}
     if task == "lora":
         assert all(training.LORA_RANK in shape for shape in shapes)
@@ -342,7 +358,7 @@ def test_the_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--impl", "ours,theirs"], "theirs is none of ours, fa4"),
+        (["--impl", "ours,theirs"], "theirs is none of ours, ours_lengths, fa4"),
         (["--docs", "9000"], "--docs must be from 32 to --tokens 8192, got 9000"),
         (["--tiny", "--steps", "0"], "--steps and --layers must be 1 or more"),
         (["--layers", "0"], "--steps and --layers must be 1 or more"),

@@ -27,6 +27,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
+    assert not row.token_lists or choice.tile_n == row.token_lists
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
@@ -34,7 +35,7 @@ def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
 
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
-    of_plan = ("tile_m", *STAGES, "value_cols", "cta_pair")
+    of_plan = ("tile_m", *STAGES, "value_cols", "cta_pair", "splits_keys")
     fields = {name: x for name, x in asdict(tiles).items() if name in of_plan}
     return BwdTraits(BFloat16, head_dim, head_dim_v, **fields).infeasible() is None
 
@@ -45,9 +46,15 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
             choice = select_bwd_config(head_dim, head_dim_v, "other")
             assert runs(head_dim, head_dim_v, choice.tiles)
             assert choice.tile_d >= head_dim
-            assert choice.tile_n == (128 if max(head_dim, head_dim_v) <= 128 else 64)
-            in_pairs = head_dim > 192 or (head_dim > 128 and head_dim_v <= 192)
-            assert choice.tiles.cta_pair == choice.tiles.clears_dq == in_pairs
+            splits_keys = head_dim > 128 and (
+                max(head_dim, head_dim_v) <= 160 or (head_dim <= 192 and head_dim_v <= 128)
+            )
+            assert choice.tiles.splits_keys == splits_keys
+            is_narrow = max(head_dim, head_dim_v) <= 128
+            assert choice.tile_n == (128 if is_narrow or splits_keys else 64)
+            in_pairs = head_dim > 192 or (head_dim > 128 and head_dim_v <= 192 and not splits_keys)
+            assert choice.tiles.cta_pair == in_pairs
+            assert choice.tiles.clears_dq == in_pairs
             assert choice.cluster_tile_n == choice.tile_n * (2 if choice.tiles.cta_pair else 1)
 
 
@@ -96,7 +103,8 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
         return select_bwd_config(*dims, kind, **more).tiles.cta_pair
 
     assert all(takes_pairs(256, 256, kind=kind) for kind in ("full", "causal", "other", "mask_mod"))
-    assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2) and takes_pairs(136, 64)
+    assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2) and takes_pairs(168, 136)
+    assert all(takes_pairs(192, 128, kind=kind) for kind in ("edges", "mask_mod"))
     assert not any(takes_pairs(*dims) for dims in ((64, 256), (192, 256), (128, 128)))
     choice = select_bwd_config(**WIDE)
     assert (choice.tile_n, choice.cluster_tile_n) == (64, 128)
@@ -107,8 +115,74 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
 def test_columns_of_wide_heads() -> None:
     """Pairs of CTAs multiply fewer columns of zeros than the next power of two has."""
     for dim, cols in ((136, 160), (144, 160), (160, 160), (168, 192), (192, 192), (200, 256)):
-        choice = select_bwd_config(dim, dim, "full")
+        choice = select_bwd_config(dim, dim, "full", BwdConfig(cta_pair=True))
         assert choice.tiles.cta_pair and choice.tile_d == cols
+
+
+SPLIT = {"head_dim": 192, "head_dim_v": 128, "tuning_class": "full"}
+SHARED = {
+    "score_mod": {"modifier": "score_mod", "tuning_class": "score_mod"},
+    "softcap": {"modifier": "softcap"},
+    "cta_pair=True": {"override": BwdConfig(cta_pair=True)},
+    "splits_keys=False": {"override": BwdConfig(splits_keys=False)},
+    "FlashAttentionBackwardSm100": {"kernel": SM100.backward},
+}
+
+
+def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
+    """Each has half of the columns of dQ, in one product; in a fixed order, too."""
+    from cutlass import BFloat16
+
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    for dims, cols in (((192, 128), 192), ((160, 160), 160), ((136, 8), 160)):
+        for kind in ("full", "causal", "other"):
+            for deterministic in (False, True):
+                for seqlen_k in (4096, 8192, 32768):
+                    choice = select_bwd_config(
+                        *dims, kind, seqlen_k=seqlen_k, deterministic=deterministic
+                    )
+                    assert choice.tiles.splits_keys and not choice.tiles.cta_pair
+                    clears_dq = (kind, seqlen_k) in (("full", 4096), ("causal", 32768))
+                    assert choice.tiles.clears_dq == (clears_dq and not deterministic)
+                    assert choice.tile_n == choice.cluster_tile_n == 128
+        for said in ("128 < head_dim <=", "half as often", "nothing modifies"):
+            assert said in choice.reason
+        traits = BwdTraits(BFloat16, *dims, 64, stages_do=1, splits_keys=True)
+        (product,) = traits.columns.products_dq(0)
+        assert product == ((0, cols // 2, 2), 0)
+        assert traits.columns.sizes_dq == (64 * cols,) and traits.bytes_dq == 64 * cols * 4
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_keeps_keys_shared(what: str) -> None:
+    """Then another row is used, and what a config asks for is refused by name."""
+    call = SPLIT | SHARED[what]
+    assert not select_bwd_config(**call).tiles.splits_keys
+    asks = replace(call.get("override", BwdConfig()), splits_keys=True)
+    if what != "splits_keys=False":
+        with pytest.raises(ValueError, match=f"splits_keys=True is not for .*{what}"):
+            select_bwd_config(**call | {"override": asks})
+
+
+def test_keys_of_each_warpgroup_that_cannot_run() -> None:
+    def select(*dims: int, kind: str = "full", **given: Any) -> BwdTiles:
+        return select_bwd_config(*dims, kind, BwdConfig(**given)).tiles
+
+    for dims, why in (
+        ((128, 128), "is for heads wider than 128, got 128/128"),
+        ((192, 192), "is for at most 320 columns of keys and values, got 192 and 192"),
+        ((128, 200), "is for at most 320 columns of keys and values, got 128 and 224"),
+    ):
+        with pytest.raises(ValueError, match=f"splits_keys=True {why}"):
+            select(*dims, splits_keys=True)
+    with pytest.raises(ValueError, match="splits_keys=True needs tile_m 64 .*got tile_m 128"):
+        select(192, 128, splits_keys=True, tile_m=128)
+    with pytest.raises(ValueError, match="bytes of shared memory exceed"):
+        select(192, 128, splits_keys=True, stages_kv=2)
+    # who does not ask for them gets what is asked for
+    assert not select(192, 128, stages_do=2).splits_keys
+    assert select(192, 128, kind="mask_mod", splits_keys=True, cta_pair=False).splits_keys
 
 
 def test_columns_of_heads_whose_dq_is_summed_in_turn() -> None:

@@ -48,6 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deterministic-window": {"deterministic": True, "has_window_left": True, "is_causal": True},
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
     "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
+    "d192-dv128-window-deterministic": {
+        "head_dim": 192,
+        "has_window_left": True,
+        "is_causal": True,
+        "deterministic": True,
+    },
+    "d192-dv128-columns-1": {"head_dim": 192, "intervals": (1, True), "is_causal": True},
     "d192": {"head_dim": 192, "head_dim_v": 192},
     "d96-score": {"head_dim": 96, "head_dim_v": 96, "score_mod": "alibi", "is_causal": True},
     "d80-softcap": {"head_dim": 80, "head_dim_v": 80, "has_softcap": True},
@@ -101,8 +108,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Keys of a sequence, for which sums of dQ are cleared; 8192 for the others.
 SEQLENS_K = {"causal-32k": 32768, "full-4k": 4096, "d80-4k": 4096}
 # Bytes; the others have none.
-# Mask warps, where values leave them 24 registers, once a block that is cut.
-SPILLS = {"columns-1-causal-bits": 16}
+# Mask warps, where values leave them 24 registers, once a block that is cut; and places of dK and
+# dV in memory, once a work tile.
+SPILLS = {"columns-1-causal-bits": 16, "d160-window": 108}
+# Wide heads of which each warpgroup has keys of its own.
+SPLITS_KEYS = (
+    *(f"d192-dv128-{x}" for x in ("causal", "window-deterministic", "columns-1")),
+    *("d160-window", "d136-dv96-varlen"),
+)
 
 
 def problem_of(fields: dict[str, Any]) -> tuple[AttentionProblem, Mods]:
@@ -127,8 +140,9 @@ def test_compiles_well(name: str) -> None:
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
     )
-    in_pairs = problem.head_dim > 128 and not (problem.has_softcap or problem.deterministic)
-    assert choice.tiles.cta_pair == in_pairs
+    splits_keys, is_alone = name in SPLITS_KEYS, problem.has_softcap or problem.deterministic
+    in_pairs = problem.head_dim > 128 and not (is_alone or splits_keys)
+    assert (choice.tiles.cta_pair, choice.tiles.splits_keys) == (in_pairs, splits_keys)
     assert choice.tiles.clears_dq == (name in SEQLENS_K or in_pairs)
     with compile_lock():
         meta = build_bwd(problem, choice, TARGET, mods).meta

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_mask_cute import create_block_mask, explain
 from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.choose.difference_tables import MARGIN
 from flash_mask_cute.call.run.backward import KernelBackward
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.runtime.target import Target
@@ -210,6 +211,31 @@ def test_what_a_class_costs_on_each_target() -> None:
         "an addition to memory for each key and head",
     ]
     assert all(x.cost not in costs for x in blackwell.aux_gradients)
+
+
+def _grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][h[0], abs(q[0] // 20 - k[0] // 20)]
+
+
+def test_tables_of_differences_are_told() -> None:
+    """Their memory, and sums by difference in shared memory."""
+    table = torch.zeros(4, 60, requires_grad=True)
+    q = torch.zeros(4, 1000, 4, 64, dtype=torch.bfloat16)
+    found = explain(q, q, q, score_mod=_grid, aux_tensors=[table], target="sm_90a")
+    plain = explain(
+        q, q, q, score_mod=_grid, aux_tensors=[table.detach()], target="sm_90a"
+    ).backward
+    size = 2 * (49 + MARGIN) + 1
+    expected = f"one table of all differences, {4 * 4 * size} bytes: aux_tensors[0] 1 x 4 x {size}"
+    assert f"tables             {expected}" in str(found)
+    assert found.backward is not None and plain is not None
+    assert found.backward.smem_bytes == plain.smem_bytes + 8 * 256 * 4
+    (told,) = found.backward.aux_gradients
+    assert told.cost.startswith("sums in shared memory, and an addition to memory for each")
+    scratch = found.backward.scratch_bytes, plain.scratch_bytes
+    assert None not in scratch and scratch[0] == (scratch[1] or 0) + 4 * table.numel()
+    small = explain(*on_cpu(), score_mod=_grid, aux_tensors=[table], target="sm_90a")
+    assert small.tables == "" and "tables" not in str(small)
 
 
 def test_a_fixed_order_takes_scratch() -> None:

@@ -57,6 +57,13 @@ def test_a_warpgroup_of_two_ctas_has_one_product_of_dq() -> None:
     assert dq_parts(256, 2)[0] == shared_parts(128)[0] and column_parts(128) == (64,)
 
 
+def test_halves_of_the_columns_are_a_product_each() -> None:
+    """Where blocks of swizzled memory divide the halves."""
+    for cols in (160, 192):
+        (part,) = dq_parts(cols, 1, in_halves=True)
+        assert part == (0, cols // 2, 2) and (part.num_cols, part.end) == (cols, cols)
+
+
 def test_a_warpgroup_sums_blocks_in_turn_where_halves_are_several_products() -> None:
     for cols in (80, 96):
         assert sums_in_turn(cols, 1) and dq_parts(cols, 1) == ((0, cols, 1),)

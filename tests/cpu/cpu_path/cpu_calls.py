@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 from inputs import Inputs
 
 from flash_mask_cute.call.arguments import Tensors
@@ -41,3 +44,24 @@ def cpu_call_of(inputs: Inputs, tiles: CpuTiles, **more: Any) -> CpuCall:
         window_right=0 if is_causal else sides[1],
     )
     return call._replace(**more)
+
+
+# what `patch_results` makes of a walk's first block and its end, and of a verdict on a tile
+WRONG_WALKS: dict[str, Callable[..., Any]] = {
+    "first block left out": lambda first, end: (first + 1, max(end, first + 1)),
+    "last block left out": lambda first, end: (first, max(end - 1, first)),
+    "one block early": lambda first, end: (max(first - 1, 0), max(end - 1, 0)),
+}
+WRONG_VERDICTS: dict[str, Callable[..., Any]] = {
+    "nothing cuts": lambda hidden, cuts: (hidden, torch.zeros_like(cuts)),
+    "what cuts, hides": lambda hidden, cuts: (hidden | cuts, cuts),
+    "what hides, shows": lambda hidden, cuts: (torch.zeros_like(hidden), cuts & ~hidden),
+}
+
+
+def patch_results(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Callable[..., Any]
+) -> None:
+    """Make a method return what `wrong` makes of its results."""
+    right = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args: wrong(*right(*args)))

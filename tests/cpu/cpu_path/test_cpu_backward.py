@@ -9,7 +9,7 @@ import mask_cases
 import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
-from cpu_calls import cpu_call_of
+from cpu_calls import WRONG_VERDICTS, WRONG_WALKS, cpu_call_of, patch_results
 from gradient_oracle import assert_gradients_close, make_output_gradients, reference_gradients
 from inputs import Inputs, make_inputs
 from mask_cases import ScoreRecipe
@@ -192,31 +192,12 @@ def hidden_from_all_heads(inputs: Inputs) -> Tensor:
     return ~visible
 
 
-WRONG_WALKS = {
-    "first block left out": lambda first, end: (first + 1, max(end, first + 1)),
-    "last block left out": lambda first, end: (first, max(end - 1, first)),
-    "one block early": lambda first, end: (max(first - 1, 0), max(end - 1, 0)),
-}
-
-
 @pytest.mark.parametrize("wrong", WRONG_WALKS)
 @pytest.mark.parametrize("case", WALK_CASES, ids=lambda case: case.id)
 def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right_walk = BlockInfo.get_m_block_min_max
-
-    def wrong_walk(self: BlockInfo, *args: Any) -> tuple[int, int]:
-        return WRONG_WALKS[wrong](*right_walk(self, *args))
-
-    monkeypatch.setattr(BlockInfo, "get_m_block_min_max", wrong_walk)
+    patch_results(monkeypatch, BlockInfo, "get_m_block_min_max", WRONG_WALKS[wrong])
     with pytest.raises(AssertionError, match="off by"):
         check_exactly(case, pack_gqa=packed(case))
-
-
-WRONG_VERDICTS = {
-    "nothing cuts": lambda hidden, cuts: (hidden, torch.zeros_like(cuts)),
-    "what cuts, hides": lambda hidden, cuts: (hidden | cuts, cuts),
-    "what hides, shows": lambda hidden, cuts: (torch.zeros_like(hidden), cuts & ~hidden),
-}
 
 
 @pytest.mark.parametrize("wrong", WRONG_VERDICTS)
@@ -225,12 +206,7 @@ def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = Intervals if case.column else _ListsAndMod
-    right_verdict = judge.classify
-
-    def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:
-        return WRONG_VERDICTS[wrong](*right_verdict(*args))
-
-    monkeypatch.setattr(judge, "classify", wrong_verdict)
+    patch_results(monkeypatch, judge, "classify", WRONG_VERDICTS[wrong])
     with pytest.raises(AssertionError, match="off by|is not 0"):
         check_exactly(case, pack_gqa=packed(case))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
-from cpu_calls import cpu_call_of
+from cpu_calls import WRONG_VERDICTS, WRONG_WALKS, cpu_call_of, patch_results
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs
 from oracle import reference_attention
@@ -167,23 +167,11 @@ def test_public_call_writes_the_callers_outputs() -> None:
     assert_close_to_oracle(given.out, given.lse, inputs, lse_atol=LSE_ATOL)
 
 
-WRONG_WALKS = {
-    "first block left out": lambda first, end: (first + 1, max(end, first + 1)),
-    "last block left out": lambda first, end: (first, max(end - 1, first)),
-    "one block early": lambda first, end: (max(first - 1, 0), max(end - 1, 0)),
-}
-
-
 @pytest.mark.parametrize("wrong", WRONG_WALKS)
 @pytest.mark.parametrize("case", WALK_CASES, ids=lambda case: case.id)
 def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(case)
-    right_walk = BlockInfo.get_n_block_min_max
-
-    def wrong_walk(self: BlockInfo, *args: int) -> tuple[int, int]:
-        return WRONG_WALKS[wrong](*right_walk(self, *args))
-
-    monkeypatch.setattr(BlockInfo, "get_n_block_min_max", wrong_walk)
+    patch_results(monkeypatch, BlockInfo, "get_n_block_min_max", WRONG_WALKS[wrong])
     outputs = run_cpu_path(inputs, pack_gqa=case.group if case.pack_gqa else 1)
     with pytest.raises(AssertionError, match="off by"):
         assert_close_to_oracle(outputs.out, outputs.lse, inputs)
@@ -198,11 +186,6 @@ VERDICT_CASES = (
     Case("blocks", 1, 500, 500, blocks=(50, 70)),
     Case("blocks-mask", 1, 500, 500, mask_mod="documents", blocks=(64, 48)),
 )
-WRONG_VERDICTS = {
-    "nothing cuts": lambda hidden, cuts: (hidden, torch.zeros_like(cuts)),
-    "what cuts, hides": lambda hidden, cuts: (hidden | cuts, cuts),
-    "what hides, shows": lambda hidden, cuts: (torch.zeros_like(hidden), cuts & ~hidden),
-}
 
 
 @pytest.mark.parametrize("wrong", WRONG_VERDICTS)
@@ -212,12 +195,7 @@ def test_a_wrong_verdict_on_a_tile_is_caught(
 ) -> None:
     inputs = make_inputs(case)
     judge = Intervals if case.column else _ListsAndMod
-    right_verdict = judge.classify
-
-    def wrong_verdict(*args: Any) -> tuple[Tensor, Tensor]:
-        return WRONG_VERDICTS[wrong](*right_verdict(*args))
-
-    monkeypatch.setattr(judge, "classify", wrong_verdict)
+    patch_results(monkeypatch, judge, "classify", WRONG_VERDICTS[wrong])
     outputs = run_cpu_path(inputs, 64, 48, case.group if case.pack_gqa else 1)
     with pytest.raises(AssertionError, match="off by|sees nothing"):
         check(outputs, inputs)

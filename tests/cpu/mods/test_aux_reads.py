@@ -363,7 +363,7 @@ def test_every_evaluation_checks() -> None:
         eval_score_mod_bwd(bias_bwd, scores, scores, *given)
     sums = {0: torch.zeros((6, 4), dtype=torch.float64)}
     with pytest.raises(IndexError, match=rf"^score_mod bias \(.*{KEY_4}"):
-        add_aux_gradients(bias, sums, scores, scores, *given)
+        add_aux_gradients(bias, sums, (scores, scores), *given)
     with pytest.raises(IndexError, match=rf"^mask_mod place \(.*{KEY_4}"):
         create_block_mask(place, 1, 1, 6, 6, device="cpu", aux_tensors=narrow)
     with pytest.raises(IndexError, match=rf"^mask_mod place \(.*{KEY_4}"):
@@ -381,7 +381,7 @@ def test_gradients_of_checked_reads() -> None:
     table = torch.rand(6)
     scores, grads = torch.rand((2, ROWS, COLS))
     sums = {0: torch.zeros(6, dtype=torch.float64)}
-    add_aux_gradients(by_distance, sums, grads, scores, [table], 0, 0, *INDICES)
+    add_aux_gradients(by_distance, sums, (grads, scores), [table], 0, 0, *INDICES)
     distance = (INDICES[0][:, None] - INDICES[1]).clamp(min=0).long().flatten()
     expected = torch.zeros(6, dtype=torch.float64)
     expected.index_add_(0, distance, (scores * grads).double().flatten())

@@ -12,10 +12,15 @@ import pytest
 import torch
 from cutlass import Float32, Uint32
 from planned import backward_call, forward_call, planned
-from test_read_classes import reads_of
+from random_reads import EXTENTS, NUMBERS, SIZE, Draw
+from test_read_classes import DRAWS, SEED, reads_of
 from torch import Tensor
 
-from flash_mask_cute.call.choose.difference_tables import MARGIN, DifferenceTables
+from flash_mask_cute.call.choose.difference_tables import (
+    MARGIN,
+    DifferenceTables,
+    values_of,
+)
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.read_classes import DifferenceRead, ReadClass
 from flash_mask_cute.mods.traits import difference_reads
@@ -58,7 +63,7 @@ def in_a_branch(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + found
 
 
-NUMBERS = torch.zeros(8, dtype=torch.int32)
+IDS = torch.zeros(8, dtype=torch.int32)
 PLAIN = {(True, 1, 1), (False, -1, 1)}
 # Dimensions of the table, index, terms up to their common sign, whether by batch entry, by head.
 TABLES: dict[str, tuple[int, Index, set[Any], tuple[bool, bool]]] = {
@@ -93,7 +98,7 @@ NO_TABLES: dict[str, tuple[int, Index, ReadClass]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(name: str) -> None:
     dims, index, terms, by_entry_and_head = TABLES[name]
-    (read,) = (x for x in found_in(adds(index), torch.zeros((8,) * dims), NUMBERS) if x.tensor == 0)
+    (read,) = (x for x in found_in(adds(index), torch.zeros((8,) * dims), IDS) if x.tensor == 0)
     opposite = {(is_key, -factor, divisor) for is_key, factor, divisor in terms}
     assert terms_of(read) in (terms, opposite)
     assert (read.by_batch, read.by_head) == by_entry_and_head
@@ -103,7 +108,7 @@ def test_tables(name: str) -> None:
 @pytest.mark.parametrize("name", NO_TABLES)
 def test_near_misses(name: str) -> None:
     dims, index, read_class = NO_TABLES[name]
-    tensors = torch.zeros((8,) * dims), NUMBERS
+    tensors = torch.zeros((8,) * dims), IDS
     assert reads_of(adds(index), tensors, (0,)).tensors[0].read_class is read_class
     assert not [x for x in found_in(adds(index), *tensors) if x.tensor == 0]
 
@@ -121,7 +126,7 @@ def test_no_table_for_a_slice() -> None:
 
 
 def test_sums_alone_are_not_computed() -> None:
-    reads = found_in(adds(lambda b, h, q, k, ids: q - k + 100), torch.zeros(200), NUMBERS)
+    reads = found_in(adds(lambda b, h, q, k, ids: q - k + 100), torch.zeros(200), IDS)
     assert [x.is_computed for x in reads] == [False]
 
 
@@ -132,6 +137,38 @@ def test_reads_are_counted_in_the_order_of_the_mod() -> None:
 
     reads = found_in(two, torch.zeros(300), torch.zeros(300))
     assert [(x.number, x.tensor) for x in reads] == [(0, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_drawn_reads_with_one_difference_have_one_index(number: int) -> None:
+    """For each batch entry and head, where the read says that it depends on these."""
+    seed = SEED * 1000 + number
+    drawn = Draw(seed).read()
+    print(f"FLASH_MASK_READ_SEED={SEED}, seed {seed}: {drawn.name}")
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 30, (NUMBERS,), generator=generator, dtype=torch.int32)
+    table = torch.zeros(SIZE)
+    reads = [x for x in found_in(drawn.cute, table, numbers) if x.tensor == 0]
+    if drawn.name != "difference":
+        assert reads == []
+        return
+    batch, heads, seqlen_q, seqlen_k = EXTENTS
+    index = drawn.dense(numbers)
+    for read in reads:
+        if any(term.divisor is None for term in read.terms):
+            continue
+        # outer sum of what follows from queries and from keys
+        of_q, of_k = (
+            values_of([x for x in read.terms if x.is_key == is_key], length)
+            for is_key, length in ((False, seqlen_q), (True, seqlen_k))
+        )
+        difference = of_q[:, None] + of_k
+        for b in range(batch):
+            for h in range(heads):
+                own = index[b if read.by_batch else 0, h if read.by_head else 0]
+                assert torch.equal(index[b, h], own)
+                for value in difference.unique():
+                    assert own[difference == value].unique().numel() == 1
 
 
 # -- sizes --------------------------------------------------------------------------------------
