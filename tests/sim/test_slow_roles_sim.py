@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import simulated_backward
@@ -13,12 +14,15 @@ import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
 import test_column_bounds_sim
+import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
 import test_mask_bits_sim as mask_bits
 import test_segments_sim as segments
 import test_selected_sim
 import test_slow_roles_sm100_sim
+import test_token_lists_sim
+import test_widened_sim as widened
 from cases import Case
 from inputs import make_inputs
 from simulated_forward import run_sim
@@ -114,6 +118,11 @@ def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
     assert (ZERO_PADDING in launched(simulator)) == ("lengths_q" in BACKWARDS[name].fields)
 
 
+def patched(test: Callable[..., None], simulator: ModuleType, *arguments: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test(simulator, patch, *arguments)
+
+
 # What else runs beside attention, by the tests of its own.
 OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "preprocess": (
@@ -149,6 +158,20 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "append": (
         lambda sim: test_append_sim.test_random_calls(sim, 0),
         ("kernels.append_kv.kernel",),
+    ),
+    "token-lists": (
+        lambda sim: test_token_lists_sim.test_draws(sim, 3),
+        tuple(
+            f"mask_prep.token_lists_kernel.{name}" for name in ("count", "add_up", "cut", "fill")
+        ),
+    ),
+    "keys-in-16-bits": (
+        lambda sim: patched(widened.test_the_bits_of_16, sim, widened.CASES[0]),
+        ("kernels.widen_codes.kernel",),
+    ),
+    "difference-tables": (
+        lambda sim: patched(tables.test_forward, sim, *tables.CASES[1]),
+        ("mods.difference_tables_kernel.kernel",),
     ),
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
