@@ -373,7 +373,7 @@ def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
         assert_gradients_close(gradients, inputs, dout, dlse)
 
 
-# Pairs of CTAs sum dQ of heads as wide as these.
+# Of heads as wide as these, each warpgroup has keys of its own, or pairs of CTAs sum dQ.
 WIDE_CASES = (
     Case("d200-dv40", 1, 700, 900, head_dim=200, head_dim_v=40, causal=True),
     Case("d136", 1, 700, 900, head_dim=136, causal=True),
@@ -432,10 +432,21 @@ def test_wide_heads(case: Case) -> None:
     check(make_inputs(case, "cuda"))
 
 
-def test_wide_heads_without_pairs_of_ctas() -> None:
-    inputs = make_inputs(WIDE_CASES[3], "cuda")
+@pytest.mark.parametrize("case", [WIDE_CASES[i] for i in (1, 3, 7)], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"config": {"cta_pair": True}},
+        {"config": {"cta_pair": False, "splits_keys": False}},
+        {"config": {"splits_keys": True, "clears_dq": True}},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_ways_of_wide_heads(case: Case, more: dict[str, Any]) -> None:
+    inputs = make_inputs(case, "cuda")
     dout, dlse = make_output_gradients(inputs)
-    gradients = backward(inputs, forward(inputs), dout, dlse, config={"cta_pair": False})
+    gradients = backward(inputs, forward(inputs), dout, dlse, **more)
     assert_gradients_close(gradients, inputs, dout, dlse)
 
 
