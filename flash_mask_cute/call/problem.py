@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.limits import OPEN_WINDOW
@@ -165,7 +166,7 @@ class AttentionProblem:
 
     def with_few_rows(self, shapes: FwdShapes) -> AttentionProblem:
         """The same, with what its kernel may know of the number of query rows."""
-        rows = shapes.seqlen_q * self.packed_heads
+        rows = shapes.seqlen_q * padded_group(self.packed_heads)
         few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
 

@@ -101,6 +101,8 @@ CASES = (
         scales=("token", "token"),
         keywords=SMALL | {"num_splits": 2},
     ),
+    # at most 32 query rows with heads of a group, and more with those that make it a power of two
+    Fp8Case("a padded group", 64, seqlen_q=10, heads=(3, 1), scales=("head", "token")),
     Fp8Case(
         "prefill",
         64,
