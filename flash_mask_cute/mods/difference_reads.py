@@ -181,11 +181,11 @@ class _Trace:
         difference = self.values.difference_of(known) or ()
         terms = []
         for term, factor in difference:
-            path = self._path_to(term, indices)
-            if path is None:
+            way = self._way_to(term, number)
+            if way is None:
                 return None
             place, span, _, divisor = self.values.term(term)
-            terms.append(DifferenceTerm(place is Place.KEY, factor, divisor, span, path))
+            terms.append(DifferenceTerm(place is Place.KEY, factor, divisor, span, *way))
         if all(abs(x.factor) != 1 for x in terms):
             return None
         batch, head = (
@@ -204,25 +204,34 @@ class _Trace:
         found = key_of(operation.results[0])
         return any(key_of(x.element.ir_value()) == found for x in self.reads)
 
-    def _path_to(self, term: int, indices: Sequence[ir.Value]) -> tuple[Step, ...] | None:
-        """The way from the indices of a read to a term of its difference, by operands; None: it
-        leads into a branch."""
+    def _way_to(self, term: int, number: int) -> tuple[int, tuple[Step, ...]] | None:
+        """The way to a term of a read's difference by operands, as `DifferenceTerm` has it; None:
+        it leads into a branch.
+
+        No way leads through the element of a read, which a kernel may find by another operation.
+        """
         wanted = {key_of(x) for x in self.values.with_number(term)}
-        pending: list[tuple[ir.Value, tuple[Step, ...]]] = []
-        for i, index in enumerate(indices):
-            pending.append((index, (Step("", i),)))
+        elements = {key_of(x.element.ir_value()): i for i, x in enumerate(self.reads)}
+        pending = self._starts(number)
         seen: set[int] = set()
         while pending:
-            value, path = pending.pop()
+            value, behind, path = pending.pop()
             if key_of(value) in wanted:
-                return path
-            operation = maker_of(value)
-            if operation is None or key_of(value) in seen:
+                return behind, path
+            if key_of(value) in seen:
                 continue
             seen.add(key_of(value))
-            for i, operand in enumerate(operands_of(operation)):
-                pending.append((operand, (*path, Step(operation.name, i))))
+            if (read := elements.get(key_of(value))) is not None:
+                pending.extend(self._starts(read))
+            elif (operation := maker_of(value)) is not None:
+                for i, operand in enumerate(operands_of(operation)):
+                    pending.append((operand, behind, (*path, Step(operation.name, i))))
         return None
+
+    def _starts(self, number: int) -> list[tuple[ir.Value, int, tuple[Step, ...]]]:
+        """The indices of a read, with the way to them."""
+        indices = self.reads[number].read.indices
+        return [(_value(x), number, (Step("", i),)) for i, x in enumerate(indices)]
 
     def replace_terms(self, number: int, difference: Int32, place: ir.InsertionPoint) -> None:
         """Let the terms of a read's difference be other numbers of which it is the sum."""
@@ -279,19 +288,19 @@ class ModWithTables:
             return self.func(*others, own)
 
     def _answer(self, tables: Any, batch_idx: Any, head_idx: Any) -> Answer:
-        asked = 0
+        # the indices of all reads up to this one
+        asked: list[tuple[Any, ...]] = []
 
         def element(read: ElementRead) -> cutlass.Numeric | None:
-            nonlocal asked
-            asked += 1
+            asked.append(read.indices)
             for of_table, table in zip(self.reads, tables, strict=True):
-                if of_table.number == asked - 1 and not read.is_learned:
+                if of_table.number == len(asked) - 1 and not read.is_learned:
                     assert of_table.tensor == read.number, "the callable reads as it did"
                     row = (
                         batch_idx[0] if of_table.by_batch else Int32(0),
                         head_idx[0] if of_table.by_head else Int32(0),
                     )
-                    return _element(table, row, _sums(of_table, read.indices))
+                    return _element(table, row, _sums(of_table, asked))
             return None
 
         return element
@@ -306,11 +315,12 @@ class _Sums(NamedTuple):
     are_places: bool
 
 
-def _sums(read: DifferenceRead, indices: Sequence[Any]) -> _Sums:
-    """By the values of a difference's terms, which are behind the indices of the read."""
+def _sums(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
+    """By the values of a difference's terms, which are behind the indices of reads. asked: those of
+    each read up to this one."""
     sums: dict[bool, Int32] = {}
     for term in read.terms:
-        value = _follow(indices, term.path)
+        value = _follow(asked[term.behind], term.path)
         more = value if term.factor == 1 else value * term.factor
         known = sums.get(term.is_key)
         sums[term.is_key] = more if known is None else known + more
@@ -335,7 +345,7 @@ def _follow(indices: Sequence[Any], path: tuple[Step, ...]) -> Int32:
     value = _value(indices[path[0].operand])
     for name, operand in path[1:]:
         operation = maker_of(value)
-        assert operation is not None and operation.name == name, "as in `_Trace._path_to`"
+        assert operation is not None and operation.name == name, "as in `_Trace._way_to`"
         value = operands_of(operation)[operand]
     if isinstance(value.type, ir.VectorType):
         value = vector.extract(value, [], [0] * value.type.rank)

@@ -138,13 +138,15 @@ class DifferenceTerm(NamedTuple):
     """A term of a difference: factor times a function of the key, or of the query.
 
     divisor: the function is the whole part of the place over this; None: another one, whose values
-    are in span. path: the way to its value from the read.
+    are in span. path: the way to its value from the indices of the read with number `behind`, which
+    is the read itself or one whose element an index is made of.
     """
 
     is_key: bool
     factor: int
     divisor: int | None
     span: Span | None
+    behind: int
     path: tuple[Step, ...]
 
 

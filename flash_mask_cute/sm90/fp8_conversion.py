@@ -140,7 +140,8 @@ class Conversion:
             # they are on their way while this block is converted
             following = self._look_up(place, block - 1, scales.next_entry)
         if const_expr(not self.of_keys):
-            # of the keys, whoever converts values wants their word alone
+            # of the keys, whoever converts values wants their word alone, which all lanes have
+            cute.arch.sync_warp()
             codes.k.channel.release(number)
             codes.v.channel.wait(number)
         units = self._read(number)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FP16, Case
+from cases import FP16, FP32, Case
 from conftest import ACTIVE_ARCH, SMS
 from gradient_oracle import make_output_gradients
 from inputs import Inputs
@@ -16,7 +16,7 @@ from planned import call_of, planned
 from quiet_runs import quiet_run
 from simulated_backward import launch_on_simulator
 from tolerances import assert_close_to_oracle
-from trained_mods import assert_aux_gradients_close, make_trained
+from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
 
 from flash_mask_cute.call.choose import difference_tables
 from flash_mask_cute.call.prepare import prepared_fwd
@@ -123,3 +123,35 @@ def test_backward(
             assert torch.equal(found, without[key]), key
         if found is not None and IS_ORDERED:
             assert torch.equal(found, second[key]), key
+
+
+def _of_bucket(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    import cutlass
+
+    return score + aux[-1][aux[-2][cutlass.min(abs(q[0] - k[0]), 20)], h[0]]
+
+
+def test_a_table_of_buckets(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read by what another read finds, in kernels that read elements in different ways."""
+    recipe = TrainedRecipe(
+        _of_bucket,
+        lambda score, b, h, q, k, buckets, table: (
+            score + table[buckets[(q - k).abs().clamp(max=20)].long(), h]
+        ),
+        lambda x: [((21,), torch.int32), ((9, x.heads_q), FP32)],
+    )
+    given = make_trained(Case("buckets", 1, 70, 200, 4, 2, head_dim=64, causal=True), recipe)
+    given.trained[0].copy_(torch.arange(21, dtype=torch.int32) * 5 % 9)
+    dout, _ = make_output_gradients(given.inputs)
+    results = []
+    for is_on in (False, True):
+        tables_always(monkeypatch, is_on)
+        with quiet_run(simulator, 1, launches=1 + is_on):
+            out, lse = forward(given.inputs, 2 * is_on)
+        with quiet_run(simulator, 1, launches=3 + is_on):
+            grads = launch_on_simulator(given.inputs, dout, deterministic=IS_ORDERED)
+        results.append({"out": out, "lse": lse} | grads)
+    assert_close_to_oracle(out, lse, given.inputs)
+    without, found = results
+    for key, x in found.items():
+        assert (x is None and without[key] is None) or torch.equal(x, without[key]), key
