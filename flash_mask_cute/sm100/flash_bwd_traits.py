@@ -42,6 +42,8 @@ TILE_M, WIDE_TILE_M = ROWS, ROWS // 2
 MAX_DIM = 128
 # columns of tiles: heads of other dimensions are rounded up
 TILE_DIMS = (64, 96, 128, 192, 256)
+# columns of the tiles of a pair of CTAs
+PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM)
 NUM_WARPGROUPS = 5
 MASK_REGISTERS = 48
 # columns of dQ that a reduce thread holds, at most
@@ -153,9 +155,9 @@ class Tiles(NamedTuple):
     bits: cute.Tensor  # (words, tile_n)
     words: None = None
     # of a pair: half of the columns of all queries of a block, and of the keys of both CTAs
-    q_columns: cute.Tensor | None = None  # (128, 64, 1)
+    q_columns: cute.Tensor | None = None  # (128, 64 or 96, 1)
     do_columns: cute.Tensor | None = None  # (128, 64, 1)
-    k_columns: cute.Tensor | None = None  # (128, 64, CTAs)
+    k_columns: cute.Tensor | None = None  # see `BwdTraits.layout_key_columns`
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,24 @@ class BwdTraits:
 
     @property
     def tile_dv(self) -> int:
-        return _rounded(self.head_dim_v)
+        least = MAX_DIM if self.is_wide_pair else 0
+        return _rounded(max(self.head_dim_v, least))
 
     @property
     def is_wide(self) -> bool:
         return max(self.head_dim, self.head_dim_v) > MAX_DIM
+
+    @property
+    def is_wide_pair(self) -> bool:
+        """Whether a pair has wide heads. TMEM and shared memory are short: dP lies over half of S,
+        dQ over both, and dS in shared memory over dO and Q by rows, when products have read
+        them."""
+        return self.is_wide and self.cta_pair
+
+    @property
+    def halves_blocks(self) -> bool:
+        """Whether blocks have 64 queries."""
+        return self.is_wide and not self.cta_pair
 
     @property
     def queries(self) -> int:
@@ -228,8 +243,13 @@ class BwdTraits:
 
     @property
     def columns_of_cta(self) -> int:
-        """Columns of a block, and of the keys, that a CTA of a pair loads for dK, dV and dQ."""
+        """Columns of Q, and of the keys, that a CTA of a pair loads for dK and dQ."""
         return self.tile_d // self.group.size
+
+    @property
+    def value_columns_of_cta(self) -> int:
+        """Columns of dO that a CTA of a pair loads for dV."""
+        return self.tile_dv // self.group.size
 
     # -- launches -------------------------------------------------------------------------------
 
@@ -252,7 +272,7 @@ class BwdTraits:
 
     def registers(self, needs_more: bool) -> Registers:
         """needs_more: scores have a soft cap, or lists beside intervals or in a fixed order."""
-        if self.is_wide:
+        if self.halves_blocks:
             return WIDE_REGISTERS
         if self.cta_pair:
             return PAIR_REGISTERS
@@ -264,13 +284,14 @@ class BwdTraits:
 
     @property
     def column_s(self) -> int:
-        """In blocks of 64 queries S and dP lie behind the sums, so that dQ may begin in their place
-        and be wider."""
+        """Of wide heads S and dP lie behind the sums, so that dQ may begin in their place and be
+        wider."""
         return self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d if self.is_wide else 0
 
     @property
     def column_dp(self) -> int:
-        return self.column_s + self.tile_m
+        # of a wide pair, over the second half of S, which has been read then
+        return self.column_s + self.tile_m // (2 if self.is_wide_pair else 1)
 
     @property
     def column_dv(self) -> int:
@@ -284,7 +305,7 @@ class BwdTraits:
     def widths_dq(self) -> tuple[int, ...]:
         """Columns of each product of dQ. An accumulator of 64 rows has 16 of 32 lanes. So of 64
         queries, there are two in the same columns of TMEM, which share the columns of dQ."""
-        if not self.is_wide or self.tile_d <= ROWS // 2:
+        if not self.halves_blocks or self.tile_d <= ROWS // 2:
             return (self.tile_d,)
         first = ROWS if self.tile_d > ROWS else ROWS // 2
         return first, self.tile_d - first
@@ -293,6 +314,8 @@ class BwdTraits:
     def column_dq(self) -> int | None:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
+        if self.is_wide_pair:
+            return self.column_s
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s
         return next((x for x in places if x + self.widths_dq[0] <= NUM_COLUMNS), None)
@@ -391,7 +414,8 @@ class BwdTraits:
 
     @property
     def bytes_ds(self) -> int:
-        return self.rows_of_cta * self.keys_of_ds * 2
+        """Of memory of its own."""
+        return 0 if self.is_wide_pair else self.rows_of_cta * self.keys_of_ds * 2
 
     @property
     def bytes_dq(self) -> int:
@@ -435,7 +459,7 @@ class BwdTraits:
         dims = f"{self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
-        tile_m = WIDE_TILE_M if self.is_wide else TILE_M
+        tile_m = WIDE_TILE_M if self.halves_blocks else TILE_M
         if self.tile_m != tile_m:
             return f"tile_m must be {tile_m} on Blackwell for {dims}, got {self.tile_m}"
         if self.stages_q != 2 and not self.launches()[-1].is_serial:
@@ -444,8 +468,11 @@ class BwdTraits:
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and (self.tile_d, self.tile_dv) != (MAX_DIM, MAX_DIM):
-            return f"cta_pair=True is for tiles of 128 columns on Blackwell, got {dims}"
+        if self.cta_pair and (self.tile_d, self.tile_dv) not in PAIR_TILES:
+            return (
+                "cta_pair=True is for head_dim and head_dim_v from 97 to 128, or head_dim from 129 "
+                f"to 192 and head_dim_v up to 128, on Blackwell, got {dims}"
+            )
         if self.cta_pair and self.stages_do != 1:
             return f"stages_do must be 1 with cta_pair=True on Blackwell, got {self.stages_do}"
         for name, value in (("stages_kv", 1), ("value_cols", 0)):
@@ -501,9 +528,24 @@ class BwdTraits:
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(self.tile_n, self.tile_dv, 1)
 
-    def layout_columns(self, stages: int = 1) -> cute.ComposedLayout:
-        """(128, columns of a CTA, stages): of queries, or of the keys of each CTA of a pair."""
-        return self._rows(ROWS, self.columns_of_cta, stages)
+    def layout_columns(self) -> cute.ComposedLayout:
+        """(128, columns of a CTA, 1): of Q."""
+        return self._rows(ROWS, self.columns_of_cta, 1)
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of keys that lie together in lines: a product of dQ reads those of both CTAs
+        before the next columns."""
+        return next(cols for cols in (64, 32) if self.columns_of_cta % cols == 0)
+
+    def layout_key_columns(self) -> cute.ComposedLayout:
+        """(128 keys, `key_columns`, (CTAs, parts of a CTA's columns))."""
+        parts = self.columns_of_cta // self.key_columns
+        return self._rows(ROWS, self.key_columns, self.group.size * parts)
+
+    def layout_value_columns(self) -> cute.ComposedLayout:
+        """(128, columns of a CTA, 1): of dO."""
+        return self._rows(ROWS, self.value_columns_of_cta, 1)
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
@@ -544,14 +586,18 @@ class BwdTraits:
 
         @cute.struct
         class Storage:
+            if self.is_wide_pair:
+                # dS lies over these, in this order
+                do: elements(self.layout_do())
+                do_columns: elements(self.layout_value_columns())
             q: elements(self.layout_q())
             do: elements(self.layout_do())
             k: elements(self.layout_k())
             v: elements(self.layout_v(), self.makes_dk)
             q_columns: elements(self.layout_columns(), self.cta_pair)
-            do_columns: elements(self.layout_columns(), self.cta_pair)
-            k_columns: elements(self.layout_columns(2), self.cta_pair)
-            ds: elements(self.layout_ds())
+            do_columns: elements(self.layout_value_columns(), self.cta_pair)
+            k_columns: elements(self.layout_key_columns(), self.cta_pair)
+            ds: elements(self.layout_ds(), not self.is_wide_pair)
             dq: floats(self.bytes_dq // 4)
             stats: floats(self.stats_words * self.stages_q)
             bits: words(self.columns.num_words * self.tile_n)
@@ -637,6 +683,10 @@ class BwdTraits:
             **of_pair,
         )
 
+    def memory_ds(self, storage: Any) -> Any:
+        """Of a wide pair, dS begins in the place of dO."""
+        return storage.do if self.is_wide_pair else storage.ds
+
     def tiles(self, storage: Any) -> Tiles:
         tensor = partial(swizzled, dtype=self.dtype)
         dq = None
@@ -646,16 +696,16 @@ class BwdTraits:
         if self.cta_pair:
             of_pair = {
                 "q_columns": tensor(storage.q_columns, self.layout_columns()),
-                "do_columns": tensor(storage.do_columns, self.layout_columns()),
-                "k_columns": tensor(storage.k_columns, self.layout_columns(2)),
+                "do_columns": tensor(storage.do_columns, self.layout_value_columns()),
+                "k_columns": tensor(storage.k_columns, self.layout_key_columns()),
             }
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
             k=tensor(storage.k, self.layout_k()),
             v=tensor(storage.v, self.layout_v()) if self.makes_dk else None,
-            ds=tensor(storage.ds, self.layout_ds()),
-            stored=tensor(storage.ds, self.layout_stored()),
+            ds=tensor(self.memory_ds(storage), self.layout_ds()),
+            stored=tensor(self.memory_ds(storage), self.layout_stored()),
             dq=dq,
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
