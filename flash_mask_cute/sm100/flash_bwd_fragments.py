@@ -7,7 +7,8 @@ import cutlass.utils.blackwell_helpers as blackwell
 
 from flash_mask_cute.core.cta import swizzled
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import HALVES, BwdTraits, Tiles
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Tiles
 from flash_mask_cute.sm100.umma import ROWS
 
 

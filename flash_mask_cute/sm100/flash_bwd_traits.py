@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
@@ -22,18 +21,26 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
-    registers_left,
     scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import PART_OF_HALF, stats_words
-from flash_mask_cute.core.softmax import round_pair
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_registers import (
+    HALVES,
+    MORE_FOR_SCORES,
+    MOST_HELD,
+    NUM_WARPGROUPS,
+    PAIR_REGISTERS,
+    REGISTERS,
+    WIDE_REGISTERS,
+    Registers,
+)
 from flash_mask_cute.sm100.umma import NUM_COLUMNS, ROWS
 
 TILE_N = ROWS
@@ -44,36 +51,12 @@ MAX_DIM = 128
 TILE_DIMS = (64, 96, 128, 192, 256)
 # columns of the tiles of a pair of CTAs
 PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM)
-NUM_WARPGROUPS = 5
-MASK_REGISTERS = 48
-# columns of dQ that a reduce thread holds, at most
-MOST_HELD = 64
 # columns that leave in one part at most: of blocks of 64 queries, and where memory is short
 MOST_OF_PART, LEAST_OF_PART = 64, 32
-# warpgroups that share the queries of a block
-HALVES = 2
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
 STORED_ROWS, STORED_COLS = 32, 32
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
-
-
-class Registers(NamedTuple):
-    """Registers of a thread that computes, and of one that reduces."""
-
-    compute: int
-    reduce: int
-
-    @property
-    def holds_dq(self) -> bool:
-        """Whether dQ of a block leaves TMEM at once (see `BwdTraits.held_parts`)."""
-        return self.reduce > MOST_HELD
-
-    @property
-    def of_helpers(self) -> int:
-        """Registers of a thread that loads, multiplies, schedules or sends."""
-        taken = HALVES * self.compute + self.reduce + MASK_REGISTERS
-        return registers_left(NUM_WARPGROUPS, taken)
 
 
 class Part(Enum):
@@ -82,16 +65,6 @@ class Part(Enum):
     ALL = "all"
     VALUES = "values"
     KEYS = "keys"
-
-
-REGISTERS = Registers(152, 96)
-# for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
-# fixed order: with fewer registers they spill
-MORE_FOR_SCORES = Registers(176, 48)
-# for products that take operands of two CTAs, whose descriptors need more registers
-PAIR_REGISTERS = Registers(144, 96)
-# for half as many queries of a block
-WIDE_REGISTERS = Registers(128, 112)
 
 
 class Role(IntEnum):
@@ -715,27 +688,3 @@ class BwdTraits:
 
 def _rounded(dim: int) -> int:
     return next(cols for cols in TILE_DIMS if cols >= min(dim, TILE_DIMS[-1]))
-
-
-class KeyElements:
-    """`Elements` for a thread that has one key, and its half of a block's queries."""
-
-    num_rows = lanes_per_row = 1
-
-    def row_of(self, thread: Int32, r: int) -> Int32:
-        return thread
-
-    def first_col_of(self, thread: Int32) -> Int32:
-        return Int32(0)
-
-    def col_offset(self, c: int) -> int:
-        return c
-
-    def is_set(self, bits: tuple, r: int, c: int):
-        return bit_tile.is_set(bits[c // bit_tile.WORD], c % bit_tile.WORD)
-
-    def keep_pair(self, words: cute.Tensor, dtype: type, r: int, c: int, p, q) -> None:
-        words[c // 2] = round_pair(p, q, dtype)
-
-
-ELEMENTS = KeyElements()

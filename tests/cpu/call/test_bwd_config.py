@@ -334,9 +334,9 @@ def test_pairs_of_blackwell() -> None:
                     | more
                     | {"override": given},
                 )
-    for d in (64, 192):
-        with pytest.raises(ValueError, match=f"for tiles of 128 columns on Blackwell, got {d}/{d}"):
-            takes_pairs(d, d, override=BwdConfig(cta_pair=True))
+    for dims in ((64, 64), (192, 192), (96, 128), (200, 128), (128, 136)):
+        with pytest.raises(ValueError, match=f"on Blackwell, got {dims[0]}/{dims[1]}"):
+            takes_pairs(*dims, override=BwdConfig(cta_pair=True))
     with pytest.raises(ValueError, match="stages_do must be 1 with cta_pair=True"):
         takes_pairs(128, 128, override=BwdConfig(cta_pair=True, stages_do=2))
 
