@@ -432,6 +432,11 @@ class BwdTraits:
         dims = f"{self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
+        if self.cta_pair and (self.tile_d, self.tile_dv) not in PAIR_TILES:
+            return (
+                "cta_pair=True is for head_dim and head_dim_v from 97 to 128, or head_dim from 129 "
+                f"to 192 and head_dim_v up to 128, on Blackwell, got {dims}"
+            )
         tile_m = WIDE_TILE_M if self.halves_blocks else TILE_M
         if self.tile_m != tile_m:
             return f"tile_m must be {tile_m} on Blackwell for {dims}, got {self.tile_m}"
@@ -441,11 +446,6 @@ class BwdTraits:
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and (self.tile_d, self.tile_dv) not in PAIR_TILES:
-            return (
-                "cta_pair=True is for head_dim and head_dim_v from 97 to 128, or head_dim from 129 "
-                f"to 192 and head_dim_v up to 128, on Blackwell, got {dims}"
-            )
         if self.cta_pair and self.stages_do != 1:
             return f"stages_do must be 1 with cta_pair=True on Blackwell, got {self.stages_do}"
         for name, value in (("stages_kv", 1), ("value_cols", 0)):
