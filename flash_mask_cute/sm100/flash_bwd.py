@@ -55,6 +55,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WALK_STAGES, thread_in_warpgroup
 from flash_mask_cute.core.dq_sums import DqSums, Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
@@ -594,6 +595,13 @@ class FlashAttentionBackwardSm100:
         # -- dQ of the block is complete: (tile_m queries, tile_d)
         channels.dq.wait(number)
         umma.fence_after_wait()
+        if const_expr(self.traits.is_wide_pair):
+            # first what lies over S of the next block, then what lies over its dP
+            over_s = self.traits.parts_over_scores
+            self._stage_together(tiles, channels, number, range(over_s), channels.dq)
+            rest = range(over_s, len(parts))
+            self._stage_together(tiles, channels, number, rest, channels.dq_left)
+            return number + 1
         for i in cutlass.range_constexpr(in_turn):
             channels.out.acquire(number * len(parts) + i)
             umma.fence_after_wait()
@@ -609,21 +617,33 @@ class FlashAttentionBackwardSm100:
             self._publish_part(channels, number * len(parts) + i)
         if const_expr(held):
             # -- the rest into registers; dQ of the next block may replace it in TMEM
-            umma.fence_after_wait()
-            chunks = [
-                [self._load_dq(i, c) for c in range(self._loads_of(i))]
-                for i in range(in_turn, len(parts))
-            ]
-            umma.wait_loads()
-            umma.fence_before_arrival()
-            self._release_dq(channels, number)
-            for i in cutlass.range_constexpr(in_turn, len(parts)):
-                channels.out.acquire(number * len(parts) + i)
-                staged = self._staged(tiles, i)
-                for c in cutlass.range_constexpr(self._loads_of(i)):
-                    self._stage_chunk(chunks[i - in_turn][c], staged, c)
-                self._publish_part(channels, number * len(parts) + i)
+            self._stage_together(tiles, channels, number, range(in_turn, len(parts)), channels.dq)
         return number + 1
+
+    @cute.jit
+    def _stage_together(
+        self,
+        tiles: Tiles,
+        channels: Channels,
+        number: Int32,
+        parts: cutlass.Constexpr[range],
+        channel: Channel,
+    ):
+        """Move parts of dQ of a block out of TMEM together, release their place there by `channel`,
+        and stage them one after the other."""
+        num_parts = len(self.traits.parts_dq)
+        umma.fence_after_wait()
+        chunks = [[self._load_dq(i, c) for c in range(self._loads_of(i))] for i in parts]
+        umma.wait_loads()
+        umma.fence_before_arrival()
+        cute.arch.sync_warp()
+        channel.release(number)
+        for i in cutlass.range_constexpr(parts.start, parts.stop):
+            channels.out.acquire(number * num_parts + i)
+            staged = self._staged(tiles, i)
+            for c in cutlass.range_constexpr(self._loads_of(i)):
+                self._stage_chunk(chunks[i - parts[0]][c], staged, c)
+            self._publish_part(channels, number * num_parts + i)
 
     def _loads_of(self, part: int) -> int:
         """How many times a thread loads of a part."""

@@ -117,7 +117,6 @@ class PairLoads:
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         head, kv_head = block.head_idx, work.head_idx
         row = block.index * traits.tile_m
-        own_row = row + rank * traits.rows_of_cta
         column = rank * traits.columns_of_cta
         rows, columns = operands.rows, operands.columns
         key = work.block * traits.tile_n
@@ -126,7 +125,7 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_queries(work, q_rows, _Place(head, own_row), barrier)
+        self._load_rows(work, q_rows, _Place(head, row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
             self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
@@ -139,7 +138,7 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_queries(work, do_rows, _Place(head, own_row), barrier)
+        self._load_rows(work, do_rows, _Place(head, row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
         do_column = rank * traits.value_columns_of_cta
         self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
@@ -164,6 +163,21 @@ class PairLoads:
         channel.acquire(number)
         channel.expect(number, num_bytes)
         return channel.barrier(number)
+
+    def _load_rows(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of this CTA's half of the queries, all columns. place: of the block."""
+        traits, rank = self.traits, self.traits.group.rank()
+        boxes = traits.rows_of_cta // traits.box_rows
+        for i in range(boxes):
+            first = place.row + traits.query_of(i * traits.box_rows, rank)
+            smem = operand.smem
+            if boxes > 1:
+                shape = traits.box_rows, *cute.shape(smem)[1:]
+                smem = cute.local_tile(smem, shape, (i, 0, 0))
+            box = operand._replace(smem=smem)
+            self._load_queries(work, box, place._replace(row=first), barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
@@ -232,17 +246,17 @@ class Arrivals:
 
     def q(self, number: Int32) -> None:
         """Q by rows."""
-        tiles = ((self.tiles.q, self.traits.rows_of_cta),)
+        tiles = ((self.tiles.q, True),)
         self._await(self.channels.q, self.channels.q_there, number, tiles)
 
     def do(self, number: Int32) -> None:
         """dO both ways."""
-        tiles = (self.tiles.do, self.traits.rows_of_cta), (self.tiles.do_columns, 0)
+        tiles = (self.tiles.do, True), (self.tiles.do_columns, False)
         self._await(self.channels.do, self.channels.do_there, number, tiles)
 
     def q_columns(self, number: Int32) -> None:
         """Q by columns, and with the first one of a work tile K by columns."""
-        tiles = ((self.tiles.q_columns, 0),)
+        tiles = ((self.tiles.q_columns, False),)
         self._await(self.channels.q_columns, self.channels.q_columns_there, number, tiles)
         if self.traits.has_marks:
             self._release_marks(number)
@@ -254,8 +268,8 @@ class Arrivals:
 
     @cute.jit
     def _await(self, channel: Channel, there: Channel, number: Int32, tiles: cutlass.Constexpr):
-        """Wait for a fill of both CTAs. tiles: what it has, and how many rows of a block lie before
-        those of the second CTA."""
+        """Wait for a fill of both CTAs. tiles: what it has, and whether that are the queries of
+        this CTA, not all of a block."""
         channel.wait(number)
         if const_expr(self.traits.has_marks):
             self._clear_marked_rows(number, tiles)
@@ -276,10 +290,12 @@ class Arrivals:
         stage = self.channels.stats.index(number)
         marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
         if any_mark(marks, traits.tile_m):
-            for smem, rows_before in tiles:
-                first = rows_before if const_expr(self.passes_on) else 0
+            for smem, has_half in tiles:
                 for row in cutlass.range(cute.size(smem, mode=[0]), unroll=1):
-                    if is_marked(marks, first + row):
+                    query = row
+                    if const_expr(has_half):
+                        query = traits.query_of(row, int(self.passes_on))
+                    if is_marked(marks, query):
                         clear_row(smem[row, None, 0])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()

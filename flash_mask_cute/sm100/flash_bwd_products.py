@@ -9,7 +9,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
@@ -127,7 +127,7 @@ class BlockProducts:
     @cute.jit
     def _issue_late_values(self, number: Int32, first: Int32):
         """dV of a block whose dP has been issued; it is the last to read the block's dO."""
-        self._issue_dv(number, first)
+        self._issue_whole_dv(number, first)
         self.traits.group.commit(self.channels.do.vacancy(number))
 
     @cute.jit
@@ -149,7 +149,7 @@ class BlockProducts:
             self._issue_dp(number)
         # -- dV when P is there, dK and dQ when dS is
         if const_expr(traits.makes_dv):
-            self._issue_dv(number, first)
+            self._issue_whole_dv(number, first)
         group.commit(self.channels.do.vacancy(number))
         if const_expr(traits.makes_dk):
             self._issue_gradients(number, first)
@@ -157,17 +157,31 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block_in_turn(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """Issue S, dV, dP, dK, dQ of a block of a wide pair: dP lies over S, whose P dV has read.
+        """Issue S, dP, dV, dK, dQ of a block of a wide pair. dP waits until S is in registers, and
+        runs beside the exponentials. dV is in two products: that of the first chunks of queries
+        runs beside the exponentials of the others.
 
         dS lies over dO and Q by rows. So they are released when dQ has read dS, and when dS of the
         other CTA has been sent; dO of a work tile's last block when its sums have left."""
+        group, channels = self.traits.group, self.channels
         if number > first:
-            self.traits.group.commit(self.channels.do.vacancy(number - 1))
+            group.commit(channels.do.vacancy(number - 1))
         self.arrivals.q(number)
         self._issue_scores(number)
         self.arrivals.do(number)
-        self._issue_values(tile, number, first)
+        # the rest of dQ of the block before has been taken from there
+        channels.dq_left.acquire(number)
+        channels.taken.wait_until_released(number)
         self._issue_dp(number)
+        if number == first:
+            # the sums of the work tile before have been taken
+            channels.sums.acquire(tile)
+        steps = umma.CHUNK // umma.STEP
+        channels.first_p.wait_until_released(number)
+        self._issue_dv(number, number > first, range(steps))
+        channels.s.wait_until_released(number)
+        self._issue_dv(number, True, range(steps, 2 * steps))
+        group.commit(channels.dv.barrier(number))
         self._issue_gradients(number, first)
         return number + 1
 
@@ -199,17 +213,26 @@ class BlockProducts:
         if number == first:
             # the sums of the work tile before have been taken
             self.channels.sums.acquire(tile)
-        self._issue_dv(number, first)
+        self._issue_whole_dv(number, first)
 
-    @cute.jit
-    def _issue_dv(self, number: Int32, first: Int32):
-        traits = self.traits
+    def _issue_whole_dv(self, number: Int32, first: Int32) -> None:
         # probabilities are there
         self.channels.s.wait_until_released(number)
+        self._issue_dv(number, number > first)
+
+    @cute.jit
+    def _issue_dv(
+        self,
+        number: Int32,
+        accumulate: bool | Boolean,
+        steps: cutlass.Constexpr[range | None] = None,
+    ):
+        """dV += P^T dO: (128 keys, tile_dv). steps: of the queries of each half, if not all."""
+        traits = self.traits
         umma.fence_after_wait()
         do_tile = self.products.dv_do[None, None, None, self.channels.do.index(number)]
         mma = traits.mma_sums(traits.tile_dv)
-        umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, number > first)
+        umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, accumulate, steps)
 
     @cute.jit
     def _clear_marked_rows(self, number: Int32):

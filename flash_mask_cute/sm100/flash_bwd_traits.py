@@ -12,9 +12,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     RING_STAGES,
@@ -86,9 +88,10 @@ NUM_MASK_WARPS = 4
 
 class Channels(NamedTuple):
     """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
-    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. The last ones are those of a pair:
-    half of the columns of Q, dS in shared memory, and what is there in the CTA that does not issue
-    products."""
+    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. Of a pair: half of the columns of
+    Q, dS in shared memory, and what is there in the CTA that does not issue products. Of a wide
+    pair: taken, released when S is in registers; first_p, when P of the first chunks is there;
+    dq_left, when all of dQ is in registers; dv, full when dV of a block is complete."""
 
     q: Channel
     stats: Channel
@@ -108,6 +111,10 @@ class Channels(NamedTuple):
     do_there: Channel | None = None
     q_columns_there: Channel | None = None
     ds_there: Channel | None = None
+    taken: Channel | None = None
+    first_p: Channel | None = None
+    dq_left: Channel | None = None
+    dv: Channel | None = None
 
 
 class Tiles(NamedTuple):
@@ -180,9 +187,9 @@ class BwdTraits:
 
     @property
     def is_wide_pair(self) -> bool:
-        """Whether a pair has wide heads. TMEM and shared memory are short: dP lies over half of S,
-        dQ over both, and dS in shared memory over dO and Q by rows, when products have read
-        them."""
+        """Whether a pair has wide heads. TMEM and shared memory are short: P and later dS lie over
+        half of S, dP over the other half, dQ over dP and some of S, and dS in shared memory over dO
+        and Q by rows, when products have read them."""
         return self.is_wide and self.cta_pair
 
     @property
@@ -213,6 +220,18 @@ class BwdTraits:
     def rows_of_cta(self) -> int:
         """Queries of a block that a CTA loads for S and dP, and whose dQ it sums."""
         return self.tile_m // self.group.size
+
+    @property
+    def box_rows(self) -> int:
+        """Queries of a box of Q and dO by rows. In a wide pair each CTA has every second chunk of
+        32: then the first chunks of all warpgroups are the first half of the columns of S, and the
+        second chunks, which dP overwrites, the other one."""
+        return umma.CHUNK if self.is_wide_pair else self.rows_of_cta
+
+    def query_of(self, row: Int32 | int, rank: Int32 | int) -> Int32 | int:
+        """The query of a block that a CTA has in a row of Q and dO by rows."""
+        box, in_box = row // self.box_rows, row % self.box_rows
+        return (box * self.group.size + rank) * self.box_rows + in_box
 
     @property
     def columns_of_cta(self) -> int:
@@ -253,7 +272,17 @@ class BwdTraits:
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
-    # those of dP: a warp writes only where it has read itself.
+    # those of dP, or of a wide pair over P: a warp writes only where it has read itself.
+
+    @property
+    def half_step(self) -> int:
+        """Columns of S and dP from a chunk of 32 queries to that of the other half."""
+        return umma.CHUNK if self.is_wide_pair else self.queries
+
+    @property
+    def chunk_step(self) -> int:
+        """Columns of S and dP from a chunk of 32 queries to the next one of its half."""
+        return HALVES * umma.CHUNK if self.is_wide_pair else umma.CHUNK
 
     @property
     def column_s(self) -> int:
@@ -263,8 +292,13 @@ class BwdTraits:
 
     @property
     def column_dp(self) -> int:
-        # of a wide pair, over the second half of S, which has been read then
+        # of a wide pair, over the second half of S, which is in registers then
         return self.column_s + self.tile_m // (2 if self.is_wide_pair else 1)
+
+    @property
+    def column_ds(self) -> int:
+        # of a wide pair, over P, which dV has read then
+        return self.column_s if self.is_wide_pair else self.column_dp
 
     @property
     def column_dv(self) -> int:
@@ -288,7 +322,8 @@ class BwdTraits:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
         if self.is_wide_pair:
-            return self.column_s
+            # behind dS, and with as few columns of S as possible
+            return NUM_COLUMNS - self.tile_d // 2
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s
         return next((x for x in places if x + self.widths_dq[0] <= NUM_COLUMNS), None)
@@ -300,7 +335,8 @@ class BwdTraits:
 
     @property
     def dq_over_scores(self) -> bool:
-        return self.makes_dk and self.column_dq == self.column_s
+        """Whether dQ lies over S; of a wide pair, over a part of it."""
+        return self.makes_dk and (self.is_wide_pair or self.column_dq == self.column_s)
 
     @property
     def is_serial(self) -> bool:
@@ -350,6 +386,12 @@ class BwdTraits:
         most = MOST_HELD // 2 if self.part == Part.KEYS else MOST_HELD
         held_by_thread = max(self.parts_dq) // (ROWS // self.rows_of_cta)
         return min(len(self.parts_dq), most // held_by_thread)
+
+    @property
+    def parts_over_scores(self) -> int:
+        """Of a wide pair, the first so many parts of dQ lie over S."""
+        shared = self.column_s + self.tile_m - self.column_dq
+        return shared // (self.parts_dq[0] // 2)
 
     def size_dq(self, width: int) -> int:
         """Values of a part of dQ."""
@@ -522,9 +564,14 @@ class BwdTraits:
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
+        layout_q, layout_do = self.layout_q(), self.layout_do()
+        if self.is_wide_pair:
+            layout_q, layout_do = (
+                tma.rows_of_stage(tma.one_stage(x), self.box_rows) for x in (layout_q, layout_do)
+            )
         return (
-            (self.layout_q(), self.rows_of_cta, self.tile_d),
-            (self.layout_do(), self.rows_of_cta, self.tile_dv),
+            (layout_q, self.box_rows, self.tile_d),
+            (layout_do, self.box_rows, self.tile_dv),
             (self.layout_k(), self.tile_n, self.tile_d),
             (self.layout_v(), self.tile_n, self.tile_dv),
         )
@@ -592,6 +639,7 @@ class BwdTraits:
             q_columns_barriers: barriers(1)
             ds_barriers: barriers(1)
             there_barriers: barriers(4)
+            in_turn_barriers: barriers(4)
             tmem: cutlass.Int32
 
         return Storage
@@ -637,6 +685,12 @@ class BwdTraits:
             first = storage.there_barriers.data_ptr()
             for i, name in enumerate(("q_there", "do_there", "q_columns_there", "ds_there")):
                 of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
+            if self.is_wide_pair:
+                first = storage.in_turn_barriers.data_ptr()
+                for i, name in enumerate(("taken", "first_p", "dq_left", "dv")):
+                    warps = REDUCE_WARPS if name == "dq_left" else COMPUTE_WARPS
+                    readers = warps * group.size
+                    of_pair[name] = Channel.create(first + 2 * i, 1, 1, readers, group.home)
         else:
             # products, and who reads the statistics
             q = stats = channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q)
