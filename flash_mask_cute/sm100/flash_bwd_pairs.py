@@ -30,7 +30,8 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
 LINE, SWIZZLED_LINES, VECTOR = 128, 8, 16
@@ -152,32 +153,45 @@ class PairLoads:
         self._load_queries(work, q_columns, _Place(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
-            size = traits.group.size
-            for i in cutlass.range_constexpr(cute.size(tiles.k_columns, mode=[2])):
-                first_key = pair_key + i % size * traits.tile_n
-                place = _Place(kv_head, first_key, column + i // size * traits.key_columns, i)
-                self._load_keys(work, k_columns, place, barrier)
+            place = _Place(kv_head, pair_key, column)
+            num_boxes = cute.size(tiles.k_columns, mode=[2])
+            if const_expr(traits.is_wide_pair):
+                # rolled, since addresses and coordinates of all boxes do not fit into registers
+                for i in cutlass.range(num_boxes, unroll=1):
+                    self._load_key_columns(work, k_columns, place, i, barrier)
+            else:
+                for i in cutlass.range_constexpr(num_boxes):
+                    self._load_key_columns(work, k_columns, place, i, barrier)
         return number + 1
+
+    def _load_key_columns(
+        self, work: Work, operand: _Operand, place: _Place, i: int | Int32, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of box i of K by columns. place: of the first box."""
+        traits, size = self.traits, self.traits.group.size
+        row = place.row + i % size * traits.tile_n
+        column = place.column + i // size * traits.key_columns
+        self._load_keys(work, operand, place._replace(row=row, column=column, stage=i), barrier)
 
     def _expect(self, channel: Channel, number: Int32, num_bytes: Int32) -> cute.Pointer:
         channel.acquire(number)
         channel.expect(number, num_bytes)
         return channel.barrier(number)
 
-    def _load_rows(
-        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
-    ) -> None:
+    @cute.jit
+    def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
         """Start the copy of this CTA's half of the queries, all columns. place: of the block."""
         traits, rank = self.traits, self.traits.group.rank()
-        boxes = traits.rows_of_cta // traits.box_rows
-        for i in range(boxes):
-            first = place.row + traits.query_of(i * traits.box_rows, rank)
-            smem = operand.smem
-            if boxes > 1:
-                shape = traits.box_rows, *cute.shape(smem)[1:]
-                smem = cute.local_tile(smem, shape, (i, 0, 0))
-            box = operand._replace(smem=smem)
-            self._load_queries(work, box, place._replace(row=first), barrier)
+        if const_expr(not traits.is_wide_pair):
+            first = place.row + traits.query_of(0, rank)
+            self._load_queries(work, operand, place._replace(row=first), barrier)
+        else:
+            rows, smem = traits.box_rows, operand.smem
+            for i in cutlass.range(traits.rows_of_cta // rows, unroll=1):
+                first = place.row + traits.query_of(i * rows, rank)
+                part = cute.local_tile(smem, (rows, *cute.shape(smem)[1:]), (i, 0, 0))
+                box = operand._replace(smem=part)
+                self._load_queries(work, box, place._replace(row=first), barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer

@@ -17,7 +17,8 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import Products
 from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
 # would be computed once, before all blocks, for which a thread has no registers

@@ -23,7 +23,8 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
 from flash_mask_cute.sm100.flash_bwd_pairs import PeerGrads
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # 16-bit values that a thread writes at once
 VECTOR_16_BITS = 8

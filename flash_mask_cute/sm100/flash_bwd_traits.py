@@ -5,8 +5,6 @@ Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made wher
 
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from functools import partial
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,20 +15,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
-    RING_STAGES,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
-    WALK_STAGES,
-    scheduler_rings,
-    swizzled,
 )
-from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import PART_OF_HALF, stats_words
-from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
-from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import (
@@ -84,60 +73,6 @@ class Role(IntEnum):
 COMPUTE_WARPS = Role.REDUCE - Role.COMPUTE
 REDUCE_WARPS = Role.LOAD - Role.REDUCE
 NUM_MASK_WARPS = 4
-
-
-class Channels(NamedTuple):
-    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
-    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. Of a pair: half of the columns of
-    Q, dS in shared memory, and what is there in the CTA that does not issue products. Of a wide
-    pair: taken, released when S is in registers; first_p, when P of the first chunks is there;
-    dq_left, when all of dQ is in registers; dv, full when dV of a block is complete."""
-
-    q: Channel
-    stats: Channel
-    do: Channel
-    kv: Channel | None
-    s: Channel
-    dp: Channel | None
-    dq: Channel | None
-    sums: Channel
-    out: Channel | None
-    bits: Channel
-    ring: WorkRing
-    walk: WalkRing
-    q_columns: Channel | None = None
-    ds: Channel | None = None
-    q_there: Channel | None = None
-    do_there: Channel | None = None
-    q_columns_there: Channel | None = None
-    ds_there: Channel | None = None
-    taken: Channel | None = None
-    first_p: Channel | None = None
-    dq_left: Channel | None = None
-    dv: Channel | None = None
-
-
-class Tiles(NamedTuple):
-    """The contents of shared memory: see `BwdTraits` for the layouts.
-
-    ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
-    a part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
-    """
-
-    q: cute.Tensor  # (tile_m, tile_d, stages_q)
-    do: cute.Tensor  # (tile_m, tile_dv, stages_do)
-    k: cute.Tensor  # (128, tile_d, 1)
-    v: cute.Tensor | None  # (128, tile_dv, 1)
-    ds: cute.Tensor  # (tile_m queries, 128 keys, 1); of a pair: see `BwdTraits.layout_ds`
-    stored: cute.Tensor  # (32 keys, 32 columns, places of warps)
-    dq: cute.Tensor | None  # (values of a part,)
-    stats: cute.Tensor  # (stats_words, stages_q)
-    bits: cute.Tensor  # (words, tile_n)
-    words: None = None
-    # of a pair: half of the columns of all queries of a block, and of the keys of both CTAs
-    q_columns: cute.Tensor | None = None  # (128, 64 or 96, 1)
-    do_columns: cute.Tensor | None = None  # (128, 64, 1)
-    k_columns: cute.Tensor | None = None  # see `BwdTraits.layout_key_columns`
 
 
 @dataclass(frozen=True)
@@ -587,157 +522,6 @@ class BwdTraits:
         tile = (STORED_ROWS, STORED_COLS)
         places = self.store_places * COMPUTE_WARPS
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, places)
-
-    def storage(self) -> cute.struct:
-        """The shared memory of a CTA."""
-
-        def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
-            size = cute.cosize(layout) if is_there else 0
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
-
-        def barriers(stages: int) -> type:
-            return cute.struct.MemRange[cutlass.Int64, 2 * stages]
-
-        def words(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[cutlass.Int32, count], 16]
-
-        def floats(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[cutlass.Float32, count], 128]
-
-        @cute.struct
-        class Storage:
-            if self.is_wide_pair:
-                # dS lies over these, in this order
-                do: elements(self.layout_do())
-                do_columns: elements(self.layout_value_columns())
-            q: elements(self.layout_q())
-            do: elements(self.layout_do())
-            k: elements(self.layout_k())
-            v: elements(self.layout_v(), self.makes_dk)
-            q_columns: elements(self.layout_columns(), self.cta_pair)
-            do_columns: elements(self.layout_value_columns(), self.cta_pair)
-            k_columns: elements(self.layout_key_columns(), self.cta_pair)
-            ds: elements(self.layout_ds(), not self.is_wide_pair)
-            dq: floats(self.bytes_dq // 4)
-            stats: floats(self.stats_words * self.stages_q)
-            bits: words(self.columns.num_words * self.tile_n)
-            ring: words(WORDS * RING_STAGES)
-            walk: words(WORDS * WALK_STAGES)
-            predecessors: words(CHUNK * WALK_STAGES)
-            q_barriers: barriers(self.stages_q)
-            do_barriers: barriers(self.stages_do)
-            s_barriers: barriers(1)
-            dp_barriers: barriers(1)
-            dq_barriers: barriers(1)
-            sums_barriers: barriers(1)
-            out_barriers: barriers(1)
-            bits_barriers: barriers(1)
-            ring_barriers: barriers(RING_STAGES)
-            walk_barriers: barriers(WALK_STAGES)
-            kv_barriers: barriers(1)
-            stats_barriers: barriers(self.stages_q)
-            q_columns_barriers: barriers(1)
-            ds_barriers: barriers(1)
-            there_barriers: barriers(4)
-            in_turn_barriers: barriers(4)
-            tmem: cutlass.Int32
-
-        return Storage
-
-    def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
-    ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
-        group = self.group
-        # load and mma, and those of many warps; with dQ also send and reduce
-        num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
-        ring, walk = scheduler_rings(
-            storage,
-            (num_walkers, 0),
-            ascending=True,
-            uncut_first=False,
-            predecessors=predecessors,
-            fields=lengths.work_fields,
-            chunk_fields=lengths.chunk_fields,
-        )
-
-        def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
-            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
-
-        def multiplied(barriers: Any, consumers: int) -> Channel:
-            count = consumers * group.size
-            return Channel.create(barriers.data_ptr(), 1, 1, count, group.home)
-
-        dp = dq = out = None
-        if self.makes_dk:
-            dp = multiplied(storage.dp_barriers, COMPUTE_WARPS)
-            dq = multiplied(storage.dq_barriers, REDUCE_WARPS)
-            out = channel(storage.out_barriers, REDUCE_WARPS, 1)
-        of_pair: dict[str, Channel] = {}
-        if self.cta_pair:
-            q = channel(storage.q_barriers, 1, 1)
-            # who clears marked rows reads them, too
-            readers = COMPUTE_WARPS + self.has_marks
-            stats = channel(storage.stats_barriers, 1, readers, self.stages_q)
-            of_pair["q_columns"] = channel(storage.q_columns_barriers, 1, 1)
-            # the warps of one half, and the bytes of the other CTA's
-            of_pair["ds"] = channel(storage.ds_barriers, COMPUTE_WARPS // HALVES, 1)
-            first = storage.there_barriers.data_ptr()
-            for i, name in enumerate(("q_there", "do_there", "q_columns_there", "ds_there")):
-                of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
-            if self.is_wide_pair:
-                first = storage.in_turn_barriers.data_ptr()
-                for i, name in enumerate(("taken", "first_p", "dq_left", "dv")):
-                    warps = REDUCE_WARPS if name == "dq_left" else COMPUTE_WARPS
-                    readers = warps * group.size
-                    of_pair[name] = Channel.create(first + 2 * i, 1, 1, readers, group.home)
-        else:
-            # products, and who reads the statistics
-            q = stats = channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q)
-        return Channels(
-            q=q,
-            stats=stats,
-            do=channel(storage.do_barriers, 1, 1, self.stages_do),
-            kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1) if self.holds_keys else None,
-            s=multiplied(storage.s_barriers, COMPUTE_WARPS),
-            dp=dp,
-            dq=dq,
-            sums=multiplied(storage.sums_barriers, COMPUTE_WARPS),
-            out=out,
-            bits=channel(storage.bits_barriers, NUM_MASK_WARPS, COMPUTE_WARPS),
-            ring=ring,
-            walk=walk,
-            **of_pair,
-        )
-
-    def memory_ds(self, storage: Any) -> Any:
-        """Of a wide pair, dS begins in the place of dO."""
-        return storage.do if self.is_wide_pair else storage.ds
-
-    def tiles(self, storage: Any) -> Tiles:
-        tensor = partial(swizzled, dtype=self.dtype)
-        dq = None
-        if self.makes_dk:
-            dq = storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4))
-        of_pair = {}
-        if self.cta_pair:
-            of_pair = {
-                "q_columns": tensor(storage.q_columns, self.layout_columns()),
-                "do_columns": tensor(storage.do_columns, self.layout_value_columns()),
-                "k_columns": tensor(storage.k_columns, self.layout_key_columns()),
-            }
-        return Tiles(
-            q=tensor(storage.q, self.layout_q()),
-            do=tensor(storage.do, self.layout_do()),
-            k=tensor(storage.k, self.layout_k()),
-            v=tensor(storage.v, self.layout_v()) if self.makes_dk else None,
-            ds=tensor(self.memory_ds(storage), self.layout_ds()),
-            stored=tensor(self.memory_ds(storage), self.layout_stored()),
-            dq=dq,
-            stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
-            bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
-            **of_pair,
-        )
 
 
 def _rounded(dim: int) -> int:

@@ -593,17 +593,18 @@ _SM100_PAIR = BwdRow(
     min_window=512,
     without_lists=True,
 )
-# By the same model, a pair at 192/128 columns is level with two CTAs, whose products wait less.
-_SM100_WIDE_PAIR = BwdRow(
-    *(192, 128, 128, 2, 1, 1, 0),
-    "a pair adds half as much of dQ to memory, but its products wait for each other",
+# By the same model, a pair at 192/128 columns keeps them busy for 72 %, and single CTAs for 51 %.
+_SM100_WIDE_PAIR = _SM100_PAIR._replace(
+    max_dim=192,
+    reason="two CTAs have room for blocks of 128 queries, and add half as much of dQ to memory",
     above_dim=128,
-    clears_dq=True,
-    cta_pair=True,
-    if_asked=True,
+)
+# The rows of single CTAs have blocks of 64 queries, which no pair has.
+_SM100_ASKED_PAIR = _SM100_WIDE_PAIR._replace(
+    if_asked=True, min_seqlen_k=0, min_window=0, without_lists=False
 )
 # On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
-SM100_BWD = (_SM100_PAIR, _SM100_WIDE_PAIR) + tuple(
+SM100_BWD = (_SM100_PAIR, _SM100_WIDE_PAIR, _SM100_ASKED_PAIR) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
         (64, 64, 128, 2, 2, "two query blocks in flight"),
