@@ -41,7 +41,8 @@ dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`B
 
 With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
 mma warp of the first one issues the products of both (`flash_bwd_pairs`). dS in shared memory then
-has a channel of its own, from the compute warps of both CTAs.
+has a channel of its own, from the compute warps of both CTAs. Pairs of wide heads have another
+order of products, and channels for what lies over each other in TMEM (`flash_bwd_storage`).
 """
 
 import copy
