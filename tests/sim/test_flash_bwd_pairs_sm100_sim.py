@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from types import ModuleType
 import pytest
 from cases import BF16, FP16, MASK_CASES, Case
 from inputs import make_inputs
-from random_cases import small_case
 from simulated_backward import run_hostile, run_sim
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused_gradients
 
@@ -53,13 +51,6 @@ PLAIN_MASKS = tuple(
 @pytest.mark.parametrize("position", range(len(PLAIN_MASKS)), ids=lambda i: PLAIN_MASKS[i].id)
 def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(PLAIN_MASKS[position]), (1,), config=PAIR)
-
-
-@pytest.mark.parametrize("number", range(24))
-def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
-    case = replace(small_case(random.Random(2000 + number), ((128, 128),), 300), pack_gqa=None)
-    case = replace(case, score_mod=None, softcap=0.0)
-    run_sim(simulator, make_inputs(case, seed=number), (number,), config=PAIR)
 
 
 def test_work_tiles_of_pairs_together(
