@@ -9,6 +9,7 @@ which of both it is, and why.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.choose.arch import ArchSpec
@@ -105,7 +106,7 @@ def with_token_lists(
 
 def list_facts(problem: AttentionProblem) -> ListFacts:
     """What determines the code of the kernels that make lists."""
-    own = {"has_lse": reads_lse(problem)}
+    own: dict[str, Any] = {"has_lse": reads_lse(problem)}
     names = (x.name for x in fields(ListFacts) if x.name not in own)
     return ListFacts(**{name: getattr(problem, name) for name in names}, **own)
 
