@@ -25,8 +25,8 @@ _TILES = QueryTiles(64, 1)
 
 @dataclass(frozen=True)
 class ListFacts:
-    """Facts that determine the code of the kernels: which masks and lengths there are. q_start: as
-    in `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list."""
+    """Facts that determine the code of the kernels: which masks and lengths there are, by the names
+    of `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list."""
 
     is_causal: bool = False
     has_window_left: bool = False
@@ -96,8 +96,8 @@ class MadeLists(NamedTuple):
 
 
 class ListLengths(NamedTuple):
-    """Lengths of a call, as its kernels take them. q_start: a tensor, a number, or None. lse: where
-    facts say so, of the call."""
+    """Lengths of a call, as the kernels of lists take them, in their order. q_start: a tensor, a
+    number, or None. lse: where facts say so, of the call."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -159,13 +159,9 @@ def fill_lists(
     blocks = extents.num_blocks(extents.keys, extents.block_size, facts.varlen_k)
     counts = bits.new_empty((extents.heads, chunks, bits.shape[-1] * WORD))
     starts = bits.new_empty((extents.heads, blocks + 1))
-    x = lengths
-    function(
-        bits, counts, starts, *made, extents.block_size, extents.tile_n, extents.num_tiles(facts),
-        extents.most_rows, extents.range_rows, extents.rows, extents.keys, x.cu_seqlens_q,
-        x.cu_seqlens_k, x.seqused_q, x.seqused_k, x.window_left, x.window_right, x.q_start,
-        x.lse,
-    )  # fmt: skip
+    x = extents
+    numbers = x.block_size, x.tile_n, x.num_tiles(facts), x.most_rows, x.range_rows, x.rows, x.keys
+    function(bits, counts, starts, *made, *numbers, *lengths)
 
 
 def compile_token_lists(facts: ListFacts, arch: str, cache: CompileCache = CACHE) -> Compiled:

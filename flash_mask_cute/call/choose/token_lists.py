@@ -8,7 +8,8 @@ which of both it is, and why.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.choose.arch import ArchSpec
@@ -105,17 +106,9 @@ def with_token_lists(
 
 def list_facts(problem: AttentionProblem) -> ListFacts:
     """What determines the code of the kernels that make lists."""
-    return ListFacts(
-        is_causal=problem.is_causal,
-        has_window_left=problem.has_window_left,
-        has_window_right=problem.has_window_right,
-        varlen_q=problem.varlen_q,
-        varlen_k=problem.varlen_k,
-        has_seqused_q=problem.has_seqused_q,
-        has_seqused_k=problem.has_seqused_k,
-        q_start=problem.q_start,
-        has_lse=reads_lse(problem),
-    )
+    own: dict[str, Any] = {"has_lse": reads_lse(problem)}
+    names = (x.name for x in fields(ListFacts) if x.name not in own)
+    return ListFacts(**{name: getattr(problem, name) for name in names}, **own)
 
 
 def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> ListExtents:
