@@ -18,6 +18,7 @@ import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
 import test_mask_bits_sim as mask_bits
+import test_page_sizes_sim as page_sizes
 import test_segments_sim as segments
 import test_selected_sim
 import test_slow_roles_sm100_sim
@@ -150,6 +151,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "fold-of-segments": (
         lambda sim: segments.test_against_oracle(sim, segments.ORACLE_CASES[0]),
         ("kernels.fold.kernel",),
+    ),
+    "rows-of-pages": (
+        lambda sim: page_sizes.test_against_oracle(sim, page_sizes.ROWS_OF_PAGES),
+        (FORWARD,),
     ),
     "bits-of-a-choice": (
         lambda sim: test_selected_sim.test_bits(sim, QueryTiles(8, 4), 32, "int32"),
