@@ -110,11 +110,25 @@ class TensorReads(NamedTuple):
 class ModReads(NamedTuple):
     """The reads of a score_mod, of the tensors whose gradients are wanted, by their numbers.
 
-    is_shift: the derivative by the score is 1.
+    is_shift: the derivative by the score is 1. adds_alike: the modified score is the score plus, or
+    minus, one number that neither score nor batch entry determine.
     """
 
     tensors: Mapping[int, TensorReads]
     is_shift: bool = False
+    adds_alike: bool = False
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The tensors of which a batch entry's scores each read another element, the same in all
+        entries, and whose gradients are sums of dS times a constant."""
+        if not self.adds_alike:
+            return ()
+        return tuple(
+            i
+            for i, x in self.tensors.items()
+            if x.is_once_an_entry and not x.is_once and x.has_constant_factors
+        )
 
     @property
     def of_many(self) -> tuple[int, ...]:

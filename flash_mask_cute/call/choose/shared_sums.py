@@ -1,0 +1,93 @@
+"""Which gradients of aux tensors a kernel of its own sums over the batch, and in how many parts.
+
+`sm90/flash_bwd_shared.py` has one owner for each element of a table that all batch entries share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import BwdChoice
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.mods.traits import find_reads
+from flash_mask_cute.runtime.target import Target
+
+# queries and keys of a tile (`sm90/flash_bwd_shared.py`)
+TILE = 128
+# With one entry, no two scores add to an element.
+LEAST_BATCH = 2
+MOST_PARTS = 32
+# Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
+# as, and clocks for which an SM writes and reads a byte of a part's sums.
+ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
+
+
+class SharedSums(NamedTuple):
+    """numbers: of the aux tensors. parts: of the batch, each with sums of its own."""
+
+    numbers: tuple[int, ...]
+    parts: int
+
+    def num_bytes(self, sizes: Sequence[int]) -> int:
+        """Of the sums. sizes: elements of each aux tensor."""
+        return sum(4 * self.parts * sizes[i] for i in self.numbers)
+
+    def problem_fields(self, problem: AttentionProblem) -> dict[str, Any]:
+        """The fields of the problem that is left to the main kernel."""
+        fields = "wants_aux", "exact_aux", "entry_aux"
+        return {x: tuple(i for i in getattr(problem, x) if i not in self.numbers) for x in fields}
+
+
+def choose_shared_sums(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    choice: BwdChoice,
+    target: Target,
+) -> SharedSums | None:
+    """None: the main kernel sums all gradients."""
+    score_mod = masks.score_mod
+    if score_mod is None or not problem.wants_aux or not _is_possible(problem, choice, target):
+        return None
+    numbers = find_reads(score_mod, problem, problem.wants_aux).shared
+    if not numbers or shapes.batch < LEAST_BATCH:
+        return None
+    return SharedSums(numbers, num_parts(shapes, target.num_sms))
+
+
+def _is_possible(problem: AttentionProblem, choice: BwdChoice, target: Target) -> bool:
+    """Whether the kernel can compute the scores of a problem."""
+    if not arch_spec(target).backward.owns_shared or choice.tile_n != TILE:
+        return False
+    others = (
+        *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
+        *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),
+        *(problem.common_kv, problem.tables, problem.summed, problem.token_lists),
+    )
+    absent = problem.intervals, problem.mask_mod, problem.score_mod_bwd, problem.q_start
+    if any(others) or any(x is not None for x in absent):
+        return False
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
+
+    dims = problem.head_dim, problem.head_dim_v
+    traits = SharedTraits(
+        cutlass_dtype(problem.dtype), *dims, choice.tiles.tile_m, problem.may_empty_rows
+    )
+    return traits.fits
+
+
+def num_parts(shapes: FwdShapes, num_sms: int) -> int:
+    """The parts of the batch by which the kernel is estimated to take least time."""
+    tiles = shapes.heads_q * -(-shapes.seqlen_q // TILE) * -(-shapes.seqlen_k // TILE)
+    num_bytes = 8 * shapes.heads_q * shapes.seqlen_q * shapes.seqlen_k
+
+    def clocks(parts: int) -> float:
+        waves = -(-tiles * parts // num_sms)
+        entries = -(-shapes.batch // parts) + ENTRIES_OF_ENDS
+        return waves * entries * ENTRY_CLOCKS + parts * num_bytes / num_sms * BYTE_CLOCKS
+
+    return min(range(1, min(shapes.batch, MOST_PARTS) + 1), key=clocks)
