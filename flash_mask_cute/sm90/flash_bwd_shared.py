@@ -490,25 +490,26 @@ class SharedGradientsSm90:
         scores, grads, more, sums = (wgmma.rows_by_cols(x) for x in (acc_S, acc_dP, added, total))
         if const_expr(self.traits.has_marks):
             self._clear_marked(half, stats, scores, grads)
-        lse, delta, reference = (self._columns_of(stats, i) for i in range(STATS))
-        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
-                score = cute.math.fma(scores[r, c], scales.scale_mod, more[r, c])
-                score = rounded_difference(score, reference[c])
-                exponent = cute.math.fma(score, scales.scale_log2, -lse[c])
-                prob = cute.math.exp2(exponent, fastmath=True)
-                if const_expr(bits is not None):
-                    prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
-                sums[r, c] = cute.math.fma(prob, grads[r, c] - delta[c], sums[r, c])
+        statistics = [self._statistic(stats, i) for i in range(STATS)]
+        for first in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
+            # loaded pair by pair: all would take 48 registers
+            lse, delta, reference = (x[None, first // 2].load() for x in statistics)
+            for i in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
+                    c = first + i
+                    score = cute.math.fma(scores[r, c], scales.scale_mod, more[r, c])
+                    score = rounded_difference(score, reference[i])
+                    exponent = cute.math.fma(score, scales.scale_log2, -lse[i])
+                    prob = cute.math.exp2(exponent, fastmath=True)
+                    if const_expr(bits is not None):
+                        prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
+                    sums[r, c] = cute.math.fma(prob, grads[r, c] - delta[i], sums[r, c])
 
-    def _columns_of(self, stats: cute.Tensor, i: int) -> cute.Tensor:
-        """A statistic of the queries of a thread's columns, in registers."""
+    def _statistic(self, stats: cute.Tensor, i: int) -> cute.Tensor:
+        """A statistic of the queries of a thread's columns, in pairs."""
         first = i * ROWS_PER_WARPGROUP + wgmma.first_col_of(thread_in_warpgroup())
         layout = cute.make_layout((2, ROWS_PER_WARPGROUP // 8), stride=(1, 8))
-        source = cute.make_tensor((stats.iterator + first).align(8), layout)
-        found = cute.make_rmem_tensor(layout.shape, Float32)
-        cute.autovec_copy(source, found)
-        return found
+        return cute.make_tensor((stats.iterator + first).align(8), layout)
 
     @cute.jit
     def _clear_marked(

@@ -314,7 +314,7 @@ LINE_CASES = (
     (Case("t5-d256", 1, 70, 140, 2, 1, head_dim=256, causal=True), "t5"),
     (Case("buckets", 2, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets"),
     (Case("buckets-softcap", 1, 100, 129, 1, 1, causal=True, softcap=12.0), "buckets"),
-    (Case("pair-batch3", 3, 140, 130, 2, 2, head_dim=32), "pair"),
+    (Case("pair-seqused", 3, 140, 130, 2, 2, head_dim=32, seqused_k=(130, 60, 0)), "pair"),
     (Case("axial", 2, 144, 170, 2, 2, head_dim=64), "axial"),
     (
         Case(
