@@ -120,15 +120,17 @@ class ModReads(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The tensors of which a batch entry's scores each read another element, the same in all
-        entries, and whose gradients are sums of dS times a constant."""
+        """The tensors whose elements are the same in all batch entries, and whose gradients are
+        sums of dS times constants."""
         if not self.adds_alike:
             return ()
-        return tuple(
-            i
-            for i, x in self.tensors.items()
-            if x.is_once_an_entry and not x.is_once and x.has_constant_factors
-        )
+        of_sums = (i for i in self.of_many if self.tensors[i].has_constant_factors)
+        return tuple(of_sums)
+
+    @property
+    def shared_once(self) -> tuple[int, ...]:
+        """Those of them of which a batch entry's scores each read another element."""
+        return tuple(i for i in self.shared if self.tensors[i].is_once_an_entry)
 
     @property
     def of_many(self) -> tuple[int, ...]:

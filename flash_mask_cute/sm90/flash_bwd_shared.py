@@ -1,13 +1,14 @@
-"""Gradients of tables that all batch entries share, as a bias of pairs: one owner for each element.
+"""Gradients of tables that all batch entries share, as a bias of pairs or of windows has them.
 
-If a score_mod adds an element of query, key and head to the score, the element's gradient is the
+If a score_mod adds a number of query, key and head to the score, the gradient of an element is a
 sum of dS over the batch. In the main kernel each score would be an addition to memory. Here a CTA
 owns 128 queries by 128 keys of a head, and walks over batch entries: it computes
 
     S^T = K Q^T        dP^T = V dO^T        dS = exp(S + bias - LSE) * (dP - delta)
 
 again and sums dS in registers. What the score_mod adds stays in registers, too, because it is the
-same for all entries. So nothing is added in memory, and the order of sums is fixed.
+same for all entries. If no two scores of an entry read the same element of a tensor, its sums are
+stored, and their order is fixed. Others are added to memory, once for a query and a key.
 
 | warps             | role | work                                                   |
 |-------------------|------|--------------------------------------------------------|
@@ -15,7 +16,8 @@ same for all entries. So nothing is added in memory, and the order of sums is fi
 | warpgroups 1, 2   | mma  | 64 keys each, by two halves of 64 queries              |
 
 A batch entry is two fills: Q, K and statistics for S, and dO and V for dP. Few tiles would leave
-SMs idle, so the batch may have parts. Each part has sums of its own (`call/choose/shared_sums.py`).
+SMs idle, so the batch may have parts, which have stored sums of their own
+(`call/choose/shared_sums.py`).
 
 Elements outside the sequences are computed from whatever lies there, and not stored.
 """
@@ -44,7 +46,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.tile_state import PARTIAL, has_visible
-from flash_mask_cute.mods.aux_gradients import offset_in
+from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import differentiate
 from flash_mask_cute.rules import bit_tile
@@ -211,6 +213,7 @@ class SharedGradientsSm90:
     :param tile_m: see `SharedTraits`
     :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
     :param wants_aux: numbers of the tensors to sum for, which are among `ModReads.shared`
+    :param once: those of them whose sums are stored, of `ModReads.shared_once`
     :param is_causal, is_local: as in the main kernel
     :param may_empty_rows: as in the main kernel
     """
@@ -223,6 +226,7 @@ class SharedGradientsSm90:
         tile_m: int,
         score_mod: Callable[..., Any],
         wants_aux: tuple[int, ...],
+        once: tuple[int, ...],
         is_causal: bool,
         is_local: bool,
         may_empty_rows: bool,
@@ -232,6 +236,7 @@ class SharedGradientsSm90:
             raise ValueError(f"head dimensions {head_dim}/{head_dim_v} are too wide")
         self.score_mod = score_mod
         self.wants_aux = wants_aux
+        self.once = once
         self.is_causal = is_causal
         self.is_local = is_local
 
@@ -246,6 +251,7 @@ class SharedGradientsSm90:
         sums: tuple,
         aux_tensors: tuple,
         softmax_scale: Float32,
+        num_parts: Int32,
         stream,
         window_size_left: Int32 | None = None,
         window_size_right: Int32 | None = None,
@@ -254,8 +260,9 @@ class SharedGradientsSm90:
         """Launch on `stream`.
 
         :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense
-        :param sums: of each wanted tensor, fp32 (parts, *its shape); elements that some query, key
-            and head read are written
+        :param sums: of each wanted tensor, fp32 (parts, *its shape), of which elements that some
+            query, key and head read are written; or those to which terms are added (`AuxSums`)
+        :param num_parts: of the batch
         :param window_size_left, window_size_right, mask_bit_tensors: as in the main kernel
         """
         traits = self.traits
@@ -281,7 +288,7 @@ class SharedGradientsSm90:
             WindowArgs(window_size_left, window_size_right),
             mask_bits,
         ).launch(
-            grid=(heads * m_tiles * n_tiles, sums[0].shape[0], 1),
+            grid=(heads * m_tiles * n_tiles, num_parts, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -623,8 +630,9 @@ class SharedGradientsSm90:
         aux_tensors: tuple,
         totals: list[cute.Tensor],
     ) -> None:
-        """Write the sums, times the derivatives by the elements."""
+        """Write the sums, times the derivatives by the elements, or add them."""
         targets = dict(zip(self.wants_aux, sums, strict=True))
+        added = AuxSums({i: x for i, x in targets.items() if i not in self.once})
         for half, acc in enumerate(totals):
             values = wgmma.rows_by_cols(acc)
             for c in range(cute.size(values, mode=[1])):
@@ -637,10 +645,13 @@ class SharedGradientsSm90:
                     _, _, terms = differentiate(
                         self.score_mod, Float32(0.0), *place, aux_tensors, self.wants_aux
                     )
+                    added.add([x for x in terms if x[0] not in self.once], values[r, c], exists)
                     for number, coordinates, factor in terms:
-                        target = targets[number]
-                        at = offset_in(target, (part.number, *coordinates))
-                        _store_if(exists, target.iterator + at, values[r, c] * factor)
+                        if number in self.once:
+                            target = targets[number]
+                            at = offset_in(target, (part.number, *coordinates))
+                            _store_if(exists, target.iterator + at, values[r, c] * factor)
+        added.flush()
 
 
 def _store_if(condition: Boolean, place: cute.Pointer, value: Float32) -> None:

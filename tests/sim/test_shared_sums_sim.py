@@ -66,6 +66,13 @@ def test_the_order_is_fixed(simulator: ModuleType) -> None:
     assert plan.shared is not None and not plan.problem.exact_aux and not plan.problem.wants_aux
 
 
+def test_sums_of_windows_are_exact(simulator: ModuleType) -> None:
+    """Additions of several queries and keys to an element, in any order."""
+    given = make_trained(*SHARED_CASES[-1])
+    found = [gradients(simulator, given, seed, deterministic=True)[0] for seed in (2, 3)]
+    assert torch.equal(*found)
+
+
 def test_rows_that_are_not_finite(simulator: ModuleType) -> None:
     """Queries that see nothing may have anything in q and dout."""
     case = Case("pair-nan", 2, 200, 70, 1, 1, head_dim=32, causal=True)

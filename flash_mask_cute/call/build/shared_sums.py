@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from flash_mask_cute.call.build.kernel_operands import BACKWARD
@@ -27,15 +28,15 @@ def compile_shared_sums(
     cache: CompileCache = CACHE,
 ) -> Compiled:
     """The compiled kernel, from the cache or built now. `function` takes q, k, v, dout and stats as
-    the main kernel does, the sums and the aux tensors, as tuples, the scale, both sides of the
-    window, and mask bits."""
+    the main kernel does, the sums and the aux tensors, as tuples, the scale, the number of
+    parts, both sides of the window, and mask bits."""
     facts = {
         "dtype": problem.dtype,
         "head_dims": (problem.head_dim, problem.head_dim_v),
         "tile_m": choice.tiles.tile_m,
         "score_mod": problem.score_mod,
         "aux": problem.aux,
-        "numbers": shared.numbers,
+        "sums": (shared.numbers, shared.once, shared.exact),
         "is_causal": problem.is_causal,
         "window": (problem.has_window_left, problem.has_window_right),
         "reads_mask_bits": problem.reads_mask_bits,
@@ -59,6 +60,8 @@ def build_shared_sums(
     target: Target,
 ) -> Compiled:
     """Compile now."""
+    import cutlass
+
     from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
 
     kernel = SharedGradientsSm90(
@@ -68,15 +71,25 @@ def build_shared_sums(
         choice.tiles.tile_m,
         score_mod,
         shared.numbers,
+        shared.once,
         problem.is_causal,
         problem.is_local,
         problem.may_empty_rows,
     )
+    # this kernel reads no tables of differences
+    problem = replace(problem, tables=())
     of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
-    sums = tuple(strided(problem.aux[i][1] + 1, "float32") for i in shared.numbers)
+
+    def sums_of(i: int) -> Any:
+        _, rank = problem.aux[i]
+        if i in shared.exact:
+            return strided(rank + 1, "int64")
+        return strided(rank + int(i in shared.once), "float32")
+
     arguments = [
         *(of[name] for name in ("q", "k", "v", "dout", "stats")),
-        *(sums, of["aux_tensors"], of["scale"], of["stream"]),
+        *(tuple(map(sums_of, shared.numbers)), of["aux_tensors"], of["scale"]),
+        *(cutlass.Int32(1), of["stream"]),
         *(of["window_left"], of["window_right"], of["mask_bits"]),
     ]
     return compile_object(kernel, arguments, options_of(target))

@@ -267,16 +267,16 @@ def plan(
         if one_pass.mask_bits is not None:
             return one_pass
     chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
-    facts = chosen.problem, chosen.shapes, chosen.masks
-    if (tables := choose_tables(*facts, chosen.choice, chosen.target)) is not None:
-        problem = replace(chosen.problem, **tables.problem_fields())
-        return replace(chosen, tables=tables, problem=problem)
-    if is_forward:
+    facts = chosen.shapes, chosen.masks, chosen.choice, chosen.target
+    if isinstance(chosen.choice, BwdChoice):
+        shared = choose_shared_sums(chosen.problem, *facts[:2], chosen.choice, chosen.target)
+        if shared is not None:
+            problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
+            chosen = replace(chosen, shared=shared, problem=problem)
+    if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
-    if (shared := choose_shared_sums(*facts, chosen.bwd_choice, chosen.target)) is not None:
-        problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
-        return replace(chosen, shared=shared, problem=problem)
-    return chosen
+    problem = replace(chosen.problem, **tables.problem_fields())
+    return replace(chosen, tables=tables, problem=problem)
 
 
 def _may_share_bits_instead(chosen: ExecutionPlan, call: AttentionCall) -> bool:

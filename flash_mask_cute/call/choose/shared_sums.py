@@ -1,6 +1,7 @@
 """Which gradients of aux tensors a kernel of its own sums over the batch, and in how many parts.
 
-`sm90/flash_bwd_shared.py` has one owner for each element of a table that all batch entries share.
+`sm90/flash_bwd_shared.py` sums gradients of scores over the batch. So a table that scores of all
+batch entries share gets an addition for each query and key, and not for each score.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.mods.exact_words import NUM_WORDS
+from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime.target import Target
 
@@ -20,20 +23,33 @@ TILE = 128
 # With one entry, no two scores add to an element.
 LEAST_BATCH = 2
 MOST_PARTS = 32
+# Of a part, where several scores of an entry add to an element: with fewer, the main kernel sums
+# along lines and walks in less time.
+LEAST_ENTRIES = 16
 # Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
 # as, and clocks for which an SM writes and reads a byte of a part's sums.
 ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
 
 
 class SharedSums(NamedTuple):
-    """numbers: of the aux tensors. parts: of the batch, each with sums of its own."""
+    """numbers: of the aux tensors. parts: of the batch. once: those of which no two scores of an
+    entry read the same element: they have one owner, and sums for each part. The others have sums
+    to which CTAs add; exact: those of them with exact sums (`mods/exact_words.py`)."""
 
     numbers: tuple[int, ...]
     parts: int
+    once: tuple[int, ...]
+    exact: tuple[int, ...] = ()
 
     def num_bytes(self, sizes: Sequence[int]) -> int:
         """Of the sums. sizes: elements of each aux tensor."""
-        return sum(4 * self.parts * sizes[i] for i in self.numbers)
+
+        def of_element(i: int) -> int:
+            if i in self.exact:
+                return 8 * NUM_WORDS
+            return 4 * self.parts if i in self.once else 4
+
+        return sum(of_element(i) * sizes[i] for i in self.numbers)
 
     def problem_fields(self, problem: AttentionProblem) -> dict[str, Any]:
         """The fields of the problem that is left to the main kernel."""
@@ -52,10 +68,21 @@ def choose_shared_sums(
     score_mod = masks.score_mod
     if score_mod is None or not problem.wants_aux or not _is_possible(problem, choice, target):
         return None
-    numbers = find_reads(score_mod, problem, problem.wants_aux).shared
-    if not numbers or shapes.batch < LEAST_BATCH:
+    reads = find_reads(score_mod, problem, problem.wants_aux)
+    if shapes.batch < LEAST_BATCH or not reads.shared:
         return None
-    return SharedSums(numbers, num_parts(shapes, target.num_sms))
+    parts = num_parts(shapes, target.num_sms)
+    once = reads.shared_once
+    numbers = once
+    if shapes.batch >= LEAST_ENTRIES * parts:
+        slow = (i for i in reads.shared if reads.tensors[i].read_class in _ADDED_BY_SCORE)
+        numbers = tuple(sorted({*once, *slow}))
+    exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
+    return SharedSums(numbers, parts, once, exact) if numbers else None
+
+
+# Classes of which the main kernel adds scores, or lines of scores, one by one.
+_ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 
 
 def _is_possible(problem: AttentionProblem, choice: BwdChoice, target: Target) -> bool:

@@ -47,7 +47,7 @@ class KernelBackward:
         "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_shared",
         "_make_tables", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
         "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
-        "_stats_shape", "_summed_aux", "_wants_aux", "_window_left", "_window_right",
+        "_stats_shape", "_wants_aux", "_window_left", "_window_right", "_written",
     )  # fmt: skip
 
     def __init__(
@@ -83,9 +83,10 @@ class KernelBackward:
         self._wants_aux = problem.wants_aux
         self._exact_aux = problem.exact_aux
         self._entry_aux = problem.entry_aux
-        self._summed_aux = problem.entry_aux
+        self._written = problem.exact_aux, problem.entry_aux
         if make_shared is not None:
-            self._summed_aux += make_shared.numbers
+            shared = make_shared.shared
+            self._written = problem.exact_aux + shared.exact, problem.entry_aux + shared.once
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
@@ -155,6 +156,7 @@ class KernelBackward:
                 ),
             )
             bits = tuple(made)
+        own_aux = aux_tensors
         if self._make_tables is not None and aux_tensors is not None:
             aux_tensors = self._make_tables(aux_tensors)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
@@ -192,7 +194,7 @@ class KernelBackward:
         )  # fmt: skip
         if self._make_shared is not None and daux is not None and aux_sums is not None:
             aux_sums |= self._make_shared(
-                daux, (q, k, v, dout, stats), aux_tensors, self._scale, self._window_left,
+                daux, (q, k, v, dout, stats), own_aux, self._scale, self._window_left,
                 self._window_right, mask_bits,
             )  # fmt: skip
         postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
@@ -207,7 +209,7 @@ class KernelBackward:
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:
-            write_gradients(daux, aux_sums, self._exact_aux, self._summed_aux)
+            write_gradients(daux, aux_sums, *self._written)
         return result
 
 

@@ -328,7 +328,7 @@ LINE_CASES = (
 )  # fmt: skip
 
 
-# Of a pair bias that all batch entries share, which has an owner for each element: both halves of a
+# Of biases that all batch entries share, whose gradients a kernel of its own sums: both halves of a
 # tile and a part of one, heads of a group, bands that hide tiles and cut them, bits of a mask_mod
 # for all heads, queries that see nothing, head dimensions of few stages.
 SHARED_CASES = (
@@ -337,7 +337,8 @@ SHARED_CASES = (
     (Case("pair-window", 2, 300, 290, 1, 1, head_dim=40, window_left=60, window_right=20), "pair"),
     (Case("pair-documents", 3, 150, 150, 4, 4, head_dim=32, mask_mod="documents"), "pair"),
     (Case("pair-empty-rows-sink", 2, 150, 65, 2, 1, head_dim=128, causal=True, sink=FP32), "pair"),
-    (Case("pair-d192", 2, 70, 140, 1, 1, head_dim=96, head_dim_v=64), "pair_minus_slope"),
+    (Case("pair-d96", 2, 70, 140, 1, 1, head_dim=96, head_dim_v=64), "pair_minus_slope"),
+    (Case("swin-batch33", 33, 30, 45, 2, 2, head_dim=32), "swin"),
 )  # fmt: skip
 
 
