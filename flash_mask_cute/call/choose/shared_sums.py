@@ -71,8 +71,9 @@ def choose_shared_sums(
     reads = find_reads(score_mod, problem, problem.wants_aux)
     if shapes.batch < LEAST_BATCH or not reads.shared:
         return None
-    parts = num_parts(shapes, target.num_sms)
-    once = reads.shared_once
+    parts, once = num_parts(shapes, target.num_sms), reads.shared_once
+    if not once:
+        parts = max(min(parts, shapes.batch // LEAST_ENTRIES), 1)
     numbers = once
     if shapes.batch >= LEAST_ENTRIES * parts:
         slow = (i for i in reads.shared if reads.tensors[i].read_class in _ADDED_BY_SCORE)

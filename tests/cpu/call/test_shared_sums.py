@@ -76,6 +76,23 @@ def test_the_main_kernel_keeps_other_tensors() -> None:
     assert (found.problem.wants_aux, found.problem.exact_aux) == ((0,), (0,))
 
 
+@pytest.mark.parametrize(("name", "batch", "is_summed"), [
+    ("swin", 64, True), ("swin", 15, False), ("t5", 64, True), ("key_bias", 64, False),
+    ("query_gain", 64, False),
+])  # fmt: skip
+def test_tables_that_several_scores_of_an_entry_read(
+    name: str, batch: int, is_summed: bool
+) -> None:
+    """An addition to memory for a query and a key is worth a kernel if it stands for many."""
+    case = pair_case(name, batch=batch, seqlen_q=49, seqlen_k=49)
+    found = plan_of(case, name, deterministic=True)
+    if not is_summed:
+        assert found.shared is None and found.problem.wants_aux
+        return
+    assert found.shared is not None and not found.shared.once
+    assert found.shared.numbers == found.shared.exact and not found.problem.wants_aux
+
+
 def test_blackwell_has_no_owner() -> None:
     assert plan_of(pair_case("blackwell"), target=BLACKWELL).shared is None
 
@@ -140,6 +157,6 @@ def test_sums_are_new_where_all_elements_are_read() -> None:
 
     make = MakeSharedSums(found.shared, found.shapes, fill)
     for shape in ((4, 70, 140), (5, 80, 150)):
-        made = make([torch.zeros(shape)], (None,) * 5, None)
+        made = make([torch.zeros(shape)], (None,) * 5, None, 1.0)
         assert made[0].shape == (found.shared.parts, *shape) and made[0].dtype == FP32
     assert (seen[1] == 0).all()
