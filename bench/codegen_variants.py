@@ -254,8 +254,11 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
         alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
         yield f"{prefix}-bwd-d128-alone-{mask}", alone
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
-        wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
-        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, arch=arch)
+        wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
+        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
+    for mask in ("full", "causal"):
+        wide = replace(_backward(_variant(192, dim_v=128, is_causal=mask == "causal")), arch=arch)
+        yield f"{prefix}-bwd-d192v128-pair-{mask}", replace(wide, cta_pair=True)
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:

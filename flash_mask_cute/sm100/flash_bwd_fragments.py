@@ -7,7 +7,9 @@ import cutlass.utils.blackwell_helpers as blackwell
 
 from flash_mask_cute.core.cta import swizzled
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import HALVES, BwdTraits, Tiles
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES
+from flash_mask_cute.sm100.flash_bwd_storage import Tiles, memory_ds
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm100.umma import ROWS
 
 
@@ -117,7 +119,7 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
     def halves(mma, n: int, first: int) -> tuple[cute.Tensor, ...]:
         layout = blackwell.make_smem_layout_a(mma, (rows, n, traits.queries), traits.dtype, 1)
         return tuple(
-            umma.operand_a(mma, layout, traits.dtype, first + half * traits.queries)
+            umma.operand_a(mma, layout, traits.dtype, first + half * traits.half_step)
             for half in range(HALVES)
         )
 
@@ -135,8 +137,8 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         p=halves(by_dv, traits.tile_dv, traits.column_s),
         dv_do=operand_b(by_dv, storage.do_columns, rows, traits.tile_dv, traits.tile_m),
         dk=umma.accumulator(by_d, (rows, traits.tile_d), traits.column_dk),
-        ds=halves(by_d, traits.tile_d, traits.column_dp),
+        ds=halves(by_d, traits.tile_d, traits.column_ds),
         dk_q=operand_b(by_d, storage.q_columns, rows, traits.tile_d, traits.tile_m),
         dq=(PartOfDq(umma.accumulator(of_dq, dq_shape, traits.column_dq), dq_k),),
-        dq_ds=operand_a(of_dq, storage.ds, *dq_shape, keys),
+        dq_ds=operand_a(of_dq, memory_ds(traits, storage), *dq_shape, keys),
     )

@@ -30,7 +30,8 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
 LINE, SWIZZLED_LINES, VECTOR = 128, 8, 16
@@ -42,8 +43,11 @@ class _Columns(NamedTuple):
     traits: BwdTraits
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
-        box = self.traits.layout_columns(), umma.ROWS, self.traits.columns_of_cta
-        return box, box, box, box
+        traits = self.traits
+        box = traits.layout_columns(), umma.ROWS, traits.columns_of_cta
+        of_do = traits.layout_value_columns(), umma.ROWS, traits.value_columns_of_cta
+        keys = traits.layout_key_columns(), umma.ROWS, traits.key_columns
+        return box, of_do, keys, of_do
 
 
 class PairOperands(NamedTuple):
@@ -114,7 +118,6 @@ class PairLoads:
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         head, kv_head = block.head_idx, work.head_idx
         row = block.index * traits.tile_m
-        own_row = row + rank * traits.rows_of_cta
         column = rank * traits.columns_of_cta
         rows, columns = operands.rows, operands.columns
         key = work.block * traits.tile_n
@@ -123,7 +126,7 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_queries(work, q_rows, _Place(head, own_row), barrier)
+        self._load_rows(work, q_rows, _Place(head, row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
             self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
@@ -136,9 +139,10 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_queries(work, do_rows, _Place(head, own_row), barrier)
+        self._load_rows(work, do_rows, _Place(head, row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
-        self._load_queries(work, do_columns, _Place(head, row, column), barrier)
+        do_column = rank * traits.value_columns_of_cta
+        self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
             self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
@@ -149,15 +153,45 @@ class PairLoads:
         self._load_queries(work, q_columns, _Place(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
-            for cta in cutlass.range_constexpr(traits.group.size):
-                place = _Place(kv_head, pair_key + cta * traits.tile_n, column, cta)
-                self._load_keys(work, k_columns, place, barrier)
+            place = _Place(kv_head, pair_key, column)
+            num_boxes = cute.size(tiles.k_columns, mode=[2])
+            if const_expr(traits.is_wide_pair):
+                # rolled, since addresses and coordinates of all boxes do not fit into registers
+                for i in cutlass.range(num_boxes, unroll=1):
+                    self._load_key_columns(work, k_columns, place, i, barrier)
+            else:
+                for i in cutlass.range_constexpr(num_boxes):
+                    self._load_key_columns(work, k_columns, place, i, barrier)
         return number + 1
+
+    def _load_key_columns(
+        self, work: Work, operand: _Operand, place: _Place, i: int | Int32, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of box i of K by columns. place: of the first box."""
+        traits, size = self.traits, self.traits.group.size
+        row = place.row + i % size * traits.tile_n
+        column = place.column + i // size * traits.key_columns
+        self._load_keys(work, operand, place._replace(row=row, column=column, stage=i), barrier)
 
     def _expect(self, channel: Channel, number: Int32, num_bytes: Int32) -> cute.Pointer:
         channel.acquire(number)
         channel.expect(number, num_bytes)
         return channel.barrier(number)
+
+    @cute.jit
+    def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
+        """Start the copy of this CTA's half of the queries, all columns. place: of the block."""
+        traits, rank = self.traits, self.traits.group.rank()
+        if const_expr(not traits.is_wide_pair):
+            first = place.row + traits.query_of(0, rank)
+            self._load_queries(work, operand, place._replace(row=first), barrier)
+        else:
+            rows, smem = traits.box_rows, operand.smem
+            for i in cutlass.range(traits.rows_of_cta // rows, unroll=1):
+                first = place.row + traits.query_of(i * rows, rank)
+                part = cute.local_tile(smem, (rows, *cute.shape(smem)[1:]), (i, 0, 0))
+                box = operand._replace(smem=part)
+                self._load_queries(work, box, place._replace(row=first), barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
@@ -203,16 +237,21 @@ class Arrivals:
         while self.channels.ring.wait(tile):
             step = partial(self._pass_on, number)
             chunk, number = self.channels.walk.visit(chunk, number, step)
-            self._pass_on_gradients(number - 1)
+            if const_expr(not self.traits.is_serial):
+                self._pass_on_gradients(number - 1)
             self.channels.ring.release(tile)
             tile += 1
 
     @cute.jit
     def _pass_on(self, first: Int32, number: Int32, block: Block):
         self.q(number)
-        if number > first:
-            self._pass_on_gradients(number - 1)
-        self.do(number)
+        if const_expr(self.traits.is_serial):
+            self.do(number)
+            self._pass_on_gradients(number)
+        else:
+            if number > first:
+                self._pass_on_gradients(number - 1)
+            self.do(number)
         return number + 1
 
     def _pass_on_gradients(self, number: Int32) -> None:
@@ -221,17 +260,17 @@ class Arrivals:
 
     def q(self, number: Int32) -> None:
         """Q by rows."""
-        tiles = ((self.tiles.q, self.traits.rows_of_cta),)
+        tiles = ((self.tiles.q, True),)
         self._await(self.channels.q, self.channels.q_there, number, tiles)
 
     def do(self, number: Int32) -> None:
         """dO both ways."""
-        tiles = (self.tiles.do, self.traits.rows_of_cta), (self.tiles.do_columns, 0)
+        tiles = (self.tiles.do, True), (self.tiles.do_columns, False)
         self._await(self.channels.do, self.channels.do_there, number, tiles)
 
     def q_columns(self, number: Int32) -> None:
         """Q by columns, and with the first one of a work tile K by columns."""
-        tiles = ((self.tiles.q_columns, 0),)
+        tiles = ((self.tiles.q_columns, False),)
         self._await(self.channels.q_columns, self.channels.q_columns_there, number, tiles)
         if self.traits.has_marks:
             self._release_marks(number)
@@ -243,8 +282,8 @@ class Arrivals:
 
     @cute.jit
     def _await(self, channel: Channel, there: Channel, number: Int32, tiles: cutlass.Constexpr):
-        """Wait for a fill of both CTAs. tiles: what it has, and how many rows of a block lie before
-        those of the second CTA."""
+        """Wait for a fill of both CTAs. tiles: what it has, and whether that are the queries of
+        this CTA, not all of a block."""
         channel.wait(number)
         if const_expr(self.traits.has_marks):
             self._clear_marked_rows(number, tiles)
@@ -265,10 +304,12 @@ class Arrivals:
         stage = self.channels.stats.index(number)
         marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
         if any_mark(marks, traits.tile_m):
-            for smem, rows_before in tiles:
-                first = rows_before if const_expr(self.passes_on) else 0
+            for smem, has_half in tiles:
                 for row in cutlass.range(cute.size(smem, mode=[0]), unroll=1):
-                    if is_marked(marks, first + row):
+                    query = row
+                    if const_expr(has_half):
+                        query = traits.query_of(row, int(self.passes_on))
+                    if is_marked(marks, query):
                         clear_row(smem[row, None, 0])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
