@@ -98,6 +98,8 @@ def explain_backward(
     if scratch_bytes is not None and aux_tensors is not None:
         sizes = [x.numel() for x in aux_tensors]
         scratch_bytes += aux_sums_bytes(backward.problem, sizes, backward.shapes.batch)
+        if backward.shared is not None:
+            scratch_bytes += backward.shared.num_bytes(sizes)
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,

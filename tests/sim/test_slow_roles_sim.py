@@ -21,6 +21,7 @@ import test_mask_bits_sim as mask_bits
 import test_page_sizes_sim as page_sizes
 import test_segments_sim as segments
 import test_selected_sim
+import test_shared_sums_sim as shared_sums
 import test_slow_roles_sm100_sim
 import test_token_lists_sim
 import test_widened_sim as widened
@@ -177,6 +178,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "difference-tables": (
         lambda sim: patched(tables.test_forward, sim, *tables.CASES[1]),
         ("mods.difference_tables_kernel.kernel",),
+    ),
+    "shared-sums": (
+        lambda sim: shared_sums.test_against_oracle(sim, *shared_sums.SHARED_CASES[3]),
+        ("sm90.flash_bwd_shared.kernel",),
     ),
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),
