@@ -361,8 +361,10 @@ def _launch(x: Any) -> Launch:
     order = "S dK' dQ' dV dP"
     if x.is_serial:
         order = " ".join(["S", *["dP"] * of_dk, *["dV"] * of_dv, *["dK", "dQ"] * of_dk])
+    if x.is_wide_pair:
+        order = "S dV dP dK dQ"
     column, ctas = 2 * x.tile_m * BLOCK // TENSOR, x.group.size
-    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": (2 if x.is_wide else 1) * d}
+    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": (2 if x.halves_blocks else 1) * d}
     # operands: K, V, and K of dQ; Q, dO, and both of the sums
     keys = 2 * BLOCK * (d + of_dk * (d_v + d))
     queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v) // ctas

@@ -256,6 +256,8 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
         wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
         yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, arch=arch)
+    in_pairs = _backward(_variant(192, dim_v=128, is_causal=True))
+    yield f"{prefix}-bwd-d192v128-pair-causal", replace(in_pairs, arch=arch, cta_pair=True)
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:

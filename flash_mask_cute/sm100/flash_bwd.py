@@ -73,7 +73,7 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import pair_products, products
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
-from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
+from flash_mask_cute.sm100.flash_bwd_math import ELEMENTS, keep_rounded
 from flash_mask_cute.sm100.flash_bwd_pairs import (
     Arrivals,
     PairLoads,
@@ -81,19 +81,16 @@ from flash_mask_cute.sm100.flash_bwd_pairs import (
     PeerGrads,
 )
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES, MASK_REGISTERS, Registers
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_traits import (
     COMPUTE_WARPS,
-    ELEMENTS,
-    HALVES,
-    MASK_REGISTERS,
     NUM_MASK_WARPS,
     STORED_COLS,
     STORED_ROWS,
     BwdTraits,
     Channels,
     Part,
-    Registers,
     Role,
     Tiles,
 )
@@ -123,11 +120,12 @@ class FlashAttentionBackwardSm100:
     :param head_dim, head_dim_v: multiples of 8 up to 256
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128
+    :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128 and CTAs
+        are alone
     :param stages_q, stages_do: see `BwdTraits`
     :param stages_kv, value_cols: 1 and 0
-    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128
-        columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
+    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128, or
+        of 192 and 128 columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)

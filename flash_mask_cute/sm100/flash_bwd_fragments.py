@@ -7,7 +7,8 @@ import cutlass.utils.blackwell_helpers as blackwell
 
 from flash_mask_cute.core.cta import swizzled
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import HALVES, BwdTraits, Tiles
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Tiles
 from flash_mask_cute.sm100.umma import ROWS
 
 
@@ -138,5 +139,5 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         ds=halves(by_d, traits.tile_d, traits.column_dp),
         dk_q=operand_b(by_d, storage.q_columns, rows, traits.tile_d, traits.tile_m),
         dq=(PartOfDq(umma.accumulator(of_dq, dq_shape, traits.column_dq), dq_k),),
-        dq_ds=operand_a(of_dq, storage.ds, *dq_shape, keys),
+        dq_ds=operand_a(of_dq, traits.memory_ds(storage), *dq_shape, keys),
     )

@@ -42,8 +42,11 @@ class _Columns(NamedTuple):
     traits: BwdTraits
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
-        box = self.traits.layout_columns(), umma.ROWS, self.traits.columns_of_cta
-        return box, box, box, box
+        traits = self.traits
+        box = traits.layout_columns(), umma.ROWS, traits.columns_of_cta
+        of_do = traits.layout_value_columns(), umma.ROWS, traits.value_columns_of_cta
+        keys = traits.layout_key_columns(), umma.ROWS, traits.key_columns
+        return box, of_do, keys, of_do
 
 
 class PairOperands(NamedTuple):
@@ -138,7 +141,8 @@ class PairLoads:
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
         self._load_queries(work, do_rows, _Place(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
-        self._load_queries(work, do_columns, _Place(head, row, column), barrier)
+        do_column = rank * traits.value_columns_of_cta
+        self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
             self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
@@ -149,8 +153,10 @@ class PairLoads:
         self._load_queries(work, q_columns, _Place(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
-            for cta in cutlass.range_constexpr(traits.group.size):
-                place = _Place(kv_head, pair_key + cta * traits.tile_n, column, cta)
+            size = traits.group.size
+            for i in cutlass.range_constexpr(cute.size(tiles.k_columns, mode=[2])):
+                first_key = pair_key + i % size * traits.tile_n
+                place = _Place(kv_head, first_key, column + i // size * traits.key_columns, i)
                 self._load_keys(work, k_columns, place, barrier)
         return number + 1
 
@@ -203,16 +209,21 @@ class Arrivals:
         while self.channels.ring.wait(tile):
             step = partial(self._pass_on, number)
             chunk, number = self.channels.walk.visit(chunk, number, step)
-            self._pass_on_gradients(number - 1)
+            if const_expr(not self.traits.is_serial):
+                self._pass_on_gradients(number - 1)
             self.channels.ring.release(tile)
             tile += 1
 
     @cute.jit
     def _pass_on(self, first: Int32, number: Int32, block: Block):
         self.q(number)
-        if number > first:
-            self._pass_on_gradients(number - 1)
-        self.do(number)
+        if const_expr(self.traits.is_serial):
+            self.do(number)
+            self._pass_on_gradients(number)
+        else:
+            if number > first:
+                self._pass_on_gradients(number - 1)
+            self.do(number)
         return number + 1
 
     def _pass_on_gradients(self, number: Int32) -> None:

@@ -58,12 +58,18 @@ class BlockProducts:
                     self._issue_late_values(number - 1, first)
                 self._issue_gradients(number - 1, first)
             group.commit(self.channels.sums.barrier(tile))
+            if const_expr(self.traits.is_wide_pair):
+                # the sums leave by way of the memory of dO
+                self.channels.sums.wait_until_released(tile)
+                group.commit(self.channels.do.vacancy(number - 1))
             self.channels.ring.release(tile)
             tile += 1
 
     def _step(self, tile: Int32, first: Int32) -> partial:
         issue = self._issue_block
-        if self.together:
+        if self.traits.is_wide_pair:
+            issue = self._issue_block_in_turn
+        elif self.together:
             issue = self._issue_block_together
         elif self.traits.values_lag:
             issue = self._issue_block_ahead
@@ -150,6 +156,22 @@ class BlockProducts:
         return number + 1
 
     @cute.jit
+    def _issue_block_in_turn(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """Issue S, dV, dP, dK, dQ of a block of a wide pair: dP lies over S, whose P dV has read.
+
+        dS lies over dO and Q by rows. So they are released when dQ has read dS, and when dS of the
+        other CTA has been sent; dO of a work tile's last block when its sums have left."""
+        if number > first:
+            self.traits.group.commit(self.channels.do.vacancy(number - 1))
+        self.arrivals.q(number)
+        self._issue_scores(number)
+        self.arrivals.do(number)
+        self._issue_values(tile, number, first)
+        self._issue_dp(number)
+        self._issue_gradients(number, first)
+        return number + 1
+
+    @cute.jit
     def _issue_scores(self, number: Int32):
         if const_expr(self.traits.dq_over_scores):
             # dQ of the block before has been taken from there
@@ -222,6 +244,8 @@ class BlockProducts:
         # -- dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's
         if const_expr(traits.cta_pair):
             self.arrivals.ds(number)
+            if const_expr(traits.is_wide_pair):
+                group.commit(self.channels.q.vacancy(number))
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds = self.products.dq_ds[None, None, None, 0]

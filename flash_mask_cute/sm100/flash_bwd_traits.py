@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
@@ -22,18 +21,26 @@ from flash_mask_cute.core.cta import (
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
-    registers_left,
     scheduler_rings,
     swizzled,
 )
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import PART_OF_HALF, stats_words
-from flash_mask_cute.core.softmax import round_pair
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_registers import (
+    HALVES,
+    MORE_FOR_SCORES,
+    MOST_HELD,
+    NUM_WARPGROUPS,
+    PAIR_REGISTERS,
+    REGISTERS,
+    WIDE_REGISTERS,
+    Registers,
+)
 from flash_mask_cute.sm100.umma import NUM_COLUMNS, ROWS
 
 TILE_N = ROWS
@@ -42,36 +49,14 @@ TILE_M, WIDE_TILE_M = ROWS, ROWS // 2
 MAX_DIM = 128
 # columns of tiles: heads of other dimensions are rounded up
 TILE_DIMS = (64, 96, 128, 192, 256)
-NUM_WARPGROUPS = 5
-MASK_REGISTERS = 48
-# columns of dQ that a reduce thread holds, at most
-MOST_HELD = 64
+# columns of the tiles of a pair of CTAs
+PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM)
 # columns that leave in one part at most: of blocks of 64 queries, and where memory is short
 MOST_OF_PART, LEAST_OF_PART = 64, 32
-# warpgroups that share the queries of a block
-HALVES = 2
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
 STORED_ROWS, STORED_COLS = 32, 32
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
-
-
-class Registers(NamedTuple):
-    """Registers of a thread that computes, and of one that reduces."""
-
-    compute: int
-    reduce: int
-
-    @property
-    def holds_dq(self) -> bool:
-        """Whether dQ of a block leaves TMEM at once (see `BwdTraits.held_parts`)."""
-        return self.reduce > MOST_HELD
-
-    @property
-    def of_helpers(self) -> int:
-        """Registers of a thread that loads, multiplies, schedules or sends."""
-        taken = HALVES * self.compute + self.reduce + MASK_REGISTERS
-        return registers_left(NUM_WARPGROUPS, taken)
 
 
 class Part(Enum):
@@ -80,16 +65,6 @@ class Part(Enum):
     ALL = "all"
     VALUES = "values"
     KEYS = "keys"
-
-
-REGISTERS = Registers(152, 96)
-# for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
-# fixed order: with fewer registers they spill
-MORE_FOR_SCORES = Registers(176, 48)
-# for products that take operands of two CTAs, whose descriptors need more registers
-PAIR_REGISTERS = Registers(144, 96)
-# for half as many queries of a block
-WIDE_REGISTERS = Registers(128, 112)
 
 
 class Role(IntEnum):
@@ -153,9 +128,9 @@ class Tiles(NamedTuple):
     bits: cute.Tensor  # (words, tile_n)
     words: None = None
     # of a pair: half of the columns of all queries of a block, and of the keys of both CTAs
-    q_columns: cute.Tensor | None = None  # (128, 64, 1)
+    q_columns: cute.Tensor | None = None  # (128, 64 or 96, 1)
     do_columns: cute.Tensor | None = None  # (128, 64, 1)
-    k_columns: cute.Tensor | None = None  # (128, 64, CTAs)
+    k_columns: cute.Tensor | None = None  # see `BwdTraits.layout_key_columns`
 
 
 @dataclass(frozen=True)
@@ -196,11 +171,24 @@ class BwdTraits:
 
     @property
     def tile_dv(self) -> int:
-        return _rounded(self.head_dim_v)
+        least = MAX_DIM if self.is_wide_pair else 0
+        return _rounded(max(self.head_dim_v, least))
 
     @property
     def is_wide(self) -> bool:
         return max(self.head_dim, self.head_dim_v) > MAX_DIM
+
+    @property
+    def is_wide_pair(self) -> bool:
+        """Whether a pair has wide heads. TMEM and shared memory are short: dP lies over half of S,
+        dQ over both, and dS in shared memory over dO and Q by rows, when products have read
+        them."""
+        return self.is_wide and self.cta_pair
+
+    @property
+    def halves_blocks(self) -> bool:
+        """Whether blocks have 64 queries."""
+        return self.is_wide and not self.cta_pair
 
     @property
     def queries(self) -> int:
@@ -228,8 +216,13 @@ class BwdTraits:
 
     @property
     def columns_of_cta(self) -> int:
-        """Columns of a block, and of the keys, that a CTA of a pair loads for dK, dV and dQ."""
+        """Columns of Q, and of the keys, that a CTA of a pair loads for dK and dQ."""
         return self.tile_d // self.group.size
+
+    @property
+    def value_columns_of_cta(self) -> int:
+        """Columns of dO that a CTA of a pair loads for dV."""
+        return self.tile_dv // self.group.size
 
     # -- launches -------------------------------------------------------------------------------
 
@@ -252,7 +245,7 @@ class BwdTraits:
 
     def registers(self, needs_more: bool) -> Registers:
         """needs_more: scores have a soft cap, or lists beside intervals or in a fixed order."""
-        if self.is_wide:
+        if self.halves_blocks:
             return WIDE_REGISTERS
         if self.cta_pair:
             return PAIR_REGISTERS
@@ -264,13 +257,14 @@ class BwdTraits:
 
     @property
     def column_s(self) -> int:
-        """In blocks of 64 queries S and dP lie behind the sums, so that dQ may begin in their place
-        and be wider."""
+        """Of wide heads S and dP lie behind the sums, so that dQ may begin in their place and be
+        wider."""
         return self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d if self.is_wide else 0
 
     @property
     def column_dp(self) -> int:
-        return self.column_s + self.tile_m
+        # of a wide pair, over the second half of S, which has been read then
+        return self.column_s + self.tile_m // (2 if self.is_wide_pair else 1)
 
     @property
     def column_dv(self) -> int:
@@ -284,7 +278,7 @@ class BwdTraits:
     def widths_dq(self) -> tuple[int, ...]:
         """Columns of each product of dQ. An accumulator of 64 rows has 16 of 32 lanes. So of 64
         queries, there are two in the same columns of TMEM, which share the columns of dQ."""
-        if not self.is_wide or self.tile_d <= ROWS // 2:
+        if not self.halves_blocks or self.tile_d <= ROWS // 2:
             return (self.tile_d,)
         first = ROWS if self.tile_d > ROWS else ROWS // 2
         return first, self.tile_d - first
@@ -293,6 +287,8 @@ class BwdTraits:
     def column_dq(self) -> int | None:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
+        if self.is_wide_pair:
+            return self.column_s
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s
         return next((x for x in places if x + self.widths_dq[0] <= NUM_COLUMNS), None)
@@ -391,7 +387,8 @@ class BwdTraits:
 
     @property
     def bytes_ds(self) -> int:
-        return self.rows_of_cta * self.keys_of_ds * 2
+        """Of memory of its own."""
+        return 0 if self.is_wide_pair else self.rows_of_cta * self.keys_of_ds * 2
 
     @property
     def bytes_dq(self) -> int:
@@ -435,7 +432,7 @@ class BwdTraits:
         dims = f"{self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
-        tile_m = WIDE_TILE_M if self.is_wide else TILE_M
+        tile_m = WIDE_TILE_M if self.halves_blocks else TILE_M
         if self.tile_m != tile_m:
             return f"tile_m must be {tile_m} on Blackwell for {dims}, got {self.tile_m}"
         if self.stages_q != 2 and not self.launches()[-1].is_serial:
@@ -444,8 +441,11 @@ class BwdTraits:
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and (self.tile_d, self.tile_dv) != (MAX_DIM, MAX_DIM):
-            return f"cta_pair=True is for tiles of 128 columns on Blackwell, got {dims}"
+        if self.cta_pair and (self.tile_d, self.tile_dv) not in PAIR_TILES:
+            return (
+                "cta_pair=True is for head_dim and head_dim_v from 97 to 128, or head_dim from 129 "
+                f"to 192 and head_dim_v up to 128, on Blackwell, got {dims}"
+            )
         if self.cta_pair and self.stages_do != 1:
             return f"stages_do must be 1 with cta_pair=True on Blackwell, got {self.stages_do}"
         for name, value in (("stages_kv", 1), ("value_cols", 0)):
@@ -501,9 +501,24 @@ class BwdTraits:
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(self.tile_n, self.tile_dv, 1)
 
-    def layout_columns(self, stages: int = 1) -> cute.ComposedLayout:
-        """(128, columns of a CTA, stages): of queries, or of the keys of each CTA of a pair."""
-        return self._rows(ROWS, self.columns_of_cta, stages)
+    def layout_columns(self) -> cute.ComposedLayout:
+        """(128, columns of a CTA, 1): of Q."""
+        return self._rows(ROWS, self.columns_of_cta, 1)
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of keys that lie together in lines: a product of dQ reads those of both CTAs
+        before the next columns."""
+        return next(cols for cols in (64, 32) if self.columns_of_cta % cols == 0)
+
+    def layout_key_columns(self) -> cute.ComposedLayout:
+        """(128 keys, `key_columns`, (CTAs, parts of a CTA's columns))."""
+        parts = self.columns_of_cta // self.key_columns
+        return self._rows(ROWS, self.key_columns, self.group.size * parts)
+
+    def layout_value_columns(self) -> cute.ComposedLayout:
+        """(128, columns of a CTA, 1): of dO."""
+        return self._rows(ROWS, self.value_columns_of_cta, 1)
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
@@ -544,14 +559,18 @@ class BwdTraits:
 
         @cute.struct
         class Storage:
+            if self.is_wide_pair:
+                # dS lies over these, in this order
+                do: elements(self.layout_do())
+                do_columns: elements(self.layout_value_columns())
             q: elements(self.layout_q())
             do: elements(self.layout_do())
             k: elements(self.layout_k())
             v: elements(self.layout_v(), self.makes_dk)
             q_columns: elements(self.layout_columns(), self.cta_pair)
-            do_columns: elements(self.layout_columns(), self.cta_pair)
-            k_columns: elements(self.layout_columns(2), self.cta_pair)
-            ds: elements(self.layout_ds())
+            do_columns: elements(self.layout_value_columns(), self.cta_pair)
+            k_columns: elements(self.layout_key_columns(), self.cta_pair)
+            ds: elements(self.layout_ds(), not self.is_wide_pair)
             dq: floats(self.bytes_dq // 4)
             stats: floats(self.stats_words * self.stages_q)
             bits: words(self.columns.num_words * self.tile_n)
@@ -637,6 +656,10 @@ class BwdTraits:
             **of_pair,
         )
 
+    def memory_ds(self, storage: Any) -> Any:
+        """Of a wide pair, dS begins in the place of dO."""
+        return storage.do if self.is_wide_pair else storage.ds
+
     def tiles(self, storage: Any) -> Tiles:
         tensor = partial(swizzled, dtype=self.dtype)
         dq = None
@@ -646,16 +669,16 @@ class BwdTraits:
         if self.cta_pair:
             of_pair = {
                 "q_columns": tensor(storage.q_columns, self.layout_columns()),
-                "do_columns": tensor(storage.do_columns, self.layout_columns()),
-                "k_columns": tensor(storage.k_columns, self.layout_columns(2)),
+                "do_columns": tensor(storage.do_columns, self.layout_value_columns()),
+                "k_columns": tensor(storage.k_columns, self.layout_key_columns()),
             }
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
             k=tensor(storage.k, self.layout_k()),
             v=tensor(storage.v, self.layout_v()) if self.makes_dk else None,
-            ds=tensor(storage.ds, self.layout_ds()),
-            stored=tensor(storage.ds, self.layout_stored()),
+            ds=tensor(self.memory_ds(storage), self.layout_ds()),
+            stored=tensor(self.memory_ds(storage), self.layout_stored()),
             dq=dq,
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
@@ -665,27 +688,3 @@ class BwdTraits:
 
 def _rounded(dim: int) -> int:
     return next(cols for cols in TILE_DIMS if cols >= min(dim, TILE_DIMS[-1]))
-
-
-class KeyElements:
-    """`Elements` for a thread that has one key, and its half of a block's queries."""
-
-    num_rows = lanes_per_row = 1
-
-    def row_of(self, thread: Int32, r: int) -> Int32:
-        return thread
-
-    def first_col_of(self, thread: Int32) -> Int32:
-        return Int32(0)
-
-    def col_offset(self, c: int) -> int:
-        return c
-
-    def is_set(self, bits: tuple, r: int, c: int):
-        return bit_tile.is_set(bits[c // bit_tile.WORD], c % bit_tile.WORD)
-
-    def keep_pair(self, words: cute.Tensor, dtype: type, r: int, c: int, p, q) -> None:
-        words[c // 2] = round_pair(p, q, dtype)
-
-
-ELEMENTS = KeyElements()

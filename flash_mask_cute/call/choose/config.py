@@ -395,6 +395,7 @@ def select_bwd_config(
         tuning_class,
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
+        asks_pair=given.get("cta_pair") is True,
         may_split_keys=why_shared is None,
         is_ordered=deterministic,
         window=walk.window,

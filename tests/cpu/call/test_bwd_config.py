@@ -283,7 +283,7 @@ def test_pairs_of_ctas_that_cannot_run() -> None:
 )
 def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
     choice = select_bwd_config(
-        *(row.max_dim, row.max_dim_v, "full"),
+        *(row.max_dim, row.max_dim_v, "full", BwdConfig(cta_pair=True) if row.if_asked else None),
         seqlen_k=row.min_seqlen_k,
         deterministic=not row.clears_dq,
         kernel=SM100.backward,
@@ -303,6 +303,8 @@ def test_pairs_of_blackwell() -> None:
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
     for kind in ("full", "causal", "other", "edges", "mask_mod"):
         assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
+        assert all(takes_pairs(d, 72, kind=kind, override=asks) for d in (136, 192))
+        assert not takes_pairs(192, 128, kind=kind, **long)
         assert all(takes_pairs(d, d, kind=kind, **long) for d in (104, 128))
         assert not takes_pairs(128, 128, kind=kind, seqlen_k=511)
     for dims in ((96, 96), (128, 64), (64, 128), (192, 128), (256, 256)):
@@ -332,9 +334,9 @@ def test_pairs_of_blackwell() -> None:
                     | more
                     | {"override": given},
                 )
-    for d in (64, 192):
-        with pytest.raises(ValueError, match=f"for tiles of 128 columns on Blackwell, got {d}/{d}"):
-            takes_pairs(d, d, override=BwdConfig(cta_pair=True))
+    for dims in ((64, 64), (192, 192), (96, 128), (200, 128), (128, 136)):
+        with pytest.raises(ValueError, match=f"on Blackwell, got {dims[0]}/{dims[1]}"):
+            takes_pairs(*dims, override=BwdConfig(cta_pair=True))
     with pytest.raises(ValueError, match="stages_do must be 1 with cta_pair=True"):
         takes_pairs(128, 128, override=BwdConfig(cta_pair=True, stages_do=2))
 
