@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -256,9 +257,10 @@ def lists_by_torch(
         if facts.is_ordered:
             _set_order(made, head, facts, extents, lengths, lists, items)
         made.num_items[head] = len(items)
-        made.tokens[head, : len(lists)] = torch.tensor(lists, dtype=torch.int32)
+        int32 = partial(torch.tensor, dtype=torch.int32, device=made.items.device)
+        made.tokens[head, : len(lists)] = int32(lists)
         if items:
-            made.items[head, : len(items)] = torch.tensor(items, dtype=torch.int32)
+            made.items[head, : len(items)] = int32(items)
     return made
 
 

@@ -318,8 +318,8 @@ def test_a_kept_launch_follows_the_mask_of_its_call(
     class Noting(KernelForward):
         __slots__ = ()
 
-        def __init__(self, plan: ExecutionPlan, _: Any, make_mask_bits: Any, combine: Any) -> None:
-            super().__init__(plan, note, make_mask_bits, combine)
+        def __init__(self, plan: ExecutionPlan, _: Any, *prepared_before: Any) -> None:
+            super().__init__(plan, note, *prepared_before)
             prepared.append(self)
 
     for_hopper = partial(prepare.prepare_fwd, target=Target.default())
