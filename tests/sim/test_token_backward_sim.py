@@ -254,7 +254,9 @@ class Ordered(NamedTuple):
         return Ordered(call, list(wanted), list(of_eager))
 
     def run(self, simulator: ModuleType, delay: int | None, num_sms: int) -> list[torch.Tensor]:
-        with quiet_run(simulator, delay):
+        """With as many CTAs at a time as there are SMs."""
+        with pytest.MonkeyPatch.context() as patch, quiet_run(simulator, delay):
+            patch.setitem(simulator.OPTIONS, "resident", num_sms)
             run = prepare_bwd(self.call, Target(ACTIVE_ARCH, num_sms=num_sms))
             return [x.clone() for x in run(self.call.tensors, self.call.masks)]
 
@@ -267,14 +269,21 @@ def test_sums_have_an_order(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], block: int,
     head_dim: int,
 ) -> None:  # fmt: skip
+    check_order(simulator, monkeypatch, heads, block, head_dim, ((1, 1), (2, 3)))
+
+
+def check_order(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], block: int,
+    head_dim: int, runs: Any,
+) -> None:  # fmt: skip
     """Lists of many items, blocks of several key tiles: the same bits with any number of CTAs,
     whatever comes first."""
     monkeypatch.setattr(token_lists, "SEGMENT", 12)
     drawn = Ordered.draw(heads, block, head_dim)
     assert uses_lists(drawn.call)
-    first = drawn.run(simulator, None, 2)
+    first = drawn.run(simulator, 5, 2)
     for name, *of_name in zip(("dq", "dk", "dv"), first, drawn.wanted, drawn.eager, strict=True):
         assert_close(*of_name, name)
-    for delay, num_sms in ((1, 1), (2, 3)):
+    for delay, num_sms in runs:
         for x, y in zip(first, drawn.run(simulator, delay, num_sms), strict=True):
             assert torch.equal(x, y), (delay, num_sms)
