@@ -225,9 +225,6 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
         problem = replace(by_tokens.problem, packed_heads=16)
         yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
-        ordered = replace(problem, deterministic=True)
-        name = f"bwd-d{d}-token_lists-deterministic"
-        yield name, replace(by_tokens, problem=ordered, is_backward=True)
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):

@@ -21,7 +21,6 @@ import test_mask_bits_sim as mask_bits
 import test_segments_sim as segments
 import test_selected_sim
 import test_slow_roles_sm100_sim
-import test_token_backward_sim
 import test_token_lists_sim
 import test_widened_sim as widened
 from cases import Case
@@ -165,10 +164,6 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         tuple(
             f"mask_prep.token_lists_kernel.{name}" for name in ("count", "add_up", "cut", "fill")
         ),
-    ),
-    "token-lists-in-order": (
-        lambda sim: patched(test_token_backward_sim.check_order, sim, (16, 1, 1), 256, 64, ()),
-        (BACKWARD,),
     ),
     "keys-in-16-bits": (
         lambda sim: patched(widened.test_the_bits_of_16, sim, widened.CASES[0]),
