@@ -11,6 +11,7 @@ from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.mask_prep.token_lists import MMA_WARPS
 from flash_mask_cute.mods.exact_words import NUM_WORDS
 
 Shape = tuple[int, ...]
@@ -22,7 +23,7 @@ class BwdScratch(NamedTuple):
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
     dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: token
-    lists, and what they are made with.
+    lists, and what they are made with. key_turns: turns of the warps that add to dK and dV.
     """
 
     stats: Shape
@@ -32,6 +33,7 @@ class BwdScratch(NamedTuple):
     dk_parts: Shape | None
     dv_parts: Shape | None
     lists: Shape | None = None
+    key_turns: Shape | None = None
 
     @staticmethod
     def of(plan: ExecutionPlan) -> BwdScratch:
@@ -81,13 +83,14 @@ def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
     return BwdScratch(
         stats=(shapes.heads_kv, blocks, stats_words(tile_m, num_stats(problem), has_marks=False)),
         dq_sums=(shapes.heads_kv, blocks, tile_m * choice.tile_d),
-        semaphores=None,
+        semaphores=(shapes.heads_kv, blocks * tokens) if problem.deterministic else None,
         sink_parts=(shapes.heads_q, blocks)
         if plan.gradients and plan.gradients.sink_dtype
         else None,
         dk_parts=(*parts, choice.tile_n * choice.tile_d),
         dv_parts=(*parts, choice.tile_n * choice.tile_dv),
         lists=(extents.num_words(facts),),
+        key_turns=(*parts, MMA_WARPS) if problem.deterministic else None,
     )
 
 

@@ -47,7 +47,6 @@ def why_bits(
         entries *= shapes.batch
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_tokens,
-        "deterministic=True": problem.deterministic,
         f"groups of {group} query heads, not {', '.join(map(str, GROUPS))}": group not in GROUPS,
         "a choice by query head": selected.heads not in (1, shapes.heads_kv),
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
@@ -115,6 +114,7 @@ def list_facts(problem: AttentionProblem) -> ListFacts:
         has_seqused_k=problem.has_seqused_k,
         q_start=problem.q_start,
         has_lse=reads_lse(problem),
+        is_ordered=problem.deterministic,
     )
 
 

@@ -43,6 +43,10 @@ def test_lists(heads: tuple[int, int, int], dims: tuple[int, int], block: int) -
     assert choice_of(heads, dims, block, **more).startswith("token lists")
 
 
+def test_lists_where_sums_have_an_order() -> None:
+    assert choice_of(causal=True, deterministic=True).startswith("token lists")
+
+
 def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
     sink = torch.zeros(16)
     told = choice_of(window_size=(100, None), learnable_sink=sink, q_start=5, causal=True)
@@ -64,7 +68,6 @@ def test_lists_beside_masks_that_all_heads_share() -> None:
     ("why", "given"),
     [
         ("on Blackwell", {"target": "sm_100a"}),
-        ("deterministic=True", {"deterministic": True}),
         ("groups of 2 query heads", {"heads": (4, 2, 2)}),
         ("groups of 12 query heads", {"heads": (24, 2, 2)}),
         ("a choice by query head", {"heads": (16, 2, 16)}),
