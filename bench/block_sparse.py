@@ -19,19 +19,15 @@ Nothing is timed before out and gradients are right: at 2048 tokens, against att
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
 import importlib
 import importlib.util
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import Any
 
-from bench import Json, commit_here, say, timing, versions, why_no_gpu
+from bench import Json, say, timing
+from bench.by_name import Bench
 from bench.oracle import attend
 
 BLOCK, TILE, HEAD_DIM = 64, 128, 128
@@ -278,57 +274,17 @@ def shown(row: Json) -> str:
     return "  ".join((*parts, row["note"]))
 
 
-def wanted(patterns: list[str]) -> Iterator[Case]:
-    for case in all_cases():
-        if not patterns or any(fnmatch.fnmatch(case.name, x) for x in patterns):
-            yield case
-
-
-def dry(patterns: list[str]) -> int:
+def dry(cases: Sequence[Case]) -> int:
     import torch
 
-    for case in wanted(patterns):
+    for case in cases:
         _, told = check_case(replace(case, d=32), "cpu", torch.float32, 8 * BLOCK)
         say(f"{case.name:16} {told}")
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
-    parser.add_argument("patterns", nargs="*", help="names of cases")
-    parser.add_argument(
-        "--out", default=os.path.join(os.environ.get("OUT", "."), "block_sparse.jsonl")
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--burst", type=float, default=0.1, help="seconds of a peer's turn")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--dry", action="store_true")
-    told = parser.parse_args()
-    if told.list:
-        say("\n".join(case.name for case in wanted(told.patterns)))
-        return 0
-    if told.dry:
-        return dry(told.patterns)
-    if (reason := why_no_gpu("bench.block_sparse")) is not None:
-        say(reason)
-        return 2
-    import torch
-
-    common = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(), "commit": commit_here(), "versions": versions(),
-    }  # fmt: skip
-    for case in wanted(told.patterns):
-        try:
-            row = measure(case, told.rounds, told.burst)
-            say(f"{case.name:16} {shown(row)}")
-        except ValueError as error:
-            row = {"case": case.name, "note": f"failed: {error}"}
-            say(f"{case.name:16} {row['note']}")
-        with open(told.out, "a") as file:
-            file.write(json.dumps(common | row) + "\n")
-        torch.cuda.empty_cache()
-    return 0
+    return Bench("bench.block_sparse", __doc__ or "", all_cases, measure, shown, dry, 16).main()
 
 
 if __name__ == "__main__":

@@ -20,20 +20,16 @@ times nothing.
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
 import importlib
 import importlib.util
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-from bench import Json, commit_here, say, timing, versions, why_no_gpu
+from bench import Json, say, timing
+from bench.by_name import Bench
 from bench.oracle import attend
 
 TOKENS, SHORT = 32768, 300
@@ -302,55 +298,17 @@ def shown(row: Json) -> str:
     return "  ".join((*parts, row["note"]))
 
 
-def wanted(patterns: list[str]) -> Iterator[Case]:
-    for case in all_cases():
-        if not patterns or any(fnmatch.fnmatch(case.name, x) for x in patterns):
-            yield case
-
-
-def dry(patterns: list[str]) -> int:
+def dry(cases: Sequence[Case]) -> int:
     import torch
 
-    for reads in dict.fromkeys(case.reads for case in wanted(patterns)):
+    for reads in dict.fromkeys(case.reads for case in cases):
         case = Case(reads, 40, causal=reads != "triangle", d=16, heads=4, heads_kv=2)
         say(f"{case.name:40} {check_case(case, 'cpu', torch.float32)}")
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
-    parser.add_argument("patterns", nargs="*", help="names of cases")
-    parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", "."), "learned.jsonl"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--burst", type=float, default=0.1, help="seconds of a peer's turn")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--dry", action="store_true")
-    told = parser.parse_args()
-    if told.list:
-        say("\n".join(case.name for case in wanted(told.patterns)))
-        return 0
-    if told.dry:
-        return dry(told.patterns)
-    if (reason := why_no_gpu("bench.learned")) is not None:
-        say(reason)
-        return 2
-    import torch
-
-    common = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(), "commit": commit_here(), "versions": versions(),
-    }  # fmt: skip
-    for case in wanted(told.patterns):
-        try:
-            row = measure(case, told.rounds, told.burst)
-            say(f"{case.name:40} {shown(row)}")
-        except ValueError as error:
-            row = {"case": case.name, "note": f"failed: {error}"}
-            say(f"{case.name:40} {row['note']}")
-        with open(told.out, "a") as file:
-            file.write(json.dumps(common | row) + "\n")
-        torch.cuda.empty_cache()
-    return 0
+    return Bench("bench.learned", __doc__ or "", all_cases, measure, shown, dry, 40).main()
 
 
 if __name__ == "__main__":

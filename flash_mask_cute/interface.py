@@ -249,7 +249,7 @@ def _flash_attn_bwd(
     does not depend on lse. out and dout may have any strides, as q, k and v may: tensors that
     kernels cannot read (expanded or transposed ones, as autograd makes them) are copied. lse and
     dlse may have any strides, too. Arguments of both calls mean the same in both. The backward
-    never packs the heads of a group.
+    packs the heads of a group only where it takes a choice of key blocks as token lists.
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
     of the score that score_mod returns, and returns the gradient of the score that it gets. Without
