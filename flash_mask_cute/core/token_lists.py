@@ -6,9 +6,17 @@ Items of the same queries follow each other. CTAs that run at a time then read t
 add to the same sums of dQ, which the L2 cache holds.
 
 Where sums have an order, items are processed from the last one to the first. So a query's dQ is
-summed from its highest block down, and dK and dV of a key tile from the end of its list. A CTA that
-adds waits only for items behind its own, all of which have been handed out before. So the item that
-was handed out first among those at work waits for nobody, whatever the number of CTAs.
+summed from its highest block down, and dK and dV of a key tile from the end of its list.
+
+Why no CTA waits forever. Items of a head have numbers in the order in which they are handed out. An
+item waits for two things, both of items of the same head with smaller numbers: a block of its
+queries waits until the next higher blocks of these queries have been added to their dQ, and its dK
+and dV wait until those of the key tile's later entries have been added. A CTA claims each of its
+items, the first one, too, from a counter (`TileScheduler.claims_first`), so all items with smaller
+numbers belong to CTAs that run or have ended. The load warp of a CTA may be an item ahead of its
+MMA warps, but only when all dQ of the item before has been added and told to others, so that they
+need nothing more of it. So of all items that are not complete, the one with the smallest number
+waits for nobody, with any number of CTAs at a time, even one.
 """
 
 from typing import NamedTuple

@@ -253,10 +253,13 @@ class Ordered(NamedTuple):
         )
         return Ordered(call, list(wanted), list(of_eager))
 
-    def run(self, simulator: ModuleType, delay: int | None, num_sms: int) -> list[torch.Tensor]:
-        """With as many CTAs at a time as there are SMs."""
+    def run(
+        self, simulator: ModuleType, delay: int | None, num_sms: int, resident: int = 0
+    ) -> list[torch.Tensor]:
+        """With `resident` CTAs at a time and no more, or as many as there are SMs."""
         with pytest.MonkeyPatch.context() as patch, quiet_run(simulator, delay):
-            patch.setitem(simulator.OPTIONS, "resident", num_sms)
+            patch.setitem(simulator.OPTIONS, "resident", resident or num_sms)
+            patch.setitem(simulator.OPTIONS, "spare", 0)
             run = prepare_bwd(self.call, Target(ACTIVE_ARCH, num_sms=num_sms))
             return [x.clone() for x in run(self.call.tensors, self.call.masks)]
 
@@ -269,21 +272,22 @@ def test_sums_have_an_order(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], block: int,
     head_dim: int,
 ) -> None:  # fmt: skip
-    check_order(simulator, monkeypatch, heads, block, head_dim, ((1, 1), (2, 3)))
+    runs = ((1, 1, 1), (2, 3, 3), (3, 4, 1))
+    check_order(simulator, monkeypatch, heads, block, head_dim, runs)
 
 
 def check_order(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], block: int,
     head_dim: int, runs: Any,
 ) -> None:  # fmt: skip
-    """Lists of many items, blocks of several key tiles: the same bits with any number of CTAs,
-    whatever comes first."""
+    """Lists of many items, blocks of several key tiles: the same bits with any number of CTAs and
+    of those that run at a time, whatever comes first. runs: what `Ordered.run` takes."""
     monkeypatch.setattr(token_lists, "SEGMENT", 12)
     drawn = Ordered.draw(heads, block, head_dim)
     assert uses_lists(drawn.call)
     first = drawn.run(simulator, 5, 2)
     for name, *of_name in zip(("dq", "dk", "dv"), first, drawn.wanted, drawn.eager, strict=True):
         assert_close(*of_name, name)
-    for delay, num_sms in runs:
-        for x, y in zip(first, drawn.run(simulator, delay, num_sms), strict=True):
-            assert torch.equal(x, y), (delay, num_sms)
+    for run in runs:
+        for x, y in zip(first, drawn.run(simulator, *run), strict=True):
+            assert torch.equal(x, y), run
