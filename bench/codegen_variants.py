@@ -125,7 +125,7 @@ def compile_variant(name: str) -> Built:
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
             walk=BwdWalkFacts(variant.window, problem.has_bits),
-            packed_heads=problem.packed_heads,
+            listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
         if variant.splits_group:
@@ -224,9 +224,9 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         # of a group of 16 heads
         by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
         for order in ("", "-deterministic"):
-            facts = {"packed_heads": 16, "deterministic": bool(order)}
-            of_order = replace(by_tokens, problem=replace(by_tokens.problem, **facts))
-            yield f"bwd-d{d}-token_lists{order}", replace(of_order, is_backward=True)
+            problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
+            of_order = replace(by_tokens, problem=problem, is_backward=True)
+            yield f"bwd-d{d}-token_lists{order}", of_order
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):

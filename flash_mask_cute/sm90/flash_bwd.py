@@ -129,15 +129,12 @@ class FlashAttentionBackwardSm90:
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param clears_dq: the sums of dQ are cleared first, and all CTAs add to them; otherwise the
         first CTA at a row block stores
-    :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
-        their Q or dO is not finite
+    :param may_empty_rows: see `BwdTraits.has_marks`
     :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no
         soft cap, and at least two SMs
-    :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
-        a group; a work tile visits the queries that chose its keys, with all heads at once
-        (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
-        Requires clears_dq, no score_mod, and masks that all heads of a group share. shares_tile:
-        see `BwdTraits`
+    :param packed_heads: more than 1: work tiles visit listed queries, of which all heads of a group
+        take so many rows (`flash_bwd_tokens`), and add to sums of dK and dV. Requires clears_dq.
+        group_size, shares_tile: see `BwdTraits`. masks_by_head: `TokenMask.by_head`
     :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
@@ -175,6 +172,8 @@ class FlashAttentionBackwardSm90:
         common_kv: bool = False,
         splits_group: bool = False,
         packed_heads: int = 1,
+        group_size: int = 0,
+        masks_by_head: bool = False,
         shares_tile: bool = False,
         splits_keys: bool = False,
     ):
@@ -194,6 +193,7 @@ class FlashAttentionBackwardSm90:
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
             packed_heads=packed_heads,
+            group_size=group_size,
             shares_tile=shares_tile,
             sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
         )
@@ -234,6 +234,7 @@ class FlashAttentionBackwardSm90:
         self.clears_dq = clears_dq
         self.num_sms = num_sms
         self.common_kv = common_kv
+        self.masks_by_head = masks_by_head
 
     @cute.jit
     def __call__(
@@ -294,7 +295,8 @@ class FlashAttentionBackwardSm90:
         varlen_k = const_expr(mCuSeqlensK is not None)
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
-        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, traits.packed_heads)
+        listed = traits.packed_heads, traits.group_size
+        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, listed)
         group_splits = token_lists = None
         if const_expr(traits.by_tokens):
             token_lists, block_bits = TokenLists(*block_bits), None

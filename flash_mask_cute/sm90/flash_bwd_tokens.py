@@ -18,12 +18,15 @@ from cutlass.experimental import primitives
 
 from flash_mask_cute.core import semaphore, tma
 from flash_mask_cute.core.dq_sums import NOTHING, UNSENT, DqSums, Scratch, Summed
-from flash_mask_cute.core.query_loads import QueryLoads, Visited
+from flash_mask_cute.core.query_loads import QUERY_WORDS, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+# boxes whose copies are unrolled; more take a loop
+MAX_UNROLLED = 16
 
 
 def by_tokens(traits: BwdTraits, scratch: Scratch) -> Scratch:
@@ -76,26 +79,54 @@ class TokenLoads(QueryLoads):
             source = source[None, None, at.work.batch_idx]
         else:
             row += at.work.offset_q
-        first_head = at.block.head_idx * self.traits.packed_heads
-        return partial(self._copy_tokens, atom, source, smem, dim, first_head, row)
+        return partial(self._copy_tokens, atom, source, smem, dim, at.block.head_idx, row)
 
+    @cute.jit
     def _copy_tokens(
         self,
         atom: cute.CopyAtom,
         source: cute.Tensor,
         smem: cute.Tensor,
-        dim: int,
-        first_head: Int32,
+        dim: cutlass.Constexpr[int],
+        group: Int32,
         row_of_lane: Int32,
         stage: Int32,
         barrier: cute.Pointer,
     ) -> None:
-        heads = self.traits.packed_heads
-        for i in range(self.traits.tokens_per_block):
-            row = cute.arch.shuffle_sync(row_of_lane, i)
-            box = cute.local_tile(smem, (heads, dim), (i, 0, None))
-            src, dst = tma.tile_of(atom, source, (first_head, row), ((heads, 1), dim), box)
-            cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+        tokens = self.traits.tokens_per_block
+        copy = partial(self._copy_token, atom, source, smem, dim, group, row_of_lane)
+        if const_expr(tokens <= MAX_UNROLLED):
+            for i in cutlass.range_constexpr(tokens):
+                copy(i, stage, barrier)
+        else:
+            for i in cutlass.range(tokens, unroll=1):
+                copy(i, stage, barrier)
+
+    def _copy_token(
+        self,
+        atom: cute.CopyAtom,
+        source: cute.Tensor,
+        smem: cute.Tensor,
+        dim: int,
+        group: Int32,
+        row_of_lane: Int32,
+        i: int | Int32,
+        stage: Int32,
+        barrier: cute.Pointer,
+    ) -> None:
+        rows = self.traits.packed_heads
+        row = cute.arch.shuffle_sync(row_of_lane, i)
+        box = cute.local_tile(smem, (rows, dim), (i, 0, None))
+        src, dst = tma.tile_of(atom, source, (0, row, group), ((rows, 1, 1), dim), box)
+        cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _tell_queries(self, block: Block, stage: Int32) -> None:
+        if const_expr(self.traits.tells_queries):
+            if cute.arch.lane_idx() < self.traits.tokens_per_block:
+                place = QUERY_WORDS + cute.arch.lane_idx(), stage
+                self.tiles.words[place] = cutlass.max(block.token, 0)
+            cute.arch.sync_warp()
 
     @cute.jit
     def _load_stats(self, at: Visited, stage: Int32, barrier: cute.Pointer) -> None:

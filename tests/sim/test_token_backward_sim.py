@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 pytestmark = pytest.mark.sim
 
 
-@pytest.mark.parametrize("group", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 12, 16, 32, 64])
 def test_groups(simulator: ModuleType, group: int) -> None:
     i, j = positions(150, 300, 150)
     drawn = Composed.draw((1, 150, 300), (2 * group, 2, 2), 128, 2, causal=True)

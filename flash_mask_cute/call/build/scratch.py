@@ -77,11 +77,12 @@ def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
     choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
     tile_m, facts = choice.tiles.tile_m, list_facts(problem)
     extents = list_extents(problem, shapes, plan.masks)
-    tokens = tile_m // problem.packed_heads
+    tokens = tile_m // problem.listed_rows
+    of_rows = num_stats(problem), problem.may_empty_rows, problem.listed_rows
     blocks = num_row_blocks(extents.rows, shapes.batch, problem.varlen_q, tokens)
     parts = shapes.heads_kv, extents.num_tiles(facts)
     return BwdScratch(
-        stats=(shapes.heads_kv, blocks, stats_words(tile_m, num_stats(problem), has_marks=False)),
+        stats=(shapes.heads_kv, blocks, stats_words(tile_m, *of_rows)),
         dq_sums=(shapes.heads_kv, blocks, tile_m * choice.tile_d),
         semaphores=(shapes.heads_kv, blocks * tokens) if problem.deterministic else None,
         sink_parts=(shapes.heads_q, blocks)
