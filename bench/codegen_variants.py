@@ -127,7 +127,7 @@ def compile_variant(name: str) -> Built:
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
             walk=BwdWalkFacts(variant.window, problem.has_bits),
-            packed_heads=problem.packed_heads,
+            listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
         if variant.splits_group:
@@ -237,8 +237,10 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         # of a group of 16 heads
         by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
-        problem = replace(by_tokens.problem, packed_heads=16)
-        yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
+        for order in ("", "-deterministic"):
+            problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
+            of_order = replace(by_tokens, problem=problem, is_backward=True)
+            yield f"bwd-d{d}-token_lists{order}", of_order
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):

@@ -23,6 +23,7 @@ import test_segments_sim as segments
 import test_selected_sim
 import test_shared_sums_sim as shared_sums
 import test_slow_roles_sm100_sim
+import test_token_backward_sim as by_tokens
 import test_token_lists_sim
 import test_widened_sim as widened
 from cases import Case
@@ -170,6 +171,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         tuple(
             f"mask_prep.token_lists_kernel.{name}" for name in ("count", "add_up", "cut", "fill")
         ),
+    ),
+    "queries-of-token-lists": (
+        lambda sim: patched(by_tokens.test_several_segments, sim, 40),
+        (BACKWARD,),
+    ),
+    "queries-of-token-lists-in-order": (
+        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ((1, 2, 2),)),
+        (BACKWARD,),
     ),
     "keys-in-16-bits": (
         lambda sim: patched(widened.test_the_bits_of_16, sim, widened.CASES[0]),
