@@ -127,7 +127,7 @@ def compile_variant(name: str) -> Built:
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
             walk=BwdWalkFacts(variant.window, problem.has_bits),
-            packed_heads=problem.packed_heads,
+            listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
         if variant.splits_group:
@@ -237,8 +237,10 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         # of a group of 16 heads
         by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
-        problem = replace(by_tokens.problem, packed_heads=16)
-        yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
+        for order in ("", "-deterministic"):
+            problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
+            of_order = replace(by_tokens, problem=problem, is_backward=True)
+            yield f"bwd-d{d}-token_lists{order}", of_order
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
@@ -268,8 +270,11 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
         alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
         yield f"{prefix}-bwd-d128-alone-{mask}", alone
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
-        wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
-        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, arch=arch)
+        wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
+        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
+    for mask in ("full", "causal"):
+        wide = replace(_backward(_variant(192, dim_v=128, is_causal=mask == "causal")), arch=arch)
+        yield f"{prefix}-bwd-d192v128-pair-{mask}", replace(wide, cta_pair=True)
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
