@@ -134,10 +134,13 @@ class Conversion:
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
-        following, block = scales, word >> N_BLOCK_SHIFT
+        following = scales
         if const_expr(self._has_scales_of_rows):
+            block = word >> N_BLOCK_SHIFT
             if scales.block != block:
                 scales = self._look_up(place, block, self._entry(place, block))
+            # they are on their way while this block is converted
+            following = self._look_up(place, block - 1, scales.next_entry)
             if const_expr(self.pages is None):
                 self._prefetch_scale(place, block - SCALE_BLOCKS_AHEAD)
         if const_expr(not self.of_keys):
@@ -152,10 +155,6 @@ class Conversion:
             if cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP == 0:
                 self.block_flags[self.to.channel.index(number)] = word
         self._write(number, units, of_rows)
-        if const_expr(self._has_scales_of_rows):
-            # Now, as the fence behind a conversion waits for all loads: they arrive before the next
-            # codes do.
-            following = self._look_up(place, block - 1, scales.next_entry)
         return following, (word & KIND_MASK) == Kind.END
 
     # -- scales ---------------------------------------------------------------------------------
