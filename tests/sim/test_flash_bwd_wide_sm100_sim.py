@@ -1,4 +1,5 @@
-"""Wide heads of Blackwell's backward, on the software GPU: every place of dQ, and two launches."""
+"""Wide heads of Blackwell's backward by one CTA, on the software GPU: every place of dQ, and two
+launches."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ ARCH = "sm_100a"
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
+ALONE = {"cta_pair": False}
 # dQ of its own, over dP, over S, and beside two launches
 DIMS = (
     *((64, 256), (192, 64), (96, 256), (192, 128), (136, 72)),
@@ -34,7 +36,7 @@ CASES = tuple(
 
 @pytest.mark.parametrize("position", range(len(CASES)), ids=lambda i: CASES[i].id)
 def test_against_oracle(simulator: ModuleType, position: int) -> None:
-    run_sim(simulator, make_inputs(CASES[position]), (1,))
+    run_sim(simulator, make_inputs(CASES[position]), (1,), config=ALONE)
 
 
 @pytest.mark.parametrize("number", range(52))
@@ -42,7 +44,7 @@ def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
     """Every third one with sums in a fixed order."""
     case = replace(small_case(random.Random(1000 + number), DIMS, 140), pack_gqa=None)
     more = {"deterministic": True} if number % 3 == 0 else {}
-    run_sim(simulator, make_inputs(case, seed=number), (number,), **more)
+    run_sim(simulator, make_inputs(case, seed=number), (number,), config=ALONE, **more)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (192, 192), (256, 256)], ids=str)

@@ -80,7 +80,8 @@ BACKWARDS = {
     **{
         f"wide-{d}-{d_v}": Slowed(
             ISLANDS | {"batch": 1, "seqlen_q": 140, "seqlen_k": 150, "heads_q": 3, "heads_kv": 3,
-                       "head_dim": d, "head_dim_v": d_v}
+                       "head_dim": d, "head_dim_v": d_v},
+            {"cta_pair": False},
         )
         for d, d_v in ((192, 128), (192, 192), (256, 256))
     },

@@ -599,22 +599,24 @@ _SM100_WIDE_PAIR = _SM100_PAIR._replace(
     reason="two CTAs have room for blocks of 128 queries, and add half as much of dQ to memory",
     above_dim=128,
 )
-_SM100_FOLDED_PAIR = _SM100_WIDE_PAIR._replace(
-    max_dim=256,
-    max_dim_v=256,
-    reason="CTAs of 64 keys have room for all sums in one launch",
+# The rows of single CTAs have blocks of 64 queries, which no pair has.
+_SM100_ASKED_PAIR = _SM100_WIDE_PAIR._replace(
+    if_asked=True, min_seqlen_k=0, min_window=0, without_lists=False
+)
+# Such a pair has the keys of one CTA, so it visits no more blocks.
+_SM100_FOLDED_PAIR = BwdRow(
+    *(256, 256, 128, 2, 1, 1, 0),
+    "CTAs of 64 keys have room for all sums in one launch",
     above_dim=192,
+    clears_dq=True,
+    cta_pair=True,
 )
 # On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
 SM100_BWD = (
     _SM100_PAIR,
     _SM100_WIDE_PAIR,
+    _SM100_ASKED_PAIR,
     _SM100_FOLDED_PAIR,
-    # for whoever asks: the rows of single CTAs have blocks of 64 queries, which no pair has
-    *(
-        row._replace(if_asked=True, min_seqlen_k=0, min_window=0, without_lists=False)
-        for row in (_SM100_WIDE_PAIR, _SM100_FOLDED_PAIR)
-    ),
 ) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
