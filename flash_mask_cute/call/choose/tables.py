@@ -182,12 +182,12 @@ class BwdRow(NamedTuple):
 
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with
-    cta_pair or splits_keys are also only for unmodified scores, those with cta_pair for devices
-    with two SMs. if_asked: only if the config has cta_pair=True. min_window: of windows that are
-    closed on both sides, those with at least so many keys. without_lists: no block lists or choices
-    leave out blocks. token_lists: only for choices that are taken as token lists, with so many keys
-    of a work tile.
+    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums, except those
+    of token lists. Rows with cta_pair or splits_keys are also only for unmodified scores, those
+    with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
+    min_window: of windows that are closed on both sides, those with at least so many keys.
+    without_lists: no block lists or choices leave out blocks. token_lists: only for choices that
+    are taken as token lists, with so many keys of a work tile.
     """
 
     max_dim: int
@@ -223,7 +223,7 @@ class BwdRow(NamedTuple):
         if self.token_lists:
             keys = self.token_lists
             yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
-        if self.clears_dq:
+        elif self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.min_window:
             narrowest = self.min_window
