@@ -122,7 +122,7 @@ def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:
         return ""
     problem, shapes = backward.problem, backward.shapes
     if problem.token_lists:
-        tokens = backward.bwd_choice.tiles.tile_m // problem.packed_heads
+        tokens = backward.bwd_choice.tiles.tile_m // problem.listed_rows
         return (
             f"token lists: a key tile visits the queries that chose it, {tokens} with "
             f"{problem.packed_heads} heads at a time"

@@ -66,6 +66,7 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import CHUNK
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
@@ -76,6 +77,7 @@ from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
 from flash_mask_cute.sm100.flash_bwd_math import ELEMENTS, keep_rounded
 from flash_mask_cute.sm100.flash_bwd_pairs import (
     Arrivals,
+    FoldedScores,
     PairLoads,
     PairOperands,
     PeerGrads,
@@ -414,7 +416,10 @@ class FlashAttentionBackwardSm100:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
             columns = traits.columns
-            warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_n, columns)
+            # of 64 keys, two warps have the same
+            in_turn = min(NUM_MASK_WARPS, traits.tile_n // bit_tile.WORD)
+            mask_warp = mask_warp % in_turn if const_expr(traits.is_folded) else mask_warp
+            warp_rows = MaskWarpRows.create(mask_warp, in_turn, traits.tile_n, columns)
             is_part = traits.cta_pair
             rules = BackwardMask.create(self, columns, masks, lengths, group, is_part)
             make_mask_bits(
@@ -454,7 +459,8 @@ class FlashAttentionBackwardSm100:
         )
         peer = None
         if const_expr(traits.cta_pair):
-            peer = PeerGrads.create(traits, tiles, channels, half)
+            kept = FoldedScores if const_expr(traits.is_folded) else PeerGrads
+            peer = kept.create(traits, tiles, channels, half)
         scores = BlockScores(traits, tiles, channels, chain, half, lengths, peer)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
@@ -473,9 +479,9 @@ class FlashAttentionBackwardSm100:
             of_dk = gradients.dk_atom, gradients.dk, traits.column_dk, softmax_scale
             if const_expr(traits.part == Part.ALL):
                 if half == 0:
-                    store(*of_dv, range(0, traits.head_dim_v, STORED_COLS))
+                    store(*of_dv, traits.stored_columns(traits.head_dim_v))
                 else:
-                    store(*of_dk, range(0, traits.head_dim, STORED_COLS))
+                    store(*of_dk, traits.stored_columns(traits.head_dim))
             else:
                 dim = traits.head_dim_v if const_expr(traits.makes_dv) else traits.head_dim
                 columns = range(0, dim, STORED_COLS)
@@ -541,7 +547,12 @@ class FlashAttentionBackwardSm100:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_packed = lengths.cu_seqlens_k is not None
         gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
-        first_key = work.block * traits.tile_n + warp % (COMPUTE_WARPS // HALVES) * STORED_ROWS
+        row_warp, first_col = warp % (COMPUTE_WARPS // HALVES), 0
+        if const_expr(traits.is_folded):
+            # the second half of the columns is in lanes 64 to 127
+            warps = traits.tile_n // STORED_ROWS
+            row_warp, first_col = row_warp % warps, row_warp // warps * (traits.tile_d // 2)
+        first_key = work.block * traits.tile_n + row_warp * STORED_ROWS
         for i in cutlass.range_constexpr(len(columns)):
             first = columns[i]
             place = warp * places + i % places
@@ -565,8 +576,14 @@ class FlashAttentionBackwardSm100:
             cute.arch.sync_warp()
             box = ((1, STORED_ROWS), STORED_COLS)
             start = (work.head_idx, first_key)
-            dst, src = tma.tile_of(atom, gmem, start, box, tiles.stored, first)
-            cute.copy(atom, src[None, place], dst)
+            dst, src = tma.tile_of(atom, gmem, start, box, tiles.stored, first_col + first)
+            if const_expr(traits.is_folded):
+                # of dV, or of dK, which is scaled
+                dim = traits.head_dim_v if const_expr(scale is None) else traits.head_dim
+                if first_col + first < dim:
+                    cute.copy(atom, src[None, place], dst)
+            else:
+                cute.copy(atom, src[None, place], dst)
             cute.arch.cp_async_bulk_commit_group()
 
 

@@ -68,7 +68,9 @@ class BlockProducts:
 
     def _step(self, tile: Int32, first: Int32) -> partial:
         issue = self._issue_block
-        if self.traits.is_wide_pair:
+        if self.traits.is_folded:
+            issue = self._issue_folded_block
+        elif self.traits.is_wide_pair:
             issue = self._issue_block_in_turn
         elif self.together:
             issue = self._issue_block_together
@@ -187,6 +189,32 @@ class BlockProducts:
         return number + 1
 
     @cute.jit
+    def _issue_folded_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """Issue S, dP, dK, dV, dQ of a block of a folded pair. Q and dO by columns take the places
+        of those by rows, so each of these products releases its own. The last release also says
+        that dQ has read the keys."""
+        group, channels = self.traits.group, self.channels
+        self.arrivals.q(number)
+        self._issue_scores(number)
+        group.commit(channels.q.vacancy(number))
+        self.arrivals.do(number)
+        if number == first:
+            # the sums of the work tile before have been taken; then dS may be written, too
+            channels.sums.acquire(tile)
+        self._issue_dp(number)
+        group.commit(channels.do.vacancy(number))
+        self.arrivals.scores(number)
+        self.arrivals.q_columns(number)
+        self._issue_dk(number, first)
+        group.commit(channels.q_columns.vacancy(number))
+        self.arrivals.do_columns(number)
+        self._issue_dv(number, number > first)
+        self.arrivals.ds(number)
+        self._issue_dq(number)
+        group.commit(channels.do_columns.vacancy(number))
+        return number + 1
+
+    @cute.jit
     def _issue_scores(self, number: Int32):
         if const_expr(self.traits.dq_over_scores):
             # dQ of the block before has been taken from there
@@ -258,23 +286,34 @@ class BlockProducts:
         if const_expr(traits.cta_pair):
             q = self.channels.q_columns
             self.arrivals.q_columns(number)
-        # -- dK += dS^T Q: (128 keys, tile_d)
         # dS is there
         self.channels.dp.wait_until_released(number)
-        umma.fence_after_wait()
-        dk_q = self.products.dk_q[None, None, None, q.index(number)]
-        mma = traits.mma_sums(traits.tile_d)
-        umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
-        # -- dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's
+        self._issue_dk(number, first)
         if const_expr(traits.cta_pair):
             self.arrivals.ds(number)
             if const_expr(traits.is_wide_pair):
                 group.commit(self.channels.q.vacancy(number))
+        self._issue_dq(number)
+        group.commit(q.vacancy(number))
+
+    @cute.jit
+    def _issue_dk(self, number: Int32, first: Int32):
+        """dK += dS^T Q: (keys, tile_d)."""
+        traits = self.traits
+        q = self.channels.q_columns if const_expr(traits.cta_pair) else self.channels.q
+        umma.fence_after_wait()
+        dk_q = self.products.dk_q[None, None, None, q.index(number)]
+        mma = traits.mma_sums(traits.tile_d)
+        umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
+
+    @cute.jit
+    def _issue_dq(self, number: Int32):
+        """dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's."""
+        traits = self.traits
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds = self.products.dq_ds[None, None, None, 0]
         for width, part in zip(traits.widths_dq, self.products.dq, strict=True):
             dq_k = part.k[None, None, None, 0]
             umma.issue(traits.mma_dq(width), part.acc, dq_ds, dq_k, False, MOST_STEPS)
-        group.commit(self.channels.dq.barrier(number))
-        group.commit(q.vacancy(number))
+        traits.group.commit(self.channels.dq.barrier(number))

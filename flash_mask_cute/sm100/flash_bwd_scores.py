@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
@@ -22,7 +22,7 @@ from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
-from flash_mask_cute.sm100.flash_bwd_pairs import PeerGrads
+from flash_mask_cute.sm100.flash_bwd_pairs import FoldedScores, PeerGrads
 from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
@@ -51,7 +51,14 @@ class BlockScores:
     chain: ScoreChain
     half: Int32
     lengths: Lengths
-    peer: PeerGrads | None
+    peer: PeerGrads | FoldedScores | None
+
+    @property
+    def first_query(self) -> Int32:
+        """Of this thread's queries of a block."""
+        if self.traits.is_folded:
+            return self.peer.chunk * umma.CHUNK
+        return self.half * self.traits.queries
 
     @cute.jit
     def visit(self, tile: Int32, state: Blocks, block: Block):
@@ -62,7 +69,10 @@ class BlockScores:
         if block.kind == Kind.PARTIAL:
             self.channels.bits.wait(cuts)
             key, count = thread_in_warpgroup(), self.traits.queries // bit_tile.WORD
-            words = tuple(self.tiles.bits[self.half * count + w, key] for w in range(count))
+            first_word = self.half * count
+            if const_expr(self.traits.is_folded):
+                key, first_word = key % self.traits.tile_n, self.peer.chunk
+            words = tuple(self.tiles.bits[first_word + w, key] for w in range(count))
             cute.arch.sync_warp()
             self.channels.bits.release(cuts)
             compute(words)
@@ -83,6 +93,9 @@ class BlockScores:
         keep_grads = partial(self._keep_grads, first_ds, thread)
         self.channels.s.wait(number)
         umma.fence_after_wait()
+        if traits.is_folded:
+            self._compute_folded(number, first_s, first_dp, bits, statistics, thread)
+            return
         if self.chain.wants_aux:
             self.channels.dp.wait(number)
             umma.fence_after_wait()
@@ -114,6 +127,27 @@ class BlockScores:
             self._complete(self.channels.dp, number)
             if traits.cta_pair:
                 self.peer.send(number)
+        self.channels.stats.release(number)
+
+    def _compute_folded(self, number, first_s, first_dp, bits, statistics, thread) -> None:
+        """Compute P and dS of 32 queries of a key, to shared memory."""
+        traits = self.traits
+        scores = umma.load_columns(first_s, umma.CHUNK, thread)
+        umma.wait_loads()
+        if bits is not None:
+            bit_tile.hide_unset(scores, bits)
+        probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
+        self.peer.keep_p(keep_rounded(scores, traits.dtype))
+        self.channels.dp.wait(number)
+        umma.fence_after_wait()
+        grads = umma.load_columns(first_dp, umma.CHUNK, thread)
+        umma.wait_loads()
+        score_gradients(grads, scores, statistics.delta)
+        self.peer.keep_ds(keep_rounded(grads, traits.dtype))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        umma.fence_before_arrival()
+        self.channels.scores.publish(number)
+        self.peer.send(number)
         self.channels.stats.release(number)
 
     def _complete(self, channel: Channel, number) -> None:
@@ -222,7 +256,7 @@ class BlockScores:
     def _statistics(self, stage: Int32) -> Statistics:
         """Statistics of the queries of a half, in shared memory."""
         tile_m = self.traits.tile_m
-        row = self.tiles.stats[None, stage].iterator + self.half * self.traits.queries
+        row = self.tiles.stats[None, stage].iterator + self.first_query
         layout = cute.make_layout(self.traits.queries)
         numbers = [
             cute.make_tensor((row + i * tile_m).align(16), layout)

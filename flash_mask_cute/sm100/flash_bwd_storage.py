@@ -24,7 +24,8 @@ from flash_mask_cute.sm100.flash_bwd_traits import (
 class Channels(NamedTuple):
     """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
     dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. Of a pair: half of the columns of
-    Q, dS in shared memory, and what is there in the CTA that does not issue products. Of a wide
+    Q, dS in shared memory, and what is there in the CTA that does not issue products. Of a folded
+    pair: half of the columns of dO, and P and dS of its own keys in shared memory. Of a wide
     pair: taken, released when S is in registers; first_p, when P of the first chunks is there;
     dq_left, when all of dQ is in registers; dv, full when dV of a block is complete."""
 
@@ -46,6 +47,10 @@ class Channels(NamedTuple):
     do_there: Channel | None = None
     q_columns_there: Channel | None = None
     ds_there: Channel | None = None
+    do_columns: Channel | None = None
+    scores: Channel | None = None
+    do_columns_there: Channel | None = None
+    scores_there: Channel | None = None
     taken: Channel | None = None
     first_p: Channel | None = None
     dq_left: Channel | None = None
@@ -73,6 +78,7 @@ class Tiles(NamedTuple):
     q_columns: cute.Tensor | None = None  # (128, 64 or 96, 1)
     do_columns: cute.Tensor | None = None  # (128, 64, 1)
     k_columns: cute.Tensor | None = None  # see `BwdTraits.layout_key_columns`
+    p: cute.Pointer | None = None  # of a folded pair
 
 
 def storage_of(traits: BwdTraits) -> cute.struct:
@@ -91,6 +97,9 @@ def storage_of(traits: BwdTraits) -> cute.struct:
     def floats(count: int) -> type:
         return cute.struct.Align[cute.struct.MemRange[cutlass.Float32, count], 128]
 
+    # of a folded pair by rows and by columns in turn
+    has_columns = traits.cta_pair and not traits.is_folded
+
     @cute.struct
     class Storage:
         if traits.is_wide_pair:
@@ -101,10 +110,11 @@ def storage_of(traits: BwdTraits) -> cute.struct:
         do: elements(traits.layout_do())
         k: elements(traits.layout_k())
         v: elements(traits.layout_v(), traits.makes_dk)
-        q_columns: elements(traits.layout_columns(), traits.cta_pair)
-        do_columns: elements(traits.layout_value_columns(), traits.cta_pair)
+        q_columns: elements(traits.layout_columns(), has_columns)
+        do_columns: elements(traits.layout_value_columns(), has_columns)
         k_columns: elements(traits.layout_key_columns(), traits.cta_pair)
         ds: elements(traits.layout_ds(), not traits.is_wide_pair)
+        p: elements(cute.make_layout(traits.tile_n * traits.tile_m), traits.is_folded)
         dq: floats(traits.bytes_dq // 4)
         stats: floats(traits.stats_words * traits.stages_q)
         bits: words(traits.columns.num_words * traits.tile_n)
@@ -126,7 +136,8 @@ def storage_of(traits: BwdTraits) -> cute.struct:
         q_columns_barriers: barriers(1)
         ds_barriers: barriers(1)
         there_barriers: barriers(4)
-        in_turn_barriers: barriers(4)
+        in_turn_barriers: barriers(4 * traits.is_wide_pair)
+        folded_barriers: barriers(4 * traits.is_folded)
         tmem: cutlass.Int32
 
     return Storage
@@ -173,6 +184,12 @@ def channels_of(
         first = storage.there_barriers.data_ptr()
         for i, name in enumerate(("q_there", "do_there", "q_columns_there", "ds_there")):
             of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
+        if traits.is_folded:
+            first = storage.folded_barriers.data_ptr()
+            of_pair["do_columns"] = Channel.create(first, 1, 1, 1)
+            of_pair["scores"] = Channel.create(first + 2, 1, COMPUTE_WARPS, 1)
+            for i, name in enumerate(("do_columns_there", "scores_there")):
+                of_pair[name] = Channel.create(first + 4 + 2 * i, 1, 1, 1, group.home)
         if traits.is_wide_pair:
             first = storage.in_turn_barriers.data_ptr()
             for i, name in enumerate(("taken", "first_p", "dq_left", "dv")):
@@ -210,10 +227,14 @@ def tiles_of(traits: BwdTraits, storage: Any) -> Tiles:
     if traits.makes_dk:
         dq = storage.dq.get_tensor(cute.make_layout(traits.bytes_dq // 4))
     of_pair = {}
+    by_columns = storage.q_columns, storage.do_columns
+    if traits.is_folded:
+        by_columns = storage.q, storage.do
+        of_pair["p"] = storage.p.data_ptr()
     if traits.cta_pair:
-        of_pair = {
-            "q_columns": tensor(storage.q_columns, traits.layout_columns()),
-            "do_columns": tensor(storage.do_columns, traits.layout_value_columns()),
+        of_pair |= {
+            "q_columns": tensor(by_columns[0], traits.layout_columns()),
+            "do_columns": tensor(by_columns[1], traits.layout_value_columns()),
             "k_columns": tensor(storage.k_columns, traits.layout_key_columns()),
         }
     return Tiles(

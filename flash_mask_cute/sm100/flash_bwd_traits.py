@@ -41,7 +41,7 @@ MAX_DIM = 128
 # columns of tiles: heads of other dimensions are rounded up
 TILE_DIMS = (64, 96, 128, 192, 256)
 # columns of the tiles of a pair of CTAs
-PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM)
+PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM), (256, 256)
 # columns that leave in one part at most: of blocks of 64 queries, and where memory is short
 MOST_OF_PART, LEAST_OF_PART = 64, 32
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
@@ -104,7 +104,6 @@ class BwdTraits:
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
-    tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property
@@ -117,6 +116,11 @@ class BwdTraits:
         return _rounded(max(self.head_dim_v, least))
 
     @property
+    def tile_n(self) -> int:
+        """Keys of a CTA."""
+        return TILE_N // 2 if self.is_folded else TILE_N
+
+    @property
     def is_wide(self) -> bool:
         return max(self.head_dim, self.head_dim_v) > MAX_DIM
 
@@ -125,7 +129,15 @@ class BwdTraits:
         """Whether a pair has wide heads. TMEM and shared memory are short: P and later dS lie over
         half of S, dP over the other half, dQ over dP and some of S, and dS in shared memory over dO
         and Q by rows, when products have read them."""
-        return self.is_wide and self.cta_pair
+        return self.is_wide and self.cta_pair and not self.is_folded
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether CTAs of a pair have 64 keys, so that sums of 256 columns fit into TMEM. Results
+        have 64 rows in a CTA. Their columns are folded: the second half is in lanes 64 to 127. P
+        and dS are operands in shared memory, and Q and dO have one place each, by rows and by
+        columns in turn."""
+        return self.cta_pair and self.tile_d == TILE_DIMS[-1]
 
     @property
     def halves_blocks(self) -> bool:
@@ -135,7 +147,7 @@ class BwdTraits:
     @property
     def queries(self) -> int:
         """Queries of a block that a compute thread has."""
-        return self.tile_m // HALVES
+        return self.tile_m // HALVES // (2 if self.is_folded else 1)
 
     @property
     def columns(self) -> umma.RowColumns:
@@ -165,8 +177,15 @@ class BwdTraits:
 
     def query_of(self, row: Int32 | int, rank: Int32 | int) -> Int32 | int:
         """The query of a block that a CTA has in a row of Q and dO by rows."""
+        if not self.is_wide_pair:
+            return rank * self.rows_of_cta + row
         box, in_box = row // self.box_rows, row % self.box_rows
         return (box * self.group.size + rank) * self.box_rows + in_box
+
+    @property
+    def rows(self) -> int:
+        """Rows of products with keys as rows, of all CTAs."""
+        return self.cluster_tile_n
 
     @property
     def columns_of_cta(self) -> int:
@@ -219,16 +238,22 @@ class BwdTraits:
         """Columns of S and dP from a chunk of 32 queries to the next one of its half."""
         return HALVES * umma.CHUNK if self.is_wide_pair else umma.CHUNK
 
+    def _taken(self, columns: int) -> int:
+        """Columns of TMEM that so many columns of a result take."""
+        return columns // 2 if self.is_folded else columns
+
     @property
     def column_s(self) -> int:
         """Of wide heads S and dP lie behind the sums, so that dQ may begin in their place and be
         wider."""
-        return self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d if self.is_wide else 0
+        sums = self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d
+        return self._taken(sums) if self.is_wide else 0
 
     @property
     def column_dp(self) -> int:
         # of a wide pair, over the second half of S, which is in registers then
-        return self.column_s + self.tile_m // (2 if self.is_wide_pair else 1)
+        half = self.tile_m // 2
+        return self.column_s + (half if self.is_wide_pair else self._taken(self.tile_m))
 
     @property
     def column_ds(self) -> int:
@@ -241,7 +266,7 @@ class BwdTraits:
 
     @property
     def column_dk(self) -> int:
-        return self.column_dv + self.makes_dv * self.tile_dv
+        return self.column_dv + self._taken(self.makes_dv * self.tile_dv)
 
     @property
     def widths_dq(self) -> tuple[int, ...]:
@@ -256,8 +281,8 @@ class BwdTraits:
     def column_dq(self) -> int | None:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
-        if self.is_wide_pair:
-            # behind dS, and with as few columns of S as possible
+        if self.is_wide_pair or self.is_folded:
+            # of a wide pair, behind dS, and with as few columns of S as possible
             return NUM_COLUMNS - self.tile_d // 2
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s
@@ -277,7 +302,7 @@ class BwdTraits:
     def is_serial(self) -> bool:
         """Whether the products of a block are issued together: S of the next block would overwrite
         dQ of this one, or has no second place for its queries."""
-        return self.part != Part.ALL or self.dq_over_scores
+        return self.part != Part.ALL or self.dq_over_scores or self.is_folded
 
     @property
     def values_lag(self) -> bool:
@@ -336,7 +361,12 @@ class BwdTraits:
     def store_places(self) -> int:
         """Places of a warp from which dK and dV are stored: as many as the memory of dS has."""
         size = STORED_ROWS * STORED_COLS * COMPUTE_WARPS
-        return min(2, self.tile_m * self.tile_n // size)
+        return min(2, self.tile_m * TILE_N // size)
+
+    def stored_columns(self, dim: int) -> range:
+        """The columns of TMEM of dK or dV, of dim columns, from each of which on a warp stores 32;
+        if they are folded, also where the second half of the columns has ended."""
+        return range(0, self.tile_d // 2 if self.is_folded else dim, STORED_COLS)
 
     @property
     def bytes_q(self) -> int:
@@ -359,8 +389,10 @@ class BwdTraits:
     @property
     def keys_of_ds(self) -> int:
         """Keys that dS in shared memory has a place for. In a pair these are those of both CTAs,
-        and its own again, whose dS it sends to the other one."""
-        return self.cluster_tile_n + (self.tile_n if self.cta_pair else 0)
+        and its own again, whose dS it sends to the other one; if results are folded, its own twice,
+        with all queries, for dK."""
+        again = HALVES if self.is_folded else 1
+        return self.cluster_tile_n + (again * self.tile_n if self.cta_pair else 0)
 
     @property
     def bytes_ds(self) -> int:
@@ -394,12 +426,16 @@ class BwdTraits:
     def _smem_bytes(self) -> int:
         # a pair has Q, dO and K twice, by rows and by columns
         ways = self.group.size
+        ways_of_queries = 1 if self.is_folded else ways
+        places_q = 1 if self.is_folded else self.stages_q
         return (
             self.bytes_with_q * ways
             + self.bytes_with_do
-            + self.stages_q * (self.bytes_q + self.num_stats * self.tile_m * 4)
-            + self.stages_do * self.bytes_do * ways
+            + places_q * self.bytes_q
+            + self.stages_q * self.num_stats * self.tile_m * 4
+            + self.stages_do * self.bytes_do * ways_of_queries
             + self.bytes_ds
+            + self.is_folded * self.tile_n * self.tile_m * 2
             + self.bytes_dq
             + SMEM_BOOKKEEPING
         )
@@ -411,8 +447,8 @@ class BwdTraits:
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
         if self.cta_pair and (self.tile_d, self.tile_dv) not in PAIR_TILES:
             return (
-                "cta_pair=True is for head_dim and head_dim_v from 97 to 128, or head_dim from 129 "
-                f"to 192 and head_dim_v up to 128, on Blackwell, got {dims}"
+                "cta_pair=True is for head_dim and head_dim_v from 97 to 128 or above 192, or "
+                "head_dim from 129 to 192 and head_dim_v up to 128, on Blackwell, got " + dims
             )
         tile_m = WIDE_TILE_M if self.halves_blocks else TILE_M
         if self.tile_m != tile_m:
@@ -448,12 +484,13 @@ class BwdTraits:
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
         source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
-        more = self.tile_m, source, self.group.rows
+        more = self.tile_m, source, self.rows
         return self._mma(OperandMajorMode.K, OperandMajorMode.K, *more)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
-        more = n, tcgen05.OperandSource.TMEM, self.group.rows
+        source = tcgen05.OperandSource.SMEM if self.is_folded else tcgen05.OperandSource.TMEM
+        more = n, source, self.rows
         return self._mma(OperandMajorMode.K, OperandMajorMode.MN, *more)
 
     def mma_dq(self, n: int) -> cute.TiledMma:
@@ -489,9 +526,9 @@ class BwdTraits:
         return next(cols for cols in (64, 32) if self.columns_of_cta % cols == 0)
 
     def layout_key_columns(self) -> cute.ComposedLayout:
-        """(128 keys, `key_columns`, (CTAs, parts of a CTA's columns))."""
+        """(tile_n keys, `key_columns`, (CTAs, parts of a CTA's columns))."""
         parts = self.columns_of_cta // self.key_columns
-        return self._rows(ROWS, self.key_columns, self.group.size * parts)
+        return self._rows(self.tile_n, self.key_columns, self.group.size * parts)
 
     def layout_value_columns(self) -> cute.ComposedLayout:
         """(128, columns of a CTA, 1): of dO."""
@@ -516,6 +553,18 @@ class BwdTraits:
         `keys_of_ds`."""
         tile = (ROWS, self.rows_of_cta, self.keys_of_ds)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
+
+    def folded_operand(
+        self, mma: cute.TiledMma, shape: tuple[int, int, int]
+    ) -> cute.ComposedLayout:
+        """P or dS in shared memory, (rows, queries or keys): lines of 32 queries of a key, so that
+        a warp's lines follow each other. shape: (m, n, k) of the product."""
+        m, _, k = shape
+        is_dk = mma.op.a_major_mode == OperandMajorMode.K
+        kind = tcgen05.SmemLayoutAtomKind
+        atom = tcgen05.make_smem_layout_atom(kind.K_SW64 if is_dk else kind.MN_SW64, self.dtype)
+        operand = cute.append(mma.partition_shape_A((m, k)), 1)
+        return tcgen05.tile_to_mma_shape(atom, operand, order=(1, 2, 3) if is_dk else (2, 1, 3))
 
     def layout_stored(self) -> cute.ComposedLayout:
         """(32 keys, 32 columns, places of warps)."""

@@ -85,13 +85,6 @@ def test_fuzzed_wide_heads(simulator: ModuleType, number: int) -> None:
     run_sim(simulator, make_inputs(case, seed=number), (number,), config=PAIR)
 
 
-@pytest.mark.parametrize("number", range(24))
-def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
-    case = replace(small_case(random.Random(2000 + number), ((128, 128),), 300), pack_gqa=None)
-    case = replace(case, score_mod=None, softcap=0.0)
-    run_sim(simulator, make_inputs(case, seed=number), (number,), config=PAIR)
-
-
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
 def test_work_tiles_of_pairs_together(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]

@@ -611,7 +611,7 @@ def _bwd_chooser(
                 problem.has_lists or problem.has_bits or problem.has_selected,
                 problem.common_kv,
             ),
-            packed_heads=problem.packed_heads,
+            listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
         if not kernel.splits_groups or problem.token_lists:

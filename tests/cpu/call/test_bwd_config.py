@@ -22,7 +22,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     dims, kind = (row.max_dim, row.max_dim_v), (row.masks or (TuningClass.EDGES,))[0]
     num_sms = 2 if row.cta_pair else 1
     seqlen_k = row.min_seqlen_k or row.max_seqlen_k or 8192
-    by_tokens = {"token_lists": row.token_lists, "packed_heads": 16} if row.token_lists else {}
+    by_tokens = {"token_lists": row.token_lists, "listed_rows": 16} if row.token_lists else {}
     choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **by_tokens)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
