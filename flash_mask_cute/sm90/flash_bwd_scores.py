@@ -70,7 +70,7 @@ class Factors(NamedTuple):
     """
 
     k: cute.Tensor  # (64 keys, tile_d) in k-steps, and stages
-    q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each
+    q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each, or all in one
     v: cute.Tensor  # (64 keys, tile_dv)
     do: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_dv) each
 
@@ -160,20 +160,22 @@ class BlockScores:
         passes_over: bool,
     ) -> "BlockScores":
         num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
-        mma = traits.mma_scores(num_parts)
+        # sums of gradients that are kept beside S would not fit the registers
+        splits_scores = traits.splits_keys or chain.keeps_grads
+        mma = traits.mma_scores()
 
-        def parts(smem: cute.Tensor, dim: int) -> tuple[cute.Tensor, ...]:
-            if num_parts == 1:
+        def parts(smem: cute.Tensor, dim: int, count: int) -> tuple[cute.Tensor, ...]:
+            if count == 1:
                 return (wgmma.operand_b(mma, smem),)
-            tile = (traits.tile_m // num_parts, dim)
-            views = (cute.local_tile(smem, tile, (i, 0, None)) for i in range(num_parts))
-            return tuple(wgmma.operand_b(mma, view) for view in views)
+            tile = (traits.tile_m // count, dim)
+            views = (cute.local_tile(smem, tile, (i, 0, None)) for i in range(count))
+            return tuple(wgmma.operand_b(traits.mma_scores(count), view) for view in views)
 
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            parts(tiles.q, traits.tile_d),
+            parts(tiles.q, traits.tile_d, num_parts if splits_scores else 1),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, traits.tile_dv),
+            parts(tiles.do, traits.tile_dv, num_parts),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
@@ -185,7 +187,7 @@ class BlockScores:
 
     @property
     def num_parts(self) -> int:
-        return len(self.factors.q)
+        return len(self.factors.do)
 
     @property
     def needs_scores(self) -> bool:
@@ -415,18 +417,23 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
         time.
 
-        S and dP of all columns would not fit the registers.
+        dP of all columns beside S, and what follows them, would not always fit the registers.
         """
         width = self.traits.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
+        width_s = self.traits.tile_m // len(self.factors.q)
         for part in range(self.num_parts):
-            acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))  # (64, width)
-            self._issue_scores(acc_S, state, part)
+            first = part * width % width_s
+            if first == 0:
+                acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)
+                self._issue_scores(acc_S, state, part * width // width_s)
+            acc_dP = wgmma.make_accumulator(width)  # (64, width)
             self._issue_dp(acc_dP, state, part)
             warpgroup.wait_group(0)
-            scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
+            scores = wgmma.rows_by_cols(wgmma.columns(acc_S, first, first + width))
+            grads = wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
             self._chain_of(state.block).apply_to_both(
                 place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
@@ -504,7 +511,7 @@ class BlockScores:
     def _issue_scores(self, acc_S: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         k_tile = self.factors.k[None, None, None, self.traits.own_keys(state.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(state.block)]
-        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_d
+        mma, steps = self.traits.mma_scores(len(self.factors.q)), self.traits.steps_d
         wgmma.issue(mma, acc_S, k_tile, q_tile, False, steps)
 
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
