@@ -87,7 +87,13 @@ from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
+from flash_mask_cute.sm90.flash_bwd_scores import (
+    BlockScores,
+    MainloopState,
+    Peeked,
+    by_turn,
+    sync_both,
+)
 from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
 from flash_mask_cute.sm90.flash_bwd_traits import (
     Barrier,
@@ -598,25 +604,10 @@ class FlashAttentionBackwardSm90:
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
             # a branch behind P and dS would take registers
-            return self._by_turn(is_turn, compute_and_add)
+            return by_turn(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
-        return self._by_turn(is_turn, add)
-
-    @cute.jit
-    def _by_turn(
-        self, is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]
-    ) -> Peeked:
-        """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
-
-        Each case has code of its own: a branch while products are in flight would serialise them.
-        """
-        peeked = Peeked.nothing()
-        if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
-            peeked = step(True)
-        else:
-            peeked = step(False)
-        return peeked
+        return by_turn(is_turn, add)
 
     def _add(
         self,

@@ -99,6 +99,20 @@ class Peeked(NamedTuple):
         return Peeked(*(Boolean(False) for _ in Peeked._fields))
 
 
+@cute.jit
+def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
+    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+
+    Each case has code of its own: a branch while products are in flight would serialise them.
+    """
+    peeked = Peeked.nothing()
+    if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
+        peeked = step(True)
+    else:
+        peeked = step(False)
+    return peeked
+
+
 class MainloopState(NamedTuple):
     """The numbers of the work tile, of the query block, and of its bits if it is cut."""
 

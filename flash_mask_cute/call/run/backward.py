@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import Lengths, Masks, Tensors
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
@@ -150,16 +150,7 @@ class KernelBackward:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         if self._make_lists is not None:
             assert masks is not None
-            made = self._make_lists(
-                masks.block_sparse_tensors_torch.by_entry,
-                ListLengths(
-                    *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                    *(self._window_left, self._window_right),
-                    q_starts if self._reads_q_starts else self._q_start,
-                    lse if self._lists_read_lse else None,
-                ),
-            )
-            bits = made.operands(self._key_turns, self._tiles_per_block)
+            bits = self._token_lists(masks, lengths, lse)
         own_aux = aux_tensors
         if self._make_tables is not None and aux_tensors is not None:
             aux_tensors = self._make_tables(aux_tensors)
@@ -218,6 +209,23 @@ class KernelBackward:
         if daux is not None and aux_sums is not None:
             write_gradients(daux, aux_sums, *self._written)
         return result
+
+    def _token_lists(
+        self, masks: Masks, lengths: Lengths, lse: Tensor | None
+    ) -> tuple[Tensor | int, ...]:
+        """The lists of this call's choice, new, as the kernel takes them."""
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths
+        assert self._make_lists is not None
+        made = self._make_lists(
+            masks.block_sparse_tensors_torch.by_entry,
+            ListLengths(
+                *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+                *(self._window_left, self._window_right),
+                q_starts if self._reads_q_starts else self._q_start,
+                lse if self._lists_read_lse else None,
+            ),
+        )
+        return made.operands(self._key_turns, self._tiles_per_block)
 
 
 class EmptyBackward:
