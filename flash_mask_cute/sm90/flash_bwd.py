@@ -413,7 +413,7 @@ class FlashAttentionBackwardSm90:
                     lengths.cu_seqlens_k is not None or traits.by_tokens,
                     traits.num_ctas,
                     channels.claims,
-                    claims_first=self.deterministic and traits.by_tokens,
+                    claims_first=self.deterministic,
                 )
                 rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
                     traits.cluster_tile_n
