@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
 from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.limits import OPEN_WINDOW
@@ -109,9 +109,10 @@ class AttentionProblem:
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
     `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
     tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
-    heads of a group; 0: it does not. tables: dtypes of the tables of differences that the kernel
-    gets behind the aux tensors (`difference_tables.py`), summed: (number, size of the sums) of the
-    reads whose gradients it sums by difference.
+    heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
+    other scores from one head of a group than from another. tables: dtypes of the tables of
+    differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
+    (number, size of the sums) of the reads whose gradients it sums by difference.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -157,6 +158,7 @@ class AttentionProblem:
     in_fp8: bool = False
     few_rows: bool = False
     token_lists: int = 0
+    masks_by_head: bool = False
     tables: tuple[str, ...] = ()
     summed: tuple[tuple[int, int], ...] = ()
 
@@ -169,6 +171,16 @@ class AttentionProblem:
         rows = shapes.seqlen_q * padded_group(self.packed_heads)
         few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
+
+    @property
+    def listed_rows(self) -> int:
+        """Rows of a query in a block of listed queries, with token lists."""
+        return rows_of_listed(self.packed_heads)
+
+    @property
+    def rows_of_stats(self) -> int:
+        """Rows of a query whose statistics lie together; 1: they do not."""
+        return self.listed_rows if self.token_lists else 1
 
     @property
     def causal_each(self) -> bool:

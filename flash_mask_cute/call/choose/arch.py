@@ -68,6 +68,7 @@ class BackwardKernel(AttentionKernel):
     orders_aux: bool
     pairs_common_keys: bool
     gathers_tokens: bool = False
+    owns_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ SM90_BACKWARD = BackwardKernel(
     orders_aux=True,
     pairs_common_keys=True,
     gathers_tokens=True,
+    owns_shared=True,
 )
 SM90 = ArchSpec(
     "Hopper",
