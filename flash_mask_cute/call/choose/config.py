@@ -32,8 +32,8 @@ from flash_mask_cute.runtime.target import H200_SMS
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
 _OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
-# exponentials of 128: two in each group of 16 pairs
-POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
+# exponentials of 128
+POLYNOMIAL_STEP, MOST_POLYNOMIAL = 4, 64
 
 
 @dataclass(frozen=True)
