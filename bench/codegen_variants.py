@@ -196,6 +196,9 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     with_mod = _variant(128, Mods(mask_mod=sees_prefix), **lists)
     yield "d128-lists-mask_mod", replace(with_mod, block_size=(128, 128))
     yield "d128-list_bits", _variant(128, has_bits=True, **lists)
+    for d in (64, 128):
+        own = _variant(d, own_lists=True, **lists)
+        yield f"d{d}-own_lists", replace(own, block_size=(64, 64))
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)

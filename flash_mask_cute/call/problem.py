@@ -111,7 +111,8 @@ class AttentionProblem:
     tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
     heads of a group; 0: it does not. tables: dtypes of the tables of differences that the kernel
     gets behind the aux tensors (`difference_tables.py`), summed: (number, size of the sums) of the
-    reads whose gradients it sums by difference.
+    reads whose gradients it sums by difference. own_lists: warpgroups of a forward, or keys of one
+    in a backward, have block lists of their own (`FwdTraits`).
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -159,6 +160,7 @@ class AttentionProblem:
     token_lists: int = 0
     tables: tuple[str, ...] = ()
     summed: tuple[tuple[int, int], ...] = ()
+    own_lists: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""
@@ -169,6 +171,13 @@ class AttentionProblem:
         rows = shapes.seqlen_q * padded_group(self.packed_heads)
         few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
+
+    @property
+    def may_own_lists(self) -> bool:
+        """Whether parts of a tile may have block lists of their own: no other argument depends on
+        lists, and rows begin where these do."""
+        is_plain = self.mask_mod is None and self.score_mod is None and self.q_start is None
+        return self.has_lists and is_plain and self.packed_heads == 1 and not self.in_fp8
 
     @property
     def causal_each(self) -> bool:

@@ -19,6 +19,8 @@ from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
 N_BLOCK_SHIFT = 4
+# where `Block.owners` begin in it, if there are any; numbers of blocks have fewer than 24 bits then
+OWNERS_SHIFT = 28
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
 # most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
@@ -96,7 +98,7 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
-    of the block (`walk_ring`) and, from bit N_BLOCK_SHIFT on, its number. part: the index of this
+    of the block (`walk_ring`), its number and its owners. part: the index of this
     CTA's part of a block. pages: for keys and values in pages.
     """
 
@@ -179,6 +181,8 @@ class OperandLoads:
         """Wait for a stage of keys, and announce the block that is loaded into it."""
         # all that can be known before the stage is free, since from then on time counts
         word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
+        if const_expr(block.owners is not None):
+            word = word | (block.owners << OWNERS_SHIFT)
         channel = self.k.channel
         channel.acquire(number)
         if const_expr(self.words is not None):  # noqa: SIM102 (decided while tracing)

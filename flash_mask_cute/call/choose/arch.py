@@ -41,7 +41,8 @@ class ForwardKernel(AttentionKernel):
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
     reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
     computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
-    decodes_whole: tiles of decoding are also for one pass over keys in rows."""
+    decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
+    warpgroups may have block lists of their own."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -50,6 +51,7 @@ class ForwardKernel(AttentionKernel):
     has_polynomial: bool = False
     orders_sums: bool = False
     decodes_whole: bool = False
+    owns_lists: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ SM90 = ArchSpec(
         reads_fp8=True,
         orders_sums=True,
         decodes_whole=True,
+        owns_lists=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,

@@ -32,6 +32,8 @@ from flash_mask_cute.runtime.target import H200_SMS
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
 _OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
+# query rows of a warpgroup, which may have block lists of its own, and of tiles in which they have
+ROWS_OF_LISTS, OWN_LISTS_TILE = 64, 192
 # exponentials of 128: two in each group of 16 pairs
 POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
 
@@ -69,6 +71,12 @@ class FwdTiles:
     def nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks of (queries, keys) consist of whole tiles. Heads must not be packed."""
         return block_size[0] % self.cluster_tile_m == 0 and block_size[1] % self.tile_n == 0
+
+    def own_rows_nest_in(self, block_size: tuple[int, int]) -> bool:
+        """Whether blocks do not consist of whole tiles, but of the keys of whole tiles and of the
+        rows of whole warpgroups, which may have lists of their own."""
+        rows_nest = self.tile_m == OWN_LISTS_TILE and block_size[0] % ROWS_OF_LISTS == 0
+        return rows_nest and block_size[1] % self.tile_n == 0 and not self.nest_in(block_size)
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ def select_fwd_config(
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
         selected_block=walk.selected_block,
+        own_lists=walk.block_size if kernel.owns_lists and problem.may_own_lists else None,
     )
     rows = list(rows_for(kernel.rows, call))
     row = rows[0]

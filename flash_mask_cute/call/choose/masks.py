@@ -92,10 +92,11 @@ class ResolvedMasks(NamedTuple):
             "has_selected": self.selected is not None,
         }
 
-    def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
+    def describe(self, tiles: FwdTiles, are_bits: bool, owns_lists: bool = False) -> str:
         """The masks in words; empty if there are none.
 
         are_bits: block lists are read as bits by the kernel that makes mask bits before attention.
+        owns_lists: see `AttentionProblem`.
         """
         parts = []
         if self.column_mask is not None:
@@ -110,6 +111,8 @@ class ResolvedMasks(NamedTuple):
                 how = "taken as bits"
             elif tiles.nest_in(self.block_size):
                 how = "made of whole tiles"
+            elif owns_lists:
+                how = "of each warpgroup's rows"
             parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
         if self.selected is not None:
             heads, _, k = self.selected.indices.shape[-3:]

@@ -15,9 +15,11 @@ from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
+    ROWS_OF_LISTS,
     BwdChoice,
     BwdWalkFacts,
     FwdChoice,
+    FwdTiles,
     WalkFacts,
     select_bwd_config,
     select_fwd_config,
@@ -169,10 +171,11 @@ class ExecutionPlan:
 
     @property
     def walk_tile(self) -> tuple[int, int]:
-        """Query rows and keys of a tile of the walk."""
+        """Query rows and keys of a tile of the walk, or those with block lists of their own."""
         if isinstance(self.choice, BwdChoice):
             return self.choice.tiles.tile_m, self.choice.cluster_tile_n
-        return self.choice.tiles.cluster_tile_m, self.choice.tiles.tile_n
+        rows = ROWS_OF_LISTS if self.problem.own_lists else self.choice.tiles.cluster_tile_m
+        return rows, self.choice.tiles.tile_n
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -198,13 +201,21 @@ class ExecutionPlan:
         lists."""
         problem = self.problem
         if isinstance(choice, FwdChoice):
-            block_size = self.masks.block_size
-            are_bits = block_size is not None and (
-                problem.q_start is not None or not choice.tiles.nest_in(block_size)
-            )
-            problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+            problem = replace(problem, packed_heads=choice.packed_heads)
+            are_bits, are_own = self._form_of_lists(choice.tiles, problem)
+            problem = replace(problem, has_bits=are_bits, own_lists=are_own)
             problem = problem.with_few_rows(self.shapes)
         return replace(self, problem=problem, choice=choice)
+
+    def _form_of_lists(self, tiles: FwdTiles, problem: AttentionProblem) -> tuple[bool, bool]:
+        """Whether a forward takes block lists as bits, or as those of each warpgroup."""
+        block_size = self.masks.block_size
+        if block_size is None:
+            return False, False
+        owns = arch_spec(self.target).forward.owns_lists and problem.may_own_lists
+        if owns and tiles.own_rows_nest_in(block_size):
+            return False, True
+        return problem.q_start is not None or not tiles.nest_in(block_size), False
 
 
 def target_of(q: torch.Tensor) -> Target:
