@@ -229,6 +229,7 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         problem = replace(by_tokens.problem, packed_heads=16)
         yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
+    yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)

@@ -177,7 +177,8 @@ class AttentionProblem:
         """Whether parts of a tile may have block lists of their own: no other argument depends on
         lists, and rows begin where these do."""
         is_plain = self.mask_mod is None and self.score_mod is None and self.q_start is None
-        return self.has_lists and is_plain and self.packed_heads == 1 and not self.in_fp8
+        is_plain = is_plain and not self.in_fp8 and not self.common_kv and self.packed_heads == 1
+        return is_plain and (self.has_lists or self.has_bits)
 
     @property
     def causal_each(self) -> bool:

@@ -14,13 +14,11 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, RowCopies
 from flash_mask_cute.core.shares import DECODE_ROWS
-from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block, WalkRing
+from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
 N_BLOCK_SHIFT = 4
-# where `Block.owners` begin in it, if there are any; numbers of blocks have fewer than 24 bits then
-OWNERS_SHIFT = 28
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
 # most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1

@@ -21,6 +21,8 @@ from flash_mask_cute.core.ring import Ring
 CHUNK = 32
 # flags of a block, as its stage carries them: the kind of the next one, and its own
 KIND_MASK, OWN_KIND_SHIFT = 3, 2
+# where `Block.owners` begin, if there are any; numbers of blocks in between have 24 bits then
+OWNERS_SHIFT = 28
 # fields of a chunk with the blocks of one warpgroup each, if these have block lists of their own
 OWN_FIELDS = ("own_0", "own_1", "own_2")
 

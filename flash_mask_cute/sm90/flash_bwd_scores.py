@@ -38,7 +38,7 @@ from flash_mask_cute.core.score_gradients import (
     probabilities,
     score_gradients,
 )
-from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.walk_ring import OWNERS_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
@@ -237,7 +237,31 @@ class BlockScores:
         stats = self.tiles.stats[None, self.channels.q.index(block)]
         return marks_of(stats, self.traits.tile_m, self.traits.num_stats)
 
-    def is_hidden(self) -> Boolean:
+    def _is_listed(self, block: Int32) -> Boolean:
+        """Whether block lists have a query block for this warpgroup's keys."""
+        flags = self.tiles.words[0, self.channels.q.index(block)]
+        return ((flags >> (mma_warpgroup_idx() + OWNERS_SHIFT)) & 1) != 0
+
+    @cute.jit
+    def is_hidden(
+        self, state: MainloopState, by_bits: cutlass.Constexpr[bool], first_visible: Int32 | None
+    ) -> Boolean:
+        """Whether all keys of this warpgroup are known to be hidden from a query block.
+
+        by_bits: bits may tell. first_visible: the first block that causal masking lets see a key.
+        """
+        is_hidden = Boolean(False)
+        if const_expr(by_bits):
+            if state.peeked.bits_for_all:
+                is_hidden = self._has_no_bits()
+            if const_expr(first_visible is not None):
+                m_block = self.tiles.words[1, self.channels.q.index(state.block)]
+                is_hidden = is_hidden | (m_block < first_visible)
+        if const_expr(self.traits.own_lists):
+            is_hidden = is_hidden | (self._is_listed(state.block) == Boolean(False))
+        return is_hidden
+
+    def _has_no_bits(self) -> Boolean:
         """Whether the current bits, which have arrived, hide all keys of this warpgroup."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
         return (self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]) == 0
@@ -256,11 +280,12 @@ class BlockScores:
         """The value recorded in a block, after both have met."""
         return self.tiles.ready[block % 2] != 0
 
-    def clear(self, state: MainloopState) -> None:
+    def clear(self, kind: Kind, state: MainloopState) -> None:
         """`compute` of a block that is hidden from this warpgroup's keys: its dS is 0."""
-        self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
-        cute.arch.sync_warp()
-        self.channels.bits.release(state.cut)
+        if kind == Kind.PARTIAL:
+            self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
+            cute.arch.sync_warp()
+            self.channels.bits.release(state.cut)
         self.grads.fill(0)
         self._store_own_grads(state.block)
         self.channels.do.wait_unless(state.peeked.do, state.block)

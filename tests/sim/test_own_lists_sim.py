@@ -12,10 +12,12 @@ from cases import Case
 from dense_masks import DenseMasks
 from inputs import Inputs, make_inputs
 from mask_cases import EMPTY, FULL, PARTIAL
-from planned import planned
-from simulated_forward import run_sim
+from planned import call_of, planned
+from simulated_backward import run_sim as run_backward
+from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -70,6 +72,10 @@ def test_partial_lists_alone_and_blocks_that_are_not_skipped(simulator: ModuleTy
     lists = inputs.mask_keywords["block_sparse_tensors_torch"]
     only = lists._replace(full_block_cnt=None, full_block_idx=None)
     run_sim(simulator, inputs, block_sparse_tensors_torch=only, config={"skip_blocks": False})
+    every, few = (
+        launch_on_simulator(inputs, config={"skip_blocks": skip}) for skip in (False, True)
+    )
+    assert torch.equal(every[0].view(torch.int16), few[0].view(torch.int16))
 
 
 @pytest.mark.parametrize("stages", [2, 5])
@@ -83,3 +89,32 @@ def test_longer_gaps_than_there_are_stages(simulator: ModuleType, stages: int) -
     states[0, 0, 4, ::3] = FULL
     states[0, 0, 5, 4:] = FULL
     run_sim(simulator, with_states(case, states), config={"num_stages": stages})
+
+
+NARROW_BWD: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "head_dim": 80}
+BWD_CASES = (
+    Case("d128", 1, 400, 600, 1, 1, blocks=(64, 64)),
+    Case("gqa", 2, 400, 450, blocks=(64, 64), **NARROW_BWD),
+    Case("larger-blocks", 1, 450, 700, blocks=(128, 192), **NARROW_BWD),
+    Case("causal", 1, 400, 500, causal=True, blocks=(64, 64), **NARROW_BWD),
+    Case("window", 1, 300, 500, window_left=150, window_right=9, blocks=(64, 64), **NARROW_BWD),
+    Case("columns", 1, 300, 500, causal=True, column="stepped1", blocks=(64, 64), **NARROW_BWD),
+    Case("seqused", 2, 300, 500, seqused_q=(130, 300), seqused_k=(500, 70), blocks=(64, 64),
+         sink=torch.float32, **NARROW_BWD),
+    Case("varlen", lengths_q=(200, 0, 300, 10), lengths_k=(300, 70, 0, 500), blocks=(64, 64),
+         **NARROW_BWD),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BWD_CASES, ids=lambda case: case.id)
+def test_gradients(simulator: ModuleType, case: Case) -> None:
+    inputs = with_states(case, drawn_states(case))
+    call = call_of(inputs, Direction.BACKWARD)
+    assert planned(call, Target.named("sm_90a")).problem.own_lists
+    run_backward(simulator, inputs)
+
+
+@pytest.mark.parametrize("more", [{"deterministic": True}, {"config": {"skip_blocks": False}}])
+def test_gradients_in_order_and_of_all_blocks(simulator: ModuleType, more: dict[str, Any]) -> None:
+    case = BWD_CASES[0]
+    run_backward(simulator, with_states(case, drawn_states(case)), **more)

@@ -181,10 +181,10 @@ def build_bwd(
         del tiles["splits_group"]
     if not backward.splits_keys:
         del tiles["splits_keys"]
-    by_tokens: dict[str, Any] = {}
+    of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
     if problem.token_lists:
         shares_tile = problem.token_lists == SHARED_TILE_N
-        by_tokens = {"packed_heads": problem.packed_heads, "shares_tile": shares_tile}
+        of_lists = {"packed_heads": problem.packed_heads, "shares_tile": shares_tile}
     kernel = backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -199,7 +199,7 @@ def build_bwd(
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
         common_kv=problem.common_kv,
-        **by_tokens,
+        **of_lists,
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)

@@ -61,7 +61,7 @@ class BackwardKernel(AttentionKernel):
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
     summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several sequences have
     in common. gathers_tokens: it takes each query's choice of key blocks as token
-    lists."""
+    lists. owns_lists: block lists may say of each warpgroup's keys what they see."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -70,6 +70,7 @@ class BackwardKernel(AttentionKernel):
     orders_aux: bool
     pairs_common_keys: bool
     gathers_tokens: bool = False
+    owns_lists: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ SM90_BACKWARD = BackwardKernel(
     orders_aux=True,
     pairs_common_keys=True,
     gathers_tokens=True,
+    owns_lists=True,
 )
 SM90 = ArchSpec(
     "Hopper",

@@ -19,7 +19,6 @@ from flash_mask_cute.call.choose.config import (
     BwdChoice,
     BwdWalkFacts,
     FwdChoice,
-    FwdTiles,
     WalkFacts,
     select_bwd_config,
     select_fwd_config,
@@ -202,20 +201,9 @@ class ExecutionPlan:
         problem = self.problem
         if isinstance(choice, FwdChoice):
             problem = replace(problem, packed_heads=choice.packed_heads)
-            are_bits, are_own = self._form_of_lists(choice.tiles, problem)
-            problem = replace(problem, has_bits=are_bits, own_lists=are_own)
             problem = problem.with_few_rows(self.shapes)
+        problem = self.masks.with_form_of_lists(problem, choice, arch_spec(self.target))
         return replace(self, problem=problem, choice=choice)
-
-    def _form_of_lists(self, tiles: FwdTiles, problem: AttentionProblem) -> tuple[bool, bool]:
-        """Whether a forward takes block lists as bits, or as those of each warpgroup."""
-        block_size = self.masks.block_size
-        if block_size is None:
-            return False, False
-        owns = arch_spec(self.target).forward.owns_lists and problem.may_own_lists
-        if owns and tiles.own_rows_nest_in(block_size):
-            return False, True
-        return problem.q_start is not None or not tiles.nest_in(block_size), False
 
 
 def target_of(q: torch.Tensor) -> Target:
