@@ -285,9 +285,9 @@ class FlashAttentionForwardSm90:
         `indices` and `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and
         their two block sizes, of logical blocks in which tiles do not nest. mask_bit_tensors:
         `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a
-        mask_mod and block lists (`rules/mask_rules.py`). They are for the query blocks that this
-        launch computes, its `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE,
-        its rounding error. mMaxScores: like mLSE, the largest score of each row. mQStart:
+        mask_mod and block lists (`rules/mask_rules.py`). They are for the query blocks of this
+        launch, its `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, its
+        rounding error. mMaxScores: like mLSE, the largest score of each row. mQStart:
         `Lengths.q_start`; block lists are then given as bits only, because rows of a tile need not
         begin where blocks do. mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages,
         page_size, heads, head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages`
