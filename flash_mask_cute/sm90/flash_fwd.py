@@ -288,15 +288,15 @@ class FlashAttentionForwardSm90:
         mask_mod and block lists (`rules/mask_rules.py`). They are for the query blocks of this
         launch, its `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, its
         rounding error. mMaxScores: like mLSE, the largest score of each row. mQStart:
-        `Lengths.q_start`; block lists are then given as bits only, because rows of a tile need not
-        begin where blocks do. mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages,
-        page_size, heads, head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages`
+        `Lengths.q_start`; block lists are then bits, because rows of a tile need not begin where
+        blocks do. mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size,
+        heads, head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages`
         (`core/pages.py`). mCausals (batch,) int32, beside window_size_right: where it is not 0, a
         sequence is causal. mKDescale, mVDescale, for codes of fp8: `Descales`
         (`fp8_conversion.py`). mPartials: destination of splits of work tiles: the tensors and the
         number of `Partials`. By slots everything that `Combine` needs is written; by rows mO and
-        mLSE are left to `Combine`. Of segments in turn, the memory and the number of `RunningSums`;
-        one segment has none.
+        mLSE are left to `Combine`. Of segments in turn, the memory and the number of `RunningSums`
+        (one has none).
         """
         traits = self.traits
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
