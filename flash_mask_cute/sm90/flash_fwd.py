@@ -140,8 +140,8 @@ class FlashAttentionForwardSm90:
     :param common_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
-    :param own_lists: blocks of the block lists have a multiple of 64 queries, and each warpgroup
-        visits what the lists of its 64 rows have; requires tile_m 192, no mask_mod and no score_mod
+    :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
+        warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -281,22 +281,21 @@ class FlashAttentionForwardSm90:
         next free work tile instead of fixed turns. Launches that may overlap need one each.
 
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
-        tile_m (64 with own_lists) and tile_n (None: of exactly these). column_tensors: the tensors
-        `indices` and `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and
-        their two block sizes, of logical blocks in which tiles do not nest. mask_bit_tensors:
-        `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a
-        mask_mod and block lists (`rules/mask_rules.py`). They are for the query blocks of this
-        launch, its `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, its
-        rounding error. mMaxScores: like mLSE, the largest score of each row. mQStart:
-        `Lengths.q_start`; block lists are then bits, because rows of a tile need not begin where
-        blocks do. mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size,
-        heads, head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages`
-        (`core/pages.py`). mCausals (batch,) int32, beside window_size_right: where it is not 0, a
-        sequence is causal. mKDescale, mVDescale, for codes of fp8: `Descales`
-        (`fp8_conversion.py`). mPartials: destination of splits of work tiles: the tensors and the
-        number of `Partials`. By slots everything that `Combine` needs is written; by rows mO and
-        mLSE are left to `Combine`. Of segments in turn, the memory and the number of `RunningSums`
-        (one has none).
+        tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
+        `bounds` (for tile_n) of column intervals. block_bits: `visible`, `full` and their two block
+        sizes, of logical blocks in which tiles do not nest. mask_bit_tensors: `tiles` and `states`
+        of a `MaskBitsArgs`, and `places` with mCuSeqlensQ, in place of a mask_mod and block lists
+        (`rules/mask_rules.py`). They are for the query blocks that this launch computes, its
+        `query_chunk`, a pair. mLSELow, beside mLSE and a score_mod: like mLSE, its rounding error.
+        mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`; block
+        lists are then given as bits only, because rows of a tile need not begin where blocks do.
+        mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
+        head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+        mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
+        mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
+        mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
+        slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
+        Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
         traits = self.traits
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
