@@ -208,6 +208,9 @@ class KeyBlocks:
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over such a block writes P to other words than it reads."""
         traits = self.traits
+        if traits.own_lists:
+            # a block that is passed over would leave P where the next one does not look
+            return False
         return kind == Kind.FULL and traits.keeps_scores and not traits.values_first
 
     # -- products -------------------------------------------------------------------------------

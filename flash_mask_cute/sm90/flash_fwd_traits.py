@@ -226,9 +226,10 @@ class FwdTraits(PackedHeads):
         """Whether P V of a block is issued before S of the next; the warpgroup then waits for both.
 
         With two warpgroups S goes first, so that exponentials overlap P V. Three warpgroups overlap
-        with each other's products, and need no second P.
+        with each other's products, and need no second P. With block lists of their own they seldom
+        compute at the same time.
         """
-        return self.num_mma_warpgroups > 2
+        return self.num_mma_warpgroups > 2 and not self.own_lists
 
     @property
     def _registers_beside(self) -> int:
