@@ -521,6 +521,9 @@ class FlashAttentionBackwardSm90:
                         if const_expr(by_bits or traits.own_lists):
                             if scores.is_hidden(state, by_bits, first_visible):
                                 peeked = take(None)
+                            elif const_expr(scores.tells_alone(kind)):
+                                peeked = self._by_case(scores.is_alone(block), partial(take, sums))
+                                accumulate = Boolean(True)
                             else:
                                 peeked = take(sums)
                                 accumulate = Boolean(True)
@@ -580,18 +583,24 @@ class FlashAttentionBackwardSm90:
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
+        is_alone: bool = False,
     ) -> Peeked:
         """Add a query block to the sums; its dO may still be in flight. Returns what is known of
         the next block.
 
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
-        hidden from the block, and add only 0 to its dQ.
+        hidden from the block, and add only 0 to its dQ. is_alone: the other one's are.
         """
         compute = partial(scores.clear, kind, state)
         if sums is not None:
             compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
         following_cut = state.cut + int(kind == Kind.PARTIAL)
-        add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
+        groups = tuple(Int32(group) for group in range(products.traits.key_groups))
+        if sums is None:
+            groups = (1 - products.traits.warpgroup_idx(),)
+        elif is_alone:
+            groups = (products.traits.warpgroup_idx(),)
+        add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums, groups)
 
         def compute_and_add(sums_dq: bool) -> Peeked:
             compute()
@@ -602,21 +611,21 @@ class FlashAttentionBackwardSm90:
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
             # a branch behind P and dS would take registers
-            return self._by_turn(is_turn, compute_and_add)
+            return self._by_case(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
-        return self._by_turn(is_turn, add)
+        return self._by_case(is_turn, add)
 
     @cute.jit
-    def _by_turn(
-        self, is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]
+    def _by_case(
+        self, condition: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]
     ) -> Peeked:
-        """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+        """A step of a query block, which is told whether a condition holds.
 
         Each case has code of its own: a branch while products are in flight would serialise them.
         """
         peeked = Peeked.nothing()
-        if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
+        if condition:  # noqa: SIM108 (the compiler of the DSL takes branches)
             peeked = step(True)
         else:
             peeked = step(False)
@@ -631,9 +640,11 @@ class FlashAttentionBackwardSm90:
         state: MainloopState,
         following_cut: Int32,
         sums: tuple[list, list, Boolean] | None,
+        groups: tuple[Int32, ...],
         sums_dq: bool,
     ) -> Peeked:
-        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well."""
+        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well, over the
+        keys of groups."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
@@ -645,9 +656,6 @@ class FlashAttentionBackwardSm90:
         sync_both()
         products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
-        groups = tuple(Int32(group) for group in range(traits.key_groups))
-        if sums is None:
-            groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
         if sums is None or traits.splits_keys:
             if traits.splits_keys:

@@ -237,10 +237,18 @@ class BlockScores:
         stats = self.tiles.stats[None, self.channels.q.index(block)]
         return marks_of(stats, self.traits.tile_m, self.traits.num_stats)
 
-    def _is_listed(self, block: Int32) -> Boolean:
-        """Whether block lists have a query block for this warpgroup's keys."""
+    def tells_alone(self, kind: Kind) -> bool:
+        """Whether a warpgroup knows that the other one's keys are hidden from a block, and sums dQ
+        over its own alone."""
+        return self.traits.own_lists and kind == Kind.FULL and not self.traits.columns.in_turn
+
+    def is_alone(self, block: Int32) -> Boolean:
+        return self._is_listed(block, 1 - mma_warpgroup_idx()) == Boolean(False)
+
+    def _is_listed(self, block: Int32, warpgroup_idx: Int32) -> Boolean:
+        """Whether block lists have a query block for a warpgroup's keys."""
         flags = self.tiles.words[0, self.channels.q.index(block)]
-        return ((flags >> (mma_warpgroup_idx() + OWNERS_SHIFT)) & 1) != 0
+        return ((flags >> (warpgroup_idx + OWNERS_SHIFT)) & 1) != 0
 
     @cute.jit
     def is_hidden(
@@ -258,7 +266,9 @@ class BlockScores:
                 m_block = self.tiles.words[1, self.channels.q.index(state.block)]
                 is_hidden = is_hidden | (m_block < first_visible)
         if const_expr(self.traits.own_lists):
-            is_hidden = is_hidden | (self._is_listed(state.block) == Boolean(False))
+            is_hidden = is_hidden | (
+                self._is_listed(state.block, mma_warpgroup_idx()) == Boolean(False)
+            )
         return is_hidden
 
     def _has_no_bits(self) -> Boolean:
@@ -286,8 +296,9 @@ class BlockScores:
             self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
             cute.arch.sync_warp()
             self.channels.bits.release(state.cut)
-        self.grads.fill(0)
-        self._store_own_grads(state.block)
+        if not self.tells_alone(kind):
+            self.grads.fill(0)
+            self._store_own_grads(state.block)
         self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
