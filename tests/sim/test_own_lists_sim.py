@@ -10,9 +10,12 @@ import pytest
 import torch
 from cases import Case
 from dense_masks import DenseMasks
+from gradient_oracle import make_output_gradients
 from inputs import Inputs, make_inputs
 from mask_cases import EMPTY, FULL, PARTIAL
 from planned import call_of, planned
+from simulated_backward import assert_same_bits
+from simulated_backward import launch_on_simulator as backward_of
 from simulated_backward import run_sim as run_backward
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
@@ -78,9 +81,8 @@ def test_partial_lists_alone_and_blocks_that_are_not_skipped(simulator: ModuleTy
     assert torch.equal(every[0].view(torch.int16), few[0].view(torch.int16))
 
 
-@pytest.mark.parametrize("stages", [2, 5])
-def test_longer_gaps_than_there_are_stages(simulator: ModuleType, stages: int) -> None:
-    """A warpgroup keeps P while others compute blocks that its lists do not have."""
+def make_gaps() -> Inputs:
+    """Warpgroups whose lists do not have many blocks of others in a row."""
     case = Case("gaps", 1, 384, 14 * 64 - 3, 1, 1, blocks=(64, 64))
     states = torch.zeros(1, 1, 6, 14, dtype=torch.int64)
     states[0, 0, 0, [0, 13]] = FULL
@@ -88,7 +90,13 @@ def test_longer_gaps_than_there_are_stages(simulator: ModuleType, stages: int) -
     states[0, 0, 3, 6] = FULL
     states[0, 0, 4, ::3] = FULL
     states[0, 0, 5, 4:] = FULL
-    run_sim(simulator, with_states(case, states), config={"num_stages": stages})
+    return with_states(case, states)
+
+
+@pytest.mark.parametrize("stages", [2, 5])
+def test_longer_gaps_than_there_are_stages(simulator: ModuleType, stages: int) -> None:
+    """P V of a block is due before the stage of its values is needed."""
+    run_sim(simulator, make_gaps(), config={"num_stages": stages})
 
 
 NARROW_BWD: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "head_dim": 80}
@@ -114,7 +122,15 @@ def test_gradients(simulator: ModuleType, case: Case) -> None:
     run_backward(simulator, inputs)
 
 
-@pytest.mark.parametrize("more", [{"deterministic": True}, {"config": {"skip_blocks": False}}])
-def test_gradients_in_order_and_of_all_blocks(simulator: ModuleType, more: dict[str, Any]) -> None:
-    case = BWD_CASES[0]
-    run_backward(simulator, with_states(case, drawn_states(case)), **more)
+def test_gradients_in_order_and_of_all_blocks(simulator: ModuleType) -> None:
+    inputs = with_states(BWD_CASES[0], drawn_states(BWD_CASES[0]))
+    run_backward(simulator, inputs, (1,), config={"skip_blocks": False})
+    run_backward(simulator, inputs, deterministic=True)
+    few, every = (
+        backward_of(
+            inputs, make_output_gradients(inputs)[0], deterministic=True,
+            config={"skip_blocks": skips},
+        )
+        for skips in (True, False)
+    )  # fmt: skip
+    assert_same_bits(few, every)

@@ -4,8 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import Case
 from cutlass import BFloat16
+from planned import call_of, planned
 
+from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.choose.arch import SM90, SM100, SM103
 from flash_mask_cute.call.choose.config import (
     FwdChoice,
@@ -17,6 +20,7 @@ from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.exponentials import spread
 
 HEAD_DIMS = range(8, 257, 8)
@@ -437,6 +441,36 @@ def test_tiles_of_which_each_warpgroup_has_lists(block_size: tuple[int, int]) ->
         assert choose(head_dim, block_size=block_size, mask_mod="key").tiles.tile_n > 64
     for other in ({"score_mod": "key"}, {"q_start": "number"}, {"seqlen_q": 100}):
         assert choose(128, block_size=block_size, **other).tiles.tile_m == 128
+
+
+LISTS = Case("lists", 1, 300, 400, blocks=(64, 64))
+
+
+@pytest.mark.parametrize(
+    "fields, owns",
+    [
+        ({}, (True, True)),
+        ({"blocks": (128, 64), "column": "random2", "window_left": 9}, (False, True)),
+        ({"blocks": (64, 128), "head_dim": 64}, (True, False)),
+        ({"blocks": (64, 192), "softcap": 1.0}, (True, False)),
+        ({"blocks": (32, 64)}, (False, False)),
+        ({"blocks": (64, 48)}, (False, False)),
+        ({"mask_mod": "documents"}, (False, False)),
+        ({"score_mod": "scale"}, (False, False)),
+        ({"head_dim": 160}, (False, False)),
+    ],
+)
+def test_which_kernels_have_lists_of_warpgroups(
+    fields: dict[str, Any], owns: tuple[bool, bool]
+) -> None:
+    """Forward and backward. Others get bits of them, as on Blackwell."""
+    case = replace(LISTS, **fields)
+    for direction, expected in zip(Direction, owns, strict=True):
+        call = call_of(case, direction)
+        for arch in ("sm_90a", "sm_100a"):
+            problem = planned(call, Target.named(arch)).problem
+            assert problem.own_lists == (expected and arch == "sm_90a")
+            assert not (problem.own_lists and direction is Direction.FORWARD and problem.has_bits)
 
 
 def test_other_blocks_change_no_tiles() -> None:
