@@ -149,6 +149,68 @@ class Backward:
         return left if self.held else at
 
 
+@dataclass(frozen=True)
+class WidePair:
+    """A block of a pair at 192/128 columns: S, dP, dV in two parts, dK, dQ.
+
+    dP waits until S is in registers, S of the next block for the part of dQ that lies over it, and
+    its dP for the rest. dS is written when dV is complete. Q and dO have one place each. Q is
+    loaded when dK and the other CTA have read what lies there, and dO when dQ has. cycles: of each
+    product. over_scores: the first so many parts of dQ leave together, then the others.
+    """
+
+    cycles: dict[str, int]
+    exponentials: int
+    part_bytes: tuple[int, ...]
+    over_scores: int
+    exchange: int
+
+    @property
+    def tensor(self) -> int:
+        return sum(self.cycles.values())
+
+    def period(self, rates: Rates) -> float:
+        """Cycles of a block in the steady state."""
+        cycles, signal, starts = self.cycles, rates.product_signal, []
+        now = q_loaded = do_loaded = first_left = left = 0.0
+        state = _Drain()
+        for _ in range(BLOCKS + 1):
+            now = max(now, first_left, q_loaded)
+            starts.append(now)
+            now += cycles["S"]
+            told = now + signal
+            taken = told + TO_REGISTERS / 2 + THREAD_SIGNAL
+            now = max(now, taken, left, do_loaded) + cycles["dP"]
+            dp_told = now + signal
+            for part in (0.5, 1):
+                p_end = told + self.exponentials * part + EXP_LATENCY
+                now = max(now, p_end + THREAD_SIGNAL) + cycles["dV"] / 2
+            # dS is computed when dP is there, and the last third stores it
+            ds_end = max(max(dp_told, p_end) + DS_PHASE, now + signal + DS_PHASE / 3)
+            arrived = ds_end + THREAD_SIGNAL + self.exchange
+            now = max(now, ds_end + THREAD_SIGNAL) + cycles["dK"]
+            q_loaded = max(now, arrived) + signal + LOAD
+            now = max(now, arrived) + cycles["dQ"]
+            do_loaded = now + signal + LOAD
+            first_left, left = self._drain(state, now + signal, rates)
+        half = BLOCKS // 2
+        return (starts[BLOCKS] - starts[half]) / (BLOCKS - half)
+
+    def _drain(self, state: _Drain, told: float, rates: Rates) -> tuple[float, float]:
+        """When the first parts of dQ, and all, are in registers."""
+        at, freed, first, count = max(told, state.warps), [], 0, len(self.part_bytes)
+        for end in (self.over_scores, count):
+            at += TO_REGISTERS * (end - first) / count
+            freed.append(at + THREAD_SIGNAL)
+            for size in self.part_bytes[first:end]:
+                share = size / PART
+                at = max(at, state.place) + STAGE * share
+                state.place = at + HAND_OVER + rates.read * share
+            first = end
+        state.warps = at
+        return freed[0], freed[1]
+
+
 @dataclass
 class _Drain:
     """When the reduce warps and the staging place are free."""

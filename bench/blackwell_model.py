@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import ROOT, Json, blackwell_peer, commit_here
-from bench.blackwell_events import DS_PHASE, EXCHANGE, RATES, Backward, Forward, Rates, products
+from bench.blackwell_events import (
+    DS_PHASE,
+    EXCHANGE,
+    RATES,
+    Backward,
+    Forward,
+    Rates,
+    WidePair,
+    products,
+)
 from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
@@ -32,6 +41,7 @@ from bench.rows import row_line
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.problem import TuningClass
+from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target
@@ -332,13 +342,16 @@ WIDE = ((192, 128), (192, 192), (256, 256))
 
 
 class Launch(NamedTuple):
-    """shared: bytes that a block of 64 queries moves."""
+    """shared: bytes that a block of tile_m queries moves, which takes `tensor` cycles of products.
+    added: bytes of its dQ."""
 
-    model: Backward
+    model: Backward | WidePair
     shared: int
+    tensor: int
+    added: int
 
 
-def wide_launches(d: int, d_v: int) -> list[Launch]:
+def wide_launches(d: int, d_v: int, cta_pair: bool = False) -> list[Launch]:
     """What a block costs in each launch, from the plan of the kernel.
 
     Products with 64 rows, those of dQ, run at half of the rate, and read dS once for each half of
@@ -349,9 +362,11 @@ def wide_launches(d: int, d_v: int) -> list[Launch]:
     from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
     kernel = arch_spec(Target.named("sm_100a")).backward
-    tiles = select_bwd_config(d, d_v, TuningClass.FULL, kernel=kernel).tiles
+    asked = BwdConfig(cta_pair=cta_pair)
+    tiles = select_bwd_config(d, d_v, TuningClass.FULL, asked, kernel=kernel).tiles
     stages = tiles.stages_q, tiles.stages_do
-    return [_launch(x) for x in BwdTraits(BFloat16, d, d_v, tiles.tile_m, *stages).launches()]
+    traits = BwdTraits(BFloat16, d, d_v, tiles.tile_m, *stages, cta_pair=cta_pair)
+    return [_launch(x) for x in traits.launches()]
 
 
 def _launch(x: Any) -> Launch:
@@ -362,7 +377,7 @@ def _launch(x: Any) -> Launch:
     if x.is_serial:
         order = " ".join(["S", *["dP"] * of_dk, *["dV"] * of_dv, *["dK", "dQ"] * of_dk])
     column, ctas = 2 * x.tile_m * BLOCK // TENSOR, x.group.size
-    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": (2 if x.is_wide else 1) * d}
+    taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": (2 if x.halves_blocks else 1) * d}
     # operands: K, V, and K of dQ; Q, dO, and both of the sums
     keys = 2 * BLOCK * (d + of_dk * (d_v + d))
     queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v) // ctas
@@ -370,31 +385,31 @@ def _launch(x: Any) -> Launch:
     sums = of_dk * 2 * x.size_dq(d) * 4
     # of a pair, half of the queries and half of the columns of all
     loads, statistics = (x.bytes_q + x.bytes_do) * ctas, 2 * BLOCK * x.tile_m
-    over = "dP" if x.dq_shares and of_dk else "S'" if x.dq_over_scores else ""
-    model = Backward(
-        products(order, {name: column * width for name, width in taken.items()}),
-        x.tile_m * BLOCK // EXPONENTIALS, over,
-        tuple(x.size_dq(width) * 4 for width in x.parts_dq * of_dk), x.held_parts, False,
-        x.stages_do,
-        x.stages_q, DS_PHASE * x.tile_m // BLOCK, EXCHANGE if x.cta_pair else 0,
-    )  # fmt: skip
-    return Launch(model, keys + queries + grads + sums + loads + statistics)
+    cycles = {name: column * width for name, width in taken.items()}
+    parts = tuple(x.size_dq(width) * 4 for width in x.parts_dq * of_dk)
+    exponentials = x.tile_m * BLOCK // EXPONENTIALS
+    model: Backward | WidePair
+    if x.is_wide_pair:
+        model = WidePair(cycles, exponentials, parts, x.parts_over_scores, EXCHANGE)
+    else:
+        over = "dP" if x.dq_shares and of_dk else "S'" if x.dq_over_scores else ""
+        model = Backward(
+            products(order, cycles), exponentials, over, parts, x.held_parts, False, x.stages_do,
+            x.stages_q, DS_PHASE * x.tile_m // BLOCK,
+        )  # fmt: skip
+    tensor = sum(cycles[name.rstrip("'")] for name in order.split())
+    return Launch(model, keys + queries + grads + sums + loads + statistics, tensor, sum(parts))
 
 
-def wide_line(d: int, d_v: int) -> tuple[str, str, str, str]:
+def wide_line(d: int, d_v: int, cta_pair: bool = False) -> tuple[str, str, str, str]:
     """A line of the table of predictions: the share of the time that five products would take at
     the full rate."""
-    return _plan_line(f"d{d}" if d == d_v else f"d{d}/{d_v}", d, d_v, wide_launches(d, d_v), 2)
-
-
-def _plan_line(
-    name: str, d: int, d_v: int, launches: list[Launch], column: int
-) -> tuple[str, str, str, str]:
-    """column: cycles of a product for each column of its result or its sum."""
+    launches = wide_launches(d, d_v, cta_pair)
+    # of a product, for each column of its result or its sum, of a block of 64 queries
+    column = 4 if cta_pair else 2
+    name = f"d{d}" if d == d_v else f"d{d}/{d_v}"
     needed = column * (3 * d + 2 * d_v)
-    least = [
-        max(x.shared // SHARED, sum(product.cycles for product in x.model.order)) for x in launches
-    ]
+    least = [max(x.shared // SHARED, x.tensor) for x in launches]
 
     def taken(rates: Rates) -> float:
         each = zip(least, launches, strict=True)
@@ -402,8 +417,8 @@ def _plan_line(
 
     shares = " / ".join(f"{100 * needed / taken(rates):.0f}" for rates in RATES)
     # of 128 queries, as in the other lines
-    adds = sum(sum(x.model.part_bytes) for x in launches) * 1000 // L2_ADDS * 4 // column
-    name += ", two launches" * (len(launches) > 1)
+    adds = sum(x.added for x in launches) * 1000 // L2_ADDS * 4 // column
+    name += ", two launches" * (len(launches) > 1) + ", a pair" * cta_pair
     return name, f"{needed / sum(least):.0%}", shares, str(adds)
 
 
@@ -453,7 +468,7 @@ def predictions(rows: Sequence[Json], forward_rows: Sequence[Json]) -> str:
         shares = _shares(tensor, least, backward_model(row), RATES)
         adds = sum(row["plan"]["part_bytes"]) * 1000 // L2_ADDS
         lines.append((_label(row["name"]), f"{tensor / least:.0%}", shares, str(adds)))
-    lines += [wide_line(*dims) for dims in WIDE]
+    lines += [wide_line(*dims) for dims in WIDE] + [wide_line(*WIDE[0], cta_pair=True)]
     for peer in blackwell_peer.BACKWARD:
         (d, d_v), least = peer.dims, peer.shared_cycles
         tensor = 4 * (3 * d + 2 * d_v)

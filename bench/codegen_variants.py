@@ -32,6 +32,7 @@ from flash_mask_cute.call.choose.config import (
 )
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.mask_prep.documents import compile_split
@@ -66,7 +67,7 @@ class AttentionVariant:
     problem: without the keys of its callables, which mods has. window: how many keys a query sees
     at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
     a backward whose groups of heads are split over CTAs. cta_pair: of a backward, if not as the
-    table has it.
+    table has it. decode_rows: as in `CallFacts`.
     """
 
     problem: AttentionProblem
@@ -77,6 +78,7 @@ class AttentionVariant:
     block_size: tuple[int, int] | None = None
     splits_group: bool = False
     cta_pair: bool | None = None
+    decode_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def compile_variant(name: str) -> Built:
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
             walk=BwdWalkFacts(variant.window, problem.has_bits),
-            packed_heads=problem.packed_heads,
+            listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
         if variant.splits_group:
@@ -136,7 +138,7 @@ def compile_variant(name: str) -> Built:
     tiles = select_fwd_config(
         problem,
         shapes,
-        walk=WalkFacts(variant.window, variant.block_size),
+        walk=WalkFacts(variant.window, variant.block_size, variant.decode_rows),
         spec=arch_spec(target),
     ).tiles
     fields = tiles.arguments(arch_spec(target).forward)
@@ -204,6 +206,18 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
 
 
+def _decoding() -> Iterator[tuple[str, AttentionVariant]]:
+    """One query of a group of 8 heads, in shares; pages of one key are copied row by row."""
+    for d in (64, 128):
+        for kind, in_fp8 in (("", False), ("-fp8", True)):
+            for pages, box in (("", None), ("-pages1", 1)):
+                variant = _variant(
+                    d, packed_heads=8, split=BY_SLOTS, has_seqused_k=True, page_box=box,
+                    in_fp8=in_fp8, few_rows=in_fp8,
+                )  # fmt: skip
+                yield f"decode-d{d}{kind}{pages}", replace(variant, decode_rows=8)
+
+
 def _backward(variant: AttentionVariant, **fields: Any) -> AttentionVariant:
     problem = replace(variant.problem, needs_lse=False, **fields)
     mods = variant.mods
@@ -226,8 +240,10 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         # of a group of 16 heads
         by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
-        problem = replace(by_tokens.problem, packed_heads=16)
-        yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
+        for order in ("", "-deterministic"):
+            problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
+            of_order = replace(by_tokens, problem=problem, is_backward=True)
+            yield f"bwd-d{d}-token_lists{order}", of_order
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
@@ -258,8 +274,11 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
         alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
         yield f"{prefix}-bwd-d128-alone-{mask}", alone
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
-        wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
-        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, arch=arch)
+        wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
+        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
+    for mask in ("full", "causal"):
+        wide = replace(_backward(_variant(192, dim_v=128, is_causal=mask == "causal")), arch=arch)
+        yield f"{prefix}-bwd-d192v128-pair-{mask}", replace(wide, cta_pair=True)
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
@@ -357,4 +376,5 @@ VARIANTS: dict[str, Variant] = {
     **dict(_backwards_of_blackwell(SM100)),
     **dict(_backwards_of_blackwell(SM103)),
     **dict(_preparing()),
+    **dict(_decoding()),
 }

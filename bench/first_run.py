@@ -80,12 +80,9 @@ def steps() -> dict[str, Step]:
     pairs = [Call(x, config={"cta_pair": True}, causal=causal)
              for x in PAIRS for causal in (False, True)]  # fmt: skip
     # those of the backward, also with rows that see nothing
-    gradients_of_pairs = [
-        Call(PAIRS[0], config={"cta_pair": True}, causal=causal) for causal in (False, True)
+    gradients_of_pairs = pairs + [
+        Call(x, (1500, 700), (300, 150), causal=True, config={"cta_pair": True}) for x in PAIRS
     ]
-    gradients_of_pairs.append(
-        Call(PAIRS[0], (1500, 700), (300, 150), causal=True, config={"cta_pair": True})
-    )
     found = [
         one_cta(64),
         one_cta(96),
@@ -93,8 +90,9 @@ def steps() -> dict[str, Step]:
         Step("pairs", 240, _calls(pairs), True),
         Step("pairs-backward", 240, _calls((), gradients_of_pairs), True),
         Step("wide-heads", 240, _calls([Call(x, causal=True) for x in (*WIDE, (192, 128))])),
-        Step("wide-backward", 240, _calls(
-            (), [Call(x, causal=True) for x in (*WIDE, (192, 128))])),
+        Step("wide-backward", 240, _calls((), [
+            *(Call(x, causal=True) for x in WIDE),
+            Call((192, 128), causal=True, config={"cta_pair": False})])),
         Step("deterministic", 240, _calls(
             (), [Call((d, d), causal=True, keywords=ordered) for d in (64, 128)])),
         Step("split-and-pages", 240, _calls([
@@ -126,7 +124,7 @@ def _timed_pairs(machine: Machine) -> Iterator[Json]:
     for causal in (False, True):
         for dims in PAIRS:
             yield from _timed(machine, dims, causal, choices)
-        yield from _timed_backward(machine, PAIRS[0], causal, choices)
+            yield from _timed_backward(machine, dims, causal, choices)
 
 
 def _timed_choices(machine: Machine) -> Iterator[Json]:

@@ -203,16 +203,13 @@ def dense(given: Given) -> Tensor:
 
 
 def fla(given: Given) -> Tensor:
-    from fla.ops.nsa.parallel import parallel_nsa
+    # not parallel_nsa, which pools keys and values first
+    from fla.ops.nsa.parallel import ParallelNSAFunction
 
     numbers = given.chosen.indices.transpose(1, 2).long().contiguous()
-    out: Tensor = parallel_nsa(
-        given.q,
-        given.k,
-        given.v,
-        block_indices=numbers,
-        block_counts=(numbers >= 0).sum(-1),
-        block_size=given.chosen.block_size,
+    counts, size = (numbers >= 0).sum(-1), given.chosen.block_size
+    out: Tensor = ParallelNSAFunction.apply(
+        given.q, given.k, given.v, numbers, counts, size, D**-0.5, None
     )
     return out
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import (
+    NO_BACKWARD_OPTIONS,
     NO_GRADIENTS,
     NO_MASKS,
     NO_OPTIONAL,
@@ -38,7 +39,7 @@ from flash_mask_cute.call.check.keywords import know_keywords, public_call, refu
 from flash_mask_cute.call.check.validate import check_segment_keys
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
-from flash_mask_cute.call.lookup import find, has_callables, key_of_bwd, key_of_fwd
+from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
@@ -65,7 +66,8 @@ def _weight(key: Any) -> int:
     return _MAX_KEPT // _MAX_KEPT_WITH_CALLABLES if has_callables(key) else 1
 
 
-# by key, as `find` looks them up
+_FORWARD = Direction.FORWARD
+# by key, as `find_fwd` looks them up
 _prepared_fwd: dict[Any, PreparedFwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 _prepared_bwd: dict[Any, PreparedBwd | WithGivenOutputs] = Recent(_MAX_KEPT, _weight)
 
@@ -180,25 +182,26 @@ def _flash_attn_fwd(
         None if config is None else FwdConfig.from_value(config), False))  # fmt: skip
     lists, columns = block_sparse_tensors_torch, startend_row_indices
     masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)
-    return forward(AttentionCall(tensors, masks, options))
+    return forward(made(AttentionCall, (tensors, masks, options, NO_BACKWARD_OPTIONS, _FORWARD)))
 
 
 def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tensor | None]:
-    """out and lse of a call; key_of_masks as in `key_of_fwd`."""
-    prepared, key = find(_prepared_fwd, key_of_fwd, call, key_of_masks)
+    """out and lse of a call; key_of_masks as in `find_fwd`."""
+    prepared, key = find_fwd(_prepared_fwd, call, key_of_masks)
+    tensors, masks, options, _, _ = call
     if prepared is None:
         prepared = prepare_fwd(call)
         _keep(_prepared_fwd, key, prepared, call)
-    elif call.options.seqlen_k_per_split is not None:
+    elif options.seqlen_k_per_split is not None:
         # 4096.0 finds the prepared call of 4096
-        check_segment_keys(call.options.seqlen_k_per_split)
-    return prepared(call.tensors, call.masks)
+        check_segment_keys(options.seqlen_k_per_split)
+    return prepared(tensors, masks)
 
 
 def prepare_forward(call: AttentionCall) -> None:
     """Raise what `forward` would raise for this call, and have its kernels compiled. Nothing is
     launched."""
-    prepared, key = find(_prepared_fwd, key_of_fwd, call)
+    prepared, key = find_fwd(_prepared_fwd, call)
     if prepared is None:
         _keep(_prepared_fwd, key, prepare_fwd(call), call)
 
@@ -312,7 +315,7 @@ def _flash_attn_bwd(
 
 def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call."""
-    prepared, key = find(_prepared_bwd, key_of_bwd, call)
+    prepared, key = find_bwd(_prepared_bwd, call)
     if prepared is None:
         prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared, call)

@@ -30,7 +30,8 @@ class Machine(Scheduler):
 
     delay: None (asynchronous work completes at once), or a seed: TMA, bulk stores, wgmma results
     and tcgen05 work complete late and in random order.
-    resident: how many clusters run together; more are admitted when all of them wait.
+    resident: how many clusters run together; when all of them wait, at most `spare` more are
+    admitted.
     With a seed the CTAs of a cluster also start late and apart.
     slow: indices of warps that run, a few instructions at a time, only when nothing else can. Who
     depends on their being fast without waiting for them loses.
@@ -47,12 +48,14 @@ class Machine(Scheduler):
         out=print,
         max_instructions=None,
         slow=(),
+        spare=16,
     ):
         self.module = module if isinstance(module, Module) else ptx.parse(module)
         self.allocations = list(allocations)
         self.delay = delay is not None
         self.rng = random.Random(delay)
         self.resident, self.budget, self.sms, self.out = resident, budget, sms, out
+        self.spare = spare
         self.max_instructions, self.slow = max_instructions, frozenset(slow)
         self.warnings = collections.Counter()  # (message, PTX line, text): likely bugs
         self.notes = collections.Counter()  # habits that proven kernels have too

@@ -92,7 +92,7 @@ class Scheduler:
                 for W in soft:
                     W.allow_false = True
                 continue
-            if self.todo and len(self.active) < self.resident + 16:
+            if self.todo and len(self.active) < self.resident + self.spare:
                 self.admit()
                 idle = falses = 0
                 continue

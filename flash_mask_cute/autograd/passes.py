@@ -19,14 +19,12 @@ from flash_mask_cute.call.arguments import (
     Gradients,
     Lengths,
     Masks,
-    OptionalTensors,
     Tensors,
     lengths_of,
     masks_of,
-    optional_of,
 )
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
-from flash_mask_cute.runtime.named_tuples import replaced
+from flash_mask_cute.runtime.named_tuples import made, replaced
 
 NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
 _NO_TENSORS: Any = Tensors(None, None, None)  # type: ignore[arg-type]
@@ -60,7 +58,8 @@ def with_outputs(call: AttentionCall, wants_max: bool, wants_low: bool = True) -
 
 def recorded(call: AttentionCall) -> AttentionCall:
     """The call as autograd records it (`Options.recorded`)."""
-    return AttentionCall(call.tensors, call.masks, call.options.recorded(), call.backward)
+    tensors, masks, options, backward, direction = call
+    return made(AttentionCall, (tensors, masks, options.recorded(), backward, direction))
 
 
 def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor | None, ...]:
@@ -87,8 +86,9 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     Masks are kept as they are, too: data derived from them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
-    x, masks = call.tensors, call.masks
-    tensors = x.q, x.k, x.v, x.learnable_sink, *x.lengths, *x.optional, x.lse_low, out, lse
+    x, masks, options, backward, direction = call
+    # calls with optional tensors have no gradients
+    tensors = x.q, x.k, x.v, x.learnable_sink, *x.lengths, x.lse_low, out, lse
     if masks is None:
         ctx.num_aux = None
         ctx.save_for_backward(*tensors)
@@ -98,7 +98,7 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         of_masks = *(aux_tensors or ()), *_mask_tensors(masks)
         ctx.save_for_backward(*tensors, *of_masks)
         masks = masks_of(*replaced(masks, aux_tensors=None))
-    ctx.call = AttentionCall(_NO_TENSORS, masks, call.options.of_backward(), call.backward)
+    ctx.call = made(AttentionCall, (_NO_TENSORS, masks, options.of_backward(), backward, direction))
     ctx.set_materialize_grads(False)
 
 
@@ -109,7 +109,6 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
     saved = iter(ctx.saved_tensors)
     q, k, v, sink = islice(saved, 4)
     lengths = lengths_of(*islice(saved, len(Lengths._fields)))
-    optional = optional_of(islice(saved, len(OptionalTensors._fields)))
     lse_low, out, lse = islice(saved, 3)
     masks = call.masks
     if ctx.num_aux is not None:
@@ -119,7 +118,6 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
         # lse tells the backward of the sink
         sink if ctx.needs_input_grad[3] else None,
         lengths,
-        optional,
         out=out,
         lse=lse,
         lse_low=lse_low,

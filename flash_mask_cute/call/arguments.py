@@ -14,7 +14,7 @@ from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import NO_START, QStart, split_q_start
 from flash_mask_cute.runtime.checks import number_of
-from flash_mask_cute.runtime.named_tuples import replaced
+from flash_mask_cute.runtime.named_tuples import made, replaced
 
 
 class Direction(Enum):
@@ -91,7 +91,8 @@ def lengths_of(
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is q_starts is None
     ):
-        return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts)
+        given = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts
+        return made(Lengths, given)
     return NO_LENGTHS
 
 
@@ -225,15 +226,13 @@ class Options(NamedTuple):
         """As autograd records them, with LSE. If the library chooses the number of splits, it is
         one pass, of whose bits the backward is the derivative; sums cut at keys are cut at the same
         keys."""
-        keys = self.seqlen_k_per_split
-        number = self.num_splits or (1 if keys is None else 0)
-        own = number, keys, self.pack_gqa, True, self.config, True
-        return Options._make(self[:_SHARED] + own)
+        number, keys, pack_gqa, _, config, _ = self[_SHARED:]
+        number = number or (1 if keys is None else 0)
+        return made(Options, (*self[:_SHARED], number, keys, pack_gqa, True, config, True))
 
     def of_backward(self) -> Options:
         """Those of the backward of this forward: what only a forward heeds has its default."""
-        shared: tuple[Any, ...] = self[:_SHARED]
-        return Options(*shared)
+        return made(Options, self[:_SHARED] + NO_OPTIONS[_SHARED:])
 
 
 # the number of options of both directions, which are the first ones

@@ -98,6 +98,8 @@ def explain_backward(
     if scratch_bytes is not None and aux_tensors is not None:
         sizes = [x.numel() for x in aux_tensors]
         scratch_bytes += aux_sums_bytes(backward.problem, sizes, backward.shapes.batch)
+        if backward.shared is not None:
+            scratch_bytes += backward.shared.num_bytes(sizes)
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,
@@ -120,7 +122,7 @@ def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:
         return ""
     problem, shapes = backward.problem, backward.shapes
     if problem.token_lists:
-        tokens = backward.bwd_choice.tiles.tile_m // problem.packed_heads
+        tokens = backward.bwd_choice.tiles.tile_m // problem.listed_rows
         return (
             f"token lists: a key tile visits the queries that chose it, {tokens} with "
             f"{problem.packed_heads} heads at a time"

@@ -64,7 +64,8 @@ def explain_reads(
     score_mod = run.masks.score_mod
     if score_mod is None or aux_tensors is None or run.problem.score_mod_bwd is not None:
         return ()
-    wanted = run.problem.wants_aux
+    shared = () if run.shared is None else run.shared.numbers
+    wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
     if wanted:
         together = find_reads(score_mod, run.problem, wanted)
         return tuple(_told(run, i, reads, True) for i, reads in together.tensors.items())
@@ -91,6 +92,10 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
     if run.tables is not None and any(x.read.tensor == number for x in run.tables.summed):
         costs = costs | {ReadClass.DIFFERENCE: _COST_BY_DIFFERENCE}
     cost = costs[reads.read_class]
+    if run.shared is not None and number in run.shared.numbers:
+        cost = "a kernel that computes scores again, with one owner for each element"
+        if run.shared.parts > 1:
+            cost += f" in each of {run.shared.parts} parts of the batch"
     if number in run.problem.exact_aux:
         cost += ", each as two of integers, in any order"
     return AuxGradient(number, reads, is_wanted, cost)

@@ -41,16 +41,18 @@ class WithGivenOutputs:
         self.proved: set[Any] = set()
         self._direction = direction
 
-    def prove(self, addresses: Any, call: AttentionCall) -> None:
-        """Add addresses, which are those of the call's tensors.
+    def proved_for(self, addresses: Any, call: AttentionCall) -> PreparedFwd | PreparedBwd:
+        """What runs the call, of whose tensors these are the addresses.
 
         Raises:
             ValueError: an element of an output lies in memory of an input or of another output.
         """
-        check_outputs_apart(_outputs_of(call.tensors, self._direction), inputs_of(call))
-        if len(self.proved) >= _MOST_PROVED:
-            self.proved.clear()
-        self.proved.add(addresses)
+        if addresses not in self.proved:
+            check_outputs_apart(_outputs_of(call.tensors, self._direction), inputs_of(call))
+            if len(self.proved) >= _MOST_PROVED:
+                self.proved.clear()
+            self.proved.add(addresses)
+        return self.prepared
 
 
 def writes_tensors_of_caller(tensors: Tensors, direction: Direction) -> bool:

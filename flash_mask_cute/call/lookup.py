@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def has_callables(key: tuple[Any, ...]) -> bool:
-    """Whether the call of a key of `find` has a score_mod or a mask_mod."""
+    """Whether the call of a key of `find_fwd` has a score_mod or a mask_mod."""
     of_masks = key[0]
     return of_masks is not None and not (of_masks[0] is of_masks[1] is None)
 
@@ -83,13 +83,13 @@ def has_callables(key: tuple[Any, ...]) -> bool:
 in_transform = torch._C._are_functorch_transforms_active
 
 
-def find(
-    prepared: Mapping[Any, Any], key_of: Callable[..., Any], call: AttentionCall, *more: Any
+def find_fwd(
+    prepared: Mapping[Any, Any], call: AttentionCall, key_of_masks: Any = None
 ) -> tuple[Any, Any]:
-    """What runs a call, if it is prepared, and its key; key_of: `key_of_fwd` or `key_of_bwd`.
+    """What runs a forward, if it is prepared, and its key.
 
-    prepared: by key, a `WithGivenOutputs` for calls that write tensors of the caller. more: what
-    else `key_of` takes.
+    prepared: by key, a `WithGivenOutputs` for calls that write tensors of the caller. key_of_masks:
+    `mask_key(call.masks)`, if it is known.
 
     Calls have equal keys only if one prepared call serves them. They have the same metadata of all
     tensors, the same tensors among q, k and v aligned to 16 bytes, and the same other arguments.
@@ -97,63 +97,52 @@ def find(
     argument is of a kind that no valid call has: a wrapper has the metadata of the tensor that it
     wraps.
     """
+    key: Any = None
     try:
-        key, starts = key_of(call, *more)
-        try:
-            found = prepared[key]
-        except KeyError:
-            return None, key
-        if starts is None:
-            return found, key
-        if starts not in found.proved:
-            found.prove(starts, call)
-        return found.prepared, key
+        tensors, masks, options, _, _ = call
+        q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = tensors
+        # the first question is the cheaper one
+        if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
+            return None, None
+        address: int = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        # their addresses, if some are the caller's outputs
+        starts: Any = None
+        if not (out is lse is lse_low is max_scores is None):
+            start = 0 if out is None else out.data_ptr()
+            if start & ADDRESS_MASK:
+                # to be refused, however a call with the same metadata went
+                return None, None
+            starts = q.data_ptr(), k.data_ptr(), v.data_ptr(), start
+            # the key has which of them are given
+            is_alone = lse is lse_low is max_scores is sink is None
+            if not (is_alone and lengths is NO_LENGTHS and optional is NO_OPTIONAL):
+                others: Any = lse, lse_low, max_scores, sink, *optional, *lengths
+                starts = *starts, *[x.data_ptr() for x in others if x is not None]
+            if masks is not None:
+                starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
+        key = (
+            masks if masks is None else key_of_masks or mask_key(masks),
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            sink if sink is None else metadata(sink),
+            None if lengths is NO_LENGTHS else metadata_of(lengths),
+            None if optional is NO_OPTIONAL else metadata_of(optional),
+            out if out is None else metadata(out),
+            lse if lse is None else metadata(lse),
+            lse_low if lse_low is None else metadata(lse_low),
+            max_scores if max_scores is None else metadata(max_scores),
+            options,
+        )  # fmt: skip
+        if address & ADDRESS_MASK:
+            # what copies them is another prepared call
+            key = (*key, misplaced(q, k, v))
+        found = prepared[key]
+        return (found if starts is None else found.proved_for(starts, call)), key
+    except KeyError:
+        return None, key
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None, None
-
-
-_NO_KEY = None, None
-
-
-def key_of_fwd(call: AttentionCall, key_of_masks: Any = None) -> tuple[Any, Any]:
-    """The key of a forward, and the addresses of its tensors if some are the caller's outputs.
-
-    key_of_masks: `mask_key(call.masks)`, if it is known.
-    """
-    q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = call.tensors
-    masks = call.masks
-    # the first question is the cheaper one
-    if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
-        return _NO_KEY
-    starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    address = starts[0] | starts[1] | starts[2]
-    if out is lse is lse_low is max_scores is None:
-        starts = None
-    else:
-        start = 0 if out is None else out.data_ptr()
-        if start & ADDRESS_MASK:
-            # to be refused, however a call with the same metadata went
-            return _NO_KEY
-        others: Any = lse, lse_low, max_scores, sink, *optional, *lengths
-        starts = starts, start, *[x if x is None else x.data_ptr() for x in others]
-        if masks is not None:
-            starts = *starts, *[x.data_ptr() for _, x in tensors_of_masks(masks)]
-    key: Any = (
-        masks if masks is None else key_of_masks or mask_key(masks),
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.get_device(),
-        v.shape, v.stride(), v.dtype, v.get_device(),
-        sink if sink is None else metadata(sink),
-        None if lengths is NO_LENGTHS else metadata_of(lengths),
-        None if optional is NO_OPTIONAL else metadata_of(optional),
-        out if out is None else metadata(out),
-        lse if lse is None else metadata(lse),
-        lse_low if lse_low is None else metadata(lse_low),
-        max_scores if max_scores is None else metadata(max_scores),
-        call.options,
-    )  # fmt: skip
-    # what copies those that are not aligned is another prepared call
-    return (*key, misplaced(q, k, v)) if address & ADDRESS_MASK else key, starts
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
@@ -177,46 +166,55 @@ def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, .
     return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)
 
 
-def key_of_bwd(call: AttentionCall) -> tuple[Any, Any]:
-    """As `key_of_fwd`, of a backward."""
-    given: Any = call.tensors
-    q, k, v, sink, lengths = given[:5]
-    out, lse, lse_low = given.out, given.lse, given.lse_low
-    dout, dlse, dq, dk, dv, dsink, daux = given.gradients
-    masks, (score_mod_bwd, deterministic, config) = call.masks, call.backward
-    if not (
-        type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
-        or are_plain(q, k, v, out, dout, lse)
-    ) or in_transform():  # fmt: skip
-        return _NO_KEY
-    if dlse is not None:
-        # the vmap of autograd is no transform of functorch; its batches have no address
-        dlse.data_ptr()
-    starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
-    address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
-    if dq is dk is dv is dsink is daux is None:
-        starts = None
-    else:
-        outputs = dq, dk, dv, dsink, *(daux or ())
-        starts = starts, *[None if x is None else x.data_ptr() for x in outputs]
-        for start in starts[1:4]:
-            if start is not None and start & ADDRESS_MASK:
-                # to be refused, however a call with the same metadata went
-                return _NO_KEY
-    key: Any = (
-        None if masks is None else mask_key(masks),
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.get_device(),
-        v.shape, v.stride(), v.dtype, v.get_device(),
-        out.shape, out.stride(), out.dtype, out.get_device(),
-        dout.shape, dout.stride(), dout.dtype, dout.get_device(),
-        lse.shape, lse.stride(), lse.dtype, lse.get_device(),
-        None if lengths is NO_LENGTHS else metadata_of(lengths),
-        metadata_of((lse_low, sink, dlse, dq, dk, dv, dsink)),
-        None if daux is None else _aux_key(daux, masks),
-        call.options,
-        None if score_mod_bwd is None else callable_key(score_mod_bwd),
-        deterministic,
-        config,
-    )  # fmt: skip
-    return (*key, misplaced(q, k, v, out, dout)) if address & ADDRESS_MASK else key, starts
+def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[Any, Any]:
+    """As `find_fwd`, of a backward."""
+    key: Any = None
+    try:
+        given: Any = call.tensors
+        q, k, v, sink, lengths = given[:5]
+        out, lse, lse_low = given.out, given.lse, given.lse_low
+        dout, dlse, dq, dk, dv, dsink, daux = given.gradients
+        masks, (score_mod_bwd, deterministic, config) = call.masks, call.backward
+        if not (
+            type(q) is type(k) is type(v) is type(out) is type(dout) is type(lse) is Tensor
+            or are_plain(q, k, v, out, dout, lse)
+        ) or in_transform():  # fmt: skip
+            return None, None
+        if dlse is not None:
+            # the vmap of autograd is no transform of functorch; its batches have no address
+            dlse.data_ptr()
+        starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
+        address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]
+        if dq is dk is dv is dsink is daux is None:
+            starts = None
+        else:
+            outputs = dq, dk, dv, dsink, *(daux or ())
+            starts = starts, *[None if x is None else x.data_ptr() for x in outputs]
+            for start in starts[1:4]:
+                if start is not None and start & ADDRESS_MASK:
+                    # to be refused, however a call with the same metadata went
+                    return None, None
+        key = (
+            masks if masks is None else mask_key(masks),
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            out.shape, out.stride(), out.dtype, out.get_device(),
+            dout.shape, dout.stride(), dout.dtype, dout.get_device(),
+            lse.shape, lse.stride(), lse.dtype, lse.get_device(),
+            None if lengths is NO_LENGTHS else metadata_of(lengths),
+            metadata_of((lse_low, sink, dlse, dq, dk, dv, dsink)),
+            None if daux is None else _aux_key(daux, masks),
+            call.options,
+            None if score_mod_bwd is None else callable_key(score_mod_bwd),
+            deterministic,
+            config,
+        )  # fmt: skip
+        if address & ADDRESS_MASK:
+            key = (*key, misplaced(q, k, v, out, dout))
+        found = prepared[key]
+        return (found if starts is None else found.proved_for(starts, call)), key
+    except KeyError:
+        return None, key
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None, None

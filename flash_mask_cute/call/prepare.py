@@ -10,6 +10,7 @@ from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedF
 from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd
 from flash_mask_cute.call.build.difference_tables import compile_difference_tables
 from flash_mask_cute.call.build.forward import compile_fwd
+from flash_mask_cute.call.build.shared_sums import compile_shared_sums
 from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
@@ -20,6 +21,7 @@ from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
 from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.call.run.segments import segments_of
+from flash_mask_cute.call.run.shared_sums import MakeSharedSums
 from flash_mask_cute.call.run.widen import WidenedForward
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
@@ -74,7 +76,7 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
-    makers = _mask_bits_maker(plan), _tables_maker(plan)
+    makers = _mask_bits_maker(plan), _tables_maker(plan), _shared_maker(plan)
     prepared = KernelBackward(plan, compiled_bwd(plan), *makers)
     if isinstance(plan.mask_bits, DocumentBitsPlan):
         return PackedBackward(prepared, mask_causal=None)
@@ -117,6 +119,15 @@ def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:
         return None
     made = compile_difference_tables(score_mod, plan.problem, tables, plan.target)
     return MakeDifferenceTables(tables, made.function)
+
+
+def _shared_maker(plan: ExecutionPlan) -> MakeSharedSums | None:
+    """The kernel that sums gradients of aux tensors over the batch."""
+    if plan.shared is None or plan.masks.score_mod is None:
+        return None
+    facts = plan.problem, plan.bwd_choice, plan.shared, plan.target
+    made = compile_shared_sums(plan.masks.score_mod, *facts)
+    return MakeSharedSums(plan.shared, plan.shapes, made.function)
 
 
 def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:

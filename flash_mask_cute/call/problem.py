@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
 from flash_mask_cute.core.segments import ORDERED
 from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.limits import OPEN_WINDOW
@@ -109,10 +109,12 @@ class AttentionProblem:
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
     `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
     tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
-    heads of a group; 0: it does not. tables: dtypes of the tables of differences that the kernel
-    gets behind the aux tensors (`difference_tables.py`), summed: (number, size of the sums) of the
-    reads whose gradients it sums by difference. own_lists: warpgroups of a forward, or keys of one
-    in a backward, have block lists of their own (`FwdTraits`).
+    heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
+    other scores from one head of a group than from another. tables: dtypes of the tables of
+    differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
+    (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
+    warpgroups of a forward, or keys of one in a backward, have block lists of their own
+    (`FwdTraits`, `BackwardMask`).
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -158,6 +160,7 @@ class AttentionProblem:
     in_fp8: bool = False
     few_rows: bool = False
     token_lists: int = 0
+    masks_by_head: bool = False
     tables: tuple[str, ...] = ()
     summed: tuple[tuple[int, int], ...] = ()
     own_lists: bool = False
@@ -179,6 +182,16 @@ class AttentionProblem:
         is_plain = self.mask_mod is None and self.score_mod is None and self.q_start is None
         is_plain = is_plain and not self.in_fp8 and not self.common_kv and self.packed_heads == 1
         return is_plain and (self.has_lists or self.has_bits)
+
+    @property
+    def listed_rows(self) -> int:
+        """Rows of a query in a block of listed queries, with token lists."""
+        return rows_of_listed(self.packed_heads)
+
+    @property
+    def rows_of_stats(self) -> int:
+        """Rows of a query whose statistics lie together; 1: they do not."""
+        return self.listed_rows if self.token_lists else 1
 
     @property
     def causal_each(self) -> bool:

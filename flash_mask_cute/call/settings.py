@@ -69,7 +69,7 @@ class BwdConfig:
     CTA to reach a sum stores it (docs/backward_sm90.md#where-dq-goes).
     cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, scores that are
     neither modified nor capped, and head_dim above 128, but on Blackwell head_dim and head_dim_v of
-    97 to 128.
+    97 to 128, or head_dim of 129 to 192 and head_dim_v up to 128.
     splits_keys: on Hopper, each MMA warpgroup has keys of its own though head_dim or head_dim_v is
     above 128. This requires tiles of at most 320 columns of keys and values together, as 192/128
     and 160 have, one CTA, and scores that are neither modified nor capped.

@@ -8,16 +8,20 @@ from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
 from flash_mask_cute.core.warp_scan import WARP
 
 
-def any_mark(marks: cute.Tensor, tile_m: int) -> Boolean:
+def any_mark(marks: cute.Tensor, tile_m: int, packed_heads: int = 1) -> Boolean:
     """Whether some row of a query block is marked."""
     found = marks[0]
-    for i in range(1, tile_m // MARKS_PER_WORD):
+    for i in range(1, tile_m // MARKS_PER_WORD if packed_heads == 1 else cute.size(marks)):
         found = found | marks[i]
     return found != 0
 
 
-def is_marked(marks: cute.Tensor, row: Int32) -> Boolean:
-    return (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0
+def is_marked(marks: cute.Tensor, row: Int32, packed_heads: int = 1) -> Boolean:
+    if packed_heads == 1:
+        return (marks[row // MARKS_PER_WORD] >> (row % MARKS_PER_WORD)) & 1 != 0
+    of_query = row % packed_heads
+    word = marks[of_query // MARKS_PER_WORD, row // packed_heads]
+    return (word >> (of_query % MARKS_PER_WORD)) & 1 != 0
 
 
 @cute.jit

@@ -1,5 +1,10 @@
-"""The load warp of the forward: loads queries, keys and values of every walk by TMA."""
+"""The load warp of the forward: loads queries, keys and values of every walk by TMA.
 
+Where keys lie in pages that TMA cannot load, other warps may copy their share of the rows
+(`row_copies`); each arrives for every block.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -12,9 +17,9 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
-from flash_mask_cute.core.row_copies import BlockRows, RowCopies
+from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
 from flash_mask_cute.core.shares import DECODE_ROWS
-from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, WalkRing
+from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
@@ -40,6 +45,7 @@ class LoadShape(Protocol):
 
     tile_m: int
     tile_n: int
+    stages_q: int
     tile_d: int
     tile_dv: int
     packed_heads: int
@@ -78,7 +84,8 @@ class LoadState(NamedTuple):
 
     v_pages, next_pages: looked up for the value block and for the block before it, which a walk
     usually visits next: the place of this lane's box of the block, or `BlockRows`. k_ready,
-    v_ready: number of those blocks that were handed over.
+    v_ready: number of those blocks that were handed over. cuts: of blocks that were cut, where this
+    warp makes the bits of these.
     """
 
     blocks: Int32
@@ -88,6 +95,7 @@ class LoadState(NamedTuple):
     next_pages: PageRow | BlockRows | None = None
     k_ready: Int32 | None = None
     v_ready: Int32 | None = None
+    cuts: Int32 | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,11 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
-    of the block (`walk_ring`), its number and its owners. part: the index of this
-    CTA's part of a block. pages: for keys and values in pages.
+    of the block (`walk_ring`), its number, and its owners. part: the index of this
+    CTA's part of a block. pages: for keys and values in pages. share: of the rows of these, if they
+    are copied by several warps. cut: makes the bits of a block that is cut, from the work tile, the
+    number of such blocks before it and the block, and returns the next number; for warps that only
+    copy rows, and load no query.
     """
 
     operands: tma.Operands
@@ -110,6 +121,8 @@ class OperandLoads:
     words: cute.Tensor | None = None
     part: int | Int32 = 0
     pages: Pages | None = None
+    share: CopyShare = CopyShare()
+    cut: cutlass.Constexpr[Callable[[Work, Int32, Block], Int32] | None] = None
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -123,24 +136,35 @@ class OperandLoads:
             nowhere = self._copies.nowhere()
             state = state._replace(v_pages=nowhere, next_pages=nowhere)
             state = state._replace(k_ready=Int32(0), v_ready=Int32(0))
+        if const_expr(self.cut is not None):
+            state = state._replace(cuts=Int32(0))
         while ring.wait(tile):
             work = ring.read(tile)
-            self._load_query(tile, work)
+            if const_expr(self.cut is None):
+                self._load_query(tile, work)
             place = Place(
                 work.head_idx // self.heads_per_kv,
                 self.lengths.kv_entry(work.batch_idx),
                 work.offset_k,
                 work.seqlen_k,
             )
-            load = self._load_block if const_expr(self.pages is None) else self._load_paged_block
-            chunk, state = walk.visit(chunk, state, partial(load, place))
+            load = partial(self._load_block, place)
+            if const_expr(self.pages is not None):
+                load = partial(self._load_paged_block, place, work)
+            first = state.blocks
+            chunk, state = walk.visit(chunk, state, load)
             if const_expr(not self.shape.overlaps_tiles):
                 # the next query has to wait for the output, which has to wait for these
                 self._load_values(state)
                 state = state._replace(v_block=Int32(-1))
             if const_expr(self._by_rows):
                 # whoever reads them lets the next query come
-                state = self._hand_over_rows(state, 0)
+                if const_expr(self.share.count == 1 or self.shape.stages_q == 1):
+                    state = self._hand_over_rows(state, 0)
+                elif state.blocks == first + 1:
+                    # a query later, that is with the next tile's first block, which was handed over
+                    # with its second one
+                    state = self._hand_over_rows(state, 0)
             ring.release(tile)
             tile += 1
         self._load_values(state)
@@ -183,7 +207,7 @@ class OperandLoads:
             word = word | (block.owners << OWNERS_SHIFT)
         channel = self.k.channel
         channel.acquire(number)
-        if const_expr(self.words is not None):  # noqa: SIM102 (decided while tracing)
+        if const_expr(self.words is not None and self.cut is None):  # noqa: SIM102 (while tracing)
             if cute.arch.lane_idx() == 0:
                 self.words[channel.index(number)] = word
         return channel
@@ -191,7 +215,9 @@ class OperandLoads:
     # -- pages ----------------------------------------------------------------------------------
 
     @cute.jit
-    def _load_paged_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
+    def _load_paged_block(
+        self, place: Place, work: Work, state: LoadState, block: Block
+    ) -> LoadState:
         """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
         is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
@@ -217,6 +243,11 @@ class OperandLoads:
             stages = min(self.k.channel.stages, self.v.channel.stages)
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
+        if const_expr(self.cut is not None):  # noqa: SIM102 (decided while tracing)
+            # The bits of the cut block before are free when its keys were read. These were handed
+            # over, as all blocks before this one.
+            if block.kind == Kind.PARTIAL:
+                state = state._replace(cuts=self.cut(work, state.cuts, block))
         return state
 
     @cute.jit
@@ -312,7 +343,8 @@ class OperandLoads:
 
     @property
     def _copies(self) -> RowCopies:
-        return RowCopies(self.pages, self.shape.tile_n, self.shape.tile_m <= DECODE_ROWS)
+        shape = self.shape
+        return RowCopies(self.pages, shape.tile_n, shape.tile_m <= DECODE_ROWS, self.share)
 
     @cute.jit
     def _hand_over_rows(self, state: LoadState, in_flight: cutlass.Constexpr[int]) -> LoadState:

@@ -11,6 +11,12 @@ def padded_group(heads: int) -> int:
     return 1 << (heads - 1).bit_length()
 
 
+def rows_of_listed(heads: int) -> int:
+    """Tile rows of a listed query with all heads of a group (`token_lists`): as `padded_group`, and
+    at least two, whose statistics are copied in whole units of 16 bytes."""
+    return max(padded_group(heads), 2)
+
+
 class PackedHeads:
     """How the query heads of a KV head share a tile, for plans.
 

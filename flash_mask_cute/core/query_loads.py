@@ -29,8 +29,9 @@ QUERY_WORDS = 4
 class BwdOperands(NamedTuple):
     """TMA atoms with their coordinate tensors.
 
-    q, do: ((1 head, row), d, ...); k, v: ((head, row), d, ...). The last mode is the batch, or that
-    of `tma.ragged_rows` if lengths vary. peer_k: k in halves of its columns.
+    q, do: ((1 head, row), d, ...), or those of `tma.group_rows`; k, v: ((head, row), d, ...). The
+    last mode is the batch, or that of `tma.ragged_rows` if lengths vary. peer_k: k in halves of its
+    columns.
     """
 
     q_atom: cute.CopyAtom
@@ -49,26 +50,27 @@ class BwdOperands(NamedTuple):
         traits: "QueryShape",
         tensors: tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor],
         lengths: Lengths,
-        packed_heads: int = 1,
+        listed: tuple[int, int] = (1, 1),
     ) -> "BwdOperands":
         """Made from Q, dO, K and V, with the layouts of a kernel's traits.
 
-        packed_heads: heads of a box of Q and dO, which then has one query; for listed queries.
+        listed: for listed queries, rows of one, which a box of Q and dO has, and the heads of its
+        group, which these rows begin with; behind them, TMA writes zeros.
         """
         load = cpasync.CopyBulkTensorTileG2SOp()
         queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
         keys = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
         operands: list = []
-        for tensor, side, heads, (layout, rows, d) in zip(
+        for tensor, side, of_query, (layout, rows, d) in zip(
             (*tensors, tensors[2]),
             (queries, queries, keys, keys, keys),
-            (packed_heads, packed_heads, 1, 1, 1),
+            (listed[0], listed[0], 1, 1, 1),
             traits.boxes(),
             strict=False,
         ):
-            if heads > 1:
-                view, box = tma.head_rows(tensor, side[0]), ((heads, 1), d)
-                in_box = tma.rows_of_stage(tma.one_stage(layout), heads)
+            if of_query > 1:
+                view, box = tma.group_rows(tensor, side[0], listed[1]), ((of_query, 1, 1), d)
+                in_box = tma.rows_of_stage(tma.one_stage(layout), of_query)
             else:
                 view, box = tma.sequence_rows(tensor, *side), ((1, rows), d)
                 in_box = tma.one_stage(layout)
@@ -152,6 +154,7 @@ class QueryLoads:
             if cute.arch.lane_idx() == 0:
                 for i in cutlass.range_constexpr(QUERY_WORDS):
                     tiles.words[i, stage] = Int32(words[i])
+        self._tell_queries(block, stage)
         bytes_k = cutlass.select_(at.is_first, Int32(traits.bytes_with_q), Int32(0))
         channel.expect(at.number, bytes_k + traits.bytes_q + traits.bytes_stats)
         barrier = channel.barrier(at.number)
@@ -169,10 +172,17 @@ class QueryLoads:
         stage, barrier = channel.index(at.number), channel.barrier(at.number)
         copy(stage, barrier)
 
+    def _tell_queries(self, block: Block, stage: Int32) -> None:
+        """Write the queries of a block, where they are listed, to its words, for who asks."""
+
     def row_block(self, work: Work, block: Block) -> Int32:
         """The row block of a query block; work: with the lengths of its sequence."""
         row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
         return block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+
+    def predecessor(self, work: Work, block: Block) -> Int32:
+        """`Summed.predecessor` of a query block."""
+        return block.predecessor
 
     def _rows_copy(
         self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited

@@ -46,21 +46,37 @@ def mark_words(tile_m: int) -> int:
     return -(-tile_m // (MARKS_PER_WORD * WORDS_PER_COPY)) * WORDS_PER_COPY
 
 
-def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+def stats_words(tile_m: int, num_stats: int, has_marks: bool, packed_heads: int = 1) -> int:
     """fp32 words of a row block's statistics: LSE and delta of each row, the reference of each row
-    if num_stats is 3, and `mark_words` if there are marks."""
-    return num_stats * tile_m + (mark_words(tile_m) if has_marks else 0)
+    if num_stats is 3, and `mark_words` if there are marks. Where a query's packed heads are
+    neighbouring rows, those of each query lie together, in whole copies."""
+    if packed_heads == 1:
+        return num_stats * tile_m + (mark_words(tile_m) if has_marks else 0)
+    words = num_stats * packed_heads + (mark_words_of_query(packed_heads) if has_marks else 0)
+    return tile_m // packed_heads * -(-words // WORDS_PER_COPY) * WORDS_PER_COPY
 
 
-def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int) -> cute.Tensor:
-    """The words of the marks in a row block's statistics: bit r % 32 of word r // 32 is row r's.
+def mark_words_of_query(packed_heads: int) -> int:
+    """int32 words with a bit for each packed head of a query."""
+    return -(-packed_heads // MARKS_PER_WORD)
+
+
+def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int, packed_heads: int = 1) -> cute.Tensor:
+    """The words of the marks in a row block's statistics: bit r % 32 of word r // 32 is row r's; of
+    packed heads (word, query), with a bit for each head of a query.
 
     A marked row belongs to a query that sees nothing, and its Q or dO is not finite. Multiplication
     by zeros would not remove such values.
     """
-    marks = stats.iterator + num_stats * tile_m
-    words = cute.make_tensor(marks, cute.make_layout(mark_words(tile_m)))
-    return cute.recast_tensor(words, Int32)
+    if packed_heads == 1:
+        marks, layout = stats.iterator + num_stats * tile_m, cute.make_layout(mark_words(tile_m))
+    else:
+        queries = tile_m // packed_heads
+        of_query = stats_words(packed_heads, num_stats, True, packed_heads)
+        marks = stats.iterator + num_stats * packed_heads
+        shape = mark_words_of_query(packed_heads), queries
+        layout = cute.make_layout(shape, stride=(1, of_query))
+    return cute.recast_tensor(cute.make_tensor(marks, layout), Int32)
 
 
 def by_lanes(groups: int) -> cute.Layout:
@@ -73,7 +89,7 @@ def by_queries(packed_heads: int, width: int) -> cute.Layout:
     """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators
     of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
 
-    The rows of a warp are one query's or a part of them, or two or four queries'.
+    The rows of a warp are one query's or a part of them, or two, four or eight queries'.
     """
     groups = width // 8
     # sums of a warp's query, both warpgroups'
@@ -83,9 +99,11 @@ def by_queries(packed_heads: int, width: int) -> cute.Layout:
     elif packed_heads == 8:
         in_group, halves, lanes = 64, query, (2, 32)
     else:
-        in_group, halves, lanes = 32, 2 * query, (2, query)
+        of_warp = 16 // packed_heads
+        in_group, halves, lanes = 8 * packed_heads, of_warp // 2 * query, (2, query)
+    lanes_of_query = min(4 * packed_heads, 16)
     return cute.make_layout(
-        (2, 2, (16, 2), groups, (4, 2)),
+        (2, 2, (lanes_of_query, 32 // lanes_of_query), groups, (4, 2)),
         stride=(1, halves, lanes, in_group, (2 * width * 16, groups * in_group)),
     )
 

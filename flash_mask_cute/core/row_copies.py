@@ -1,4 +1,4 @@
-"""Keys and values of small pages, copied row by row by the threads of the load warp.
+"""Keys and values of small pages, copied row by row by the threads of one warp or of several.
 
 TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or with a number of keys
 that has no divisor of that size. Each lane looks up the places of some rows of a block. Then a few
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core.pages import Pages
@@ -25,13 +25,23 @@ VECTOR_BYTES = 16
 # Lanes that copy a row, at most: 128 bytes side by side. With fewer lanes a copy of the warp takes
 # parts of more cache lines, and with more it takes more addresses.
 LANES_OF_ROW = 8
+# neighbouring rows of a block that one of several warps copies
+ROWS_OF_TURN = 4
 # Rows of a lane whose addresses are worked out together. In decoding all registers are free for
 # them, and a warp that waits for addresses would copy more slowly than memory reads.
 UNROLL, UNROLL_OF_DECODING = 4, 8
 
 
+@dataclass(frozen=True)
+class CopyShare:
+    """Which of `count` warps copies: they take turns at the rows of a block."""
+
+    index: int | Int32 = 0
+    count: cutlass.Constexpr[int] = 1
+
+
 class BlockRows(NamedTuple):
-    """The places of a block's rows lane, lane + 32, ...: the page, and the row in it."""
+    """The places of a warp's rows lane, lane + 32, ... of a block: the page, and the row in it."""
 
     pages: tuple
     rows: tuple
@@ -39,16 +49,32 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCopies:
-    """tile_n: rows of a block. is_decoding: work tiles have at most `DECODE_ROWS` rows."""
+    """tile_n: rows of a block. is_decoding: work tiles have at most `DECODE_ROWS` rows. A warp
+    counts its rows of a block from 0."""
 
     pages: Pages
     tile_n: cutlass.Constexpr[int]
     is_decoding: cutlass.Constexpr[bool]
+    share: CopyShare
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        """Rows of a block that each of the warps has, and those that one may have."""
+        turns = self.tile_n // ROWS_OF_TURN
+        least, most = turns // self.share.count, -(-turns // self.share.count)
+        return least * ROWS_OF_TURN, most * ROWS_OF_TURN
+
+    def _row(self, own: Int32) -> Int32:
+        """Where a row of this warp lies in the block, or behind it."""
+        if self.share.count == 1:
+            return own
+        turn = own // ROWS_OF_TURN * self.share.count + self.share.index
+        return turn * ROWS_OF_TURN + own % ROWS_OF_TURN
 
     @property
     def num_groups(self) -> int:
         """Rows of a lane."""
-        return -(-self.tile_n // WARP)
+        return -(-self._rows[1] // WARP)
 
     def nowhere(self) -> BlockRows:
         zeros = tuple(Int32(0) for _ in range(self.num_groups))
@@ -59,7 +85,7 @@ class RowCopies:
         them, which nobody waits for before `settled`."""
         pages, rows = [], []
         for group in range(self.num_groups):
-            key = block * self.tile_n + group * WARP + cute.arch.lane_idx()
+            key = block * self.tile_n + self._row(group * WARP + cute.arch.lane_idx())
             key = cutlass.max(cutlass.min(key, seqlen_k - 1), 0)
             row = self.pages.row(batch_idx, key)
             page = self.pages.entry(batch_idx, row)
@@ -74,37 +100,59 @@ class RowCopies:
     def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
         """Start copying the rows of a block into smem (rows, columns), and zeros into its columns
         behind those of the pool."""
-        elements = VECTOR_BYTES * 8 // pool.element_type.width
-        per_row = cute.size(smem, mode=[1]) // elements
-        in_pool = pool.shape[3] // elements
-        lanes = math.gcd(per_row, LANES_OF_ROW)
-        rows_at_once = WARP // lanes
+        rows_at_once = WARP // self._lanes(smem)
         unroll = UNROLL_OF_DECODING if self.is_decoding else UNROLL
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),
-            pool.element_type,
-            num_bits_per_copy=VECTOR_BYTES * 8,
-        )
-        row_of_lane, vector_of_lane = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
+        row_of_lane = cute.arch.lane_idx() // self._lanes(smem)
+        least, most = self._rows
+        # the steps that every warp has, and one that some have
+        least -= least % rows_at_once
         for group in cutlass.range_constexpr(self.num_groups):
-            num_rows = min(WARP, self.tile_n - group * WARP)
+            first = group * WARP
+            num_rows = max(min(WARP, least - first), 0)
             # the products of one row, for all lanes that copy it
             place = (at.pages[group], at.rows[group], head, 0)
             address = (pool.iterator + cute.crd2idx(place, pool.layout)).toint()
             for step in cutlass.range(num_rows // rows_at_once, unroll=unroll):
                 row = step * rows_at_once + row_of_lane
-                begin = _of_lane(address, row) + vector_of_lane * VECTOR_BYTES
-                source = _tensor_at(begin, pool, cute.size(smem, mode=[1]))
-                target = smem[group * WARP + row, None]
-                for vector in cutlass.range_constexpr(0, per_row, lanes):
-                    to_vector = _vector(target, vector + vector_of_lane, elements)
-                    is_there = None
-                    if cutlass.const_expr(vector + lanes > in_pool):
-                        is_there = cute.make_rmem_tensor((1,), Boolean)
-                        is_there[0] = vector + vector_of_lane < in_pool
-                    cute.copy_atom_call(
-                        atom, _vector(source, vector, elements), to_vector, pred=is_there
-                    )
+                begin = _of_lane(address, row)
+                self._copy_row(pool, begin, smem, self._row(first + row))
+            if const_expr(first <= least < min(first + WARP, most)):
+                begin = _of_lane(address, least - first + row_of_lane)
+                row = self._row(least + row_of_lane)
+                if row < self.tile_n:
+                    self._copy_row(pool, begin, smem, row)
+
+    @staticmethod
+    def _lanes(smem: cute.Tensor) -> int:
+        """Lanes that copy a row."""
+        return math.gcd(_vectors(smem), LANES_OF_ROW)
+
+    @cute.jit
+    def _copy_row(self, pool: cute.Tensor, begin: Int64, smem: cute.Tensor, row: Int32) -> None:
+        """Start copying a row of the pool, which begins at an address, by several lanes."""
+        elements = VECTOR_BYTES * 8 // pool.element_type.width
+        in_pool, lanes = pool.shape[3] // elements, self._lanes(smem)
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),
+            pool.element_type,
+            num_bits_per_copy=VECTOR_BYTES * 8,
+        )
+        vector_of_lane = cute.arch.lane_idx() % lanes
+        begin += vector_of_lane * VECTOR_BYTES
+        source = _tensor_at(begin, pool, cute.size(smem, mode=[1]))
+        target = smem[row, None]
+        for vector in cutlass.range_constexpr(0, _vectors(smem), lanes):
+            to_vector = _vector(target, vector + vector_of_lane, elements)
+            is_there = None
+            if const_expr(vector + lanes > in_pool):
+                is_there = cute.make_rmem_tensor((1,), Boolean)
+                is_there[0] = vector + vector_of_lane < in_pool
+            cute.copy_atom_call(atom, _vector(source, vector, elements), to_vector, pred=is_there)
+
+
+def _vectors(smem: cute.Tensor) -> int:
+    """Copies of a row."""
+    return cute.size(smem, mode=[1]) * smem.element_type.width // (VECTOR_BYTES * 8)
 
 
 def _of_lane(word: Int64, lane: Int32) -> Int64:

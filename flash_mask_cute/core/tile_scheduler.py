@@ -84,6 +84,8 @@ class TileScheduler:
     None: it never is.
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
+    claims_first: a CTA claims its first tile, too. So the tiles before a claimed one have been
+    claimed by CTAs that run, however few CTAs run at a time.
     """
 
     params: ScheduleParams
@@ -93,9 +95,11 @@ class TileScheduler:
     ctas_per_tile: cutlass.Constexpr[int] = 1
     claims: Claims | None = None
     mirrored: Boolean | None = None
+    claims_first: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
-        return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
+        search = Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
+        return self.advance(search, Int32(0)) if self.claims_first else search
 
     def own_block(self, block: Int32) -> Int32:
         """The block of this CTA among those of a work tile."""
@@ -120,7 +124,9 @@ class TileScheduler:
                 claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
             if const_expr(self.claims is not None):
                 claimed = self.claims.share(number, claimed)
-            index = step + cute.arch.shuffle_sync(claimed, 0)
+            index = cute.arch.shuffle_sync(claimed, 0)
+            if const_expr(not self.claims_first):
+                index += step
             if const_expr(self.mirrored is not None):
                 mirror = 2 * step - 1 - search.index
                 later = cutlass.select_(number > 0, index + step, mirror)

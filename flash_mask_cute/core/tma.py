@@ -90,6 +90,18 @@ def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     return cute.group_modes(view, 0, 2)
 
 
+def group_rows(tensor: cute.Tensor, is_packed: bool, group: int) -> cute.Tensor:
+    """View (batch, row, head, d), or (row, head, d) if sequences are packed, by heads of a group,
+    of `group` neighbours: what is behind the last one is of no other group.
+
+    Returns ((head of a group, row, group), d, batch), or ((head of a group, row, group), d).
+    """
+    (*batch, rows, heads, d), (*of_batch, of_row, of_head, of_d) = tensor.shape, tensor.stride
+    shape = ((group, rows, heads // group), d, *batch)
+    stride = ((of_head, of_row, of_head * group), of_d, *of_batch)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
 def sequence_rows(tensor: cute.Tensor, is_packed: bool, has_used: bool = False) -> cute.Tensor:
     """A view of `head_rows` from which `of_sequence` and `readable_rows` take the rows of one
     sequence, so that TMA accesses no others. has_used: a dense sequence may have unused rows at its

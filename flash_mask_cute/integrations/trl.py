@@ -26,6 +26,10 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 __all__ = ["register_tree_attention", "tree_attention"]
 
 _PACKING = "trl.experimental.async_grpo.packing"
+# what layers of some models ask for besides
+_REFUSED = (
+    *("position_bias", "block_indices", "indices", "sinks", "head_mask", "output_attentions"),
+)
 
 
 class _Tree(NamedTuple):
@@ -83,10 +87,11 @@ def tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a row of trees, with TRL's arguments.
+    """Attention of a row of trees, with TRL's arguments, and s_aux, a sink of each head.
 
     query: (1, heads_q, tokens, head_dim); key, value: (1, heads_kv, tokens, ...). Segments of
     tokens are in depth-first order. tree_kv_index: the tokens of the path of each segment, from the
@@ -98,11 +103,16 @@ def tree_attention(
         (1, tokens, heads_q, head_dim_v), and None for the weights.
 
     Raises:
-        NotImplementedError: dropout in training.
+        NotImplementedError: dropout in training; an argument of `_REFUSED`.
         ValueError: there is more than one row, or an attention_mask.
     """
     if dropout and module.training:
         raise NotImplementedError(f"dropout={dropout} in training is not supported: it must be 0")
+    for name in _REFUSED:
+        if others.get(name) is not None and others[name] is not False:
+            raise NotImplementedError(
+                f"{type(module).__name__} gives {name}, which tree attention does not compute"
+            )
     if query.shape[0] != 1:
         raise ValueError(f"query has {query.shape[0]} rows, and trees are packed into one")
     if attention_mask is not None:
@@ -115,6 +125,7 @@ def tree_attention(
         v,
         scaling,
         softcap=softcap or 0.0,
+        learnable_sink=s_aux,
         mask_mod=_within(tree.depths, sliding_window) if sliding_window else None,
         startend_row_indices=tree.mask,
     )

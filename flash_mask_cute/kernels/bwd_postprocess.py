@@ -12,9 +12,11 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import PART_OF_HALF, by_queries, dq_parts, sums_in_turn
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
+    ALONE,
     NUM_THREADS,
     VECTOR_16_BITS,
     VECTOR_32_BITS,
+    Packing,
     packed_rows,
     rows_of,
     rows_of_head,
@@ -56,9 +58,9 @@ class BwdPostprocess:
         128 or a warpgroup summed a row block alone (`sums_in_turn`)
     :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
-    :param packed_heads: query heads of a KV head that share a tile's rows, query by query; 1, or a
-        power of two from 4 to 64, with 64 rows. Heads of the sums are then KV heads, and their
-        order is that of `row_blocks.by_queries`.
+    :param packing: query heads of a KV head that share a tile's rows, query by query; the rows of a
+        query are a power of two up to 64, of a tile of 64. Heads of the sums are then KV heads, and
+        their order is that of `row_blocks.by_queries`.
     :param in_halves: each warpgroup summed half of the columns in one product
     :raises ValueError: a size is none of these
     """
@@ -71,7 +73,7 @@ class BwdPostprocess:
         accum_cols: int,
         order: str = BY_ACCUMULATORS,
         num_ctas: int = 1,
-        packed_heads: int = 1,
+        packing: Packing = ALONE,
         in_halves: bool = False,
     ):
         if tile_m not in (64, 128):
@@ -84,7 +86,7 @@ class BwdPostprocess:
             raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
         self.dtype = dtype
         self.order = order
-        self.packed_heads = packed_heads
+        self.packing = packing
         self.num_ctas = num_ctas
         self.tile_m = tile_m
         self.accum_cols = accum_cols
@@ -92,10 +94,9 @@ class BwdPostprocess:
         self.parts = None
         if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
             self.parts = dq_parts(accum_cols, num_ctas, in_halves)
-        if packed_heads > 1 and (self.parts is None or [x.sharers for x in self.parts] != [2]):
-            raise ValueError(
-                f"packed_heads={packed_heads} needs sums of 64 rows in one part of both warpgroups"
-            )
+        shares = self.parts is not None and [x.sharers for x in self.parts] == [2]
+        if packing.is_there and not shares:
+            raise ValueError(f"{packing} needs sums of 64 rows in one part of both warpgroups")
 
     @cute.jit
     def __call__(
@@ -124,7 +125,7 @@ class BwdPostprocess:
         seqlen_q = Int32(mdQ.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks, _ = mdQaccum.shape
-        mdQ = packed_rows(mdQ, self.packed_heads)
+        mdQ = packed_rows(mdQ, self.packing.heads)
         self.kernel(mdQaccum, mSemaphores, mdQ, scale, lengths).launch(
             grid=(heads * num_row_blocks, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
         )
@@ -148,7 +149,7 @@ class BwdPostprocess:
             (self.tile_m, self.accum_cols // 2), stride=((self.accum_cols + PADDING) // 2, 1)
         )
         sdQ = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, 16)
-        rows = rows_of(block, lengths, self.tile_m, self.packed_heads)
+        rows = rows_of(block, lengths, self.tile_m, self.packing)
         if rows.in_slot > 0:
             has_sums = Boolean(True)
             if const_expr(mSemaphores is not None):
@@ -165,14 +166,15 @@ class BwdPostprocess:
             for start in range_constexpr(0, num_vectors, NUM_THREADS):
                 row = (start + thread) // self.vectors_per_row
                 vector = (start + thread) % self.vectors_per_row
-                if row < rows.in_slot:
+                if (row < rows.in_slot) & self.packing.is_head(row):
                     values = cute.make_rmem_tensor((VECTOR_16_BITS,), self.dtype)
                     cute.autovec_copy(vector_of(sRows[row, None], vector, VECTOR_16_BITS), values)
                     pairs = cute.recast_tensor(values, Int32)
                     is_sum = has_sums & (row < rows.in_use)
                     for i in range_constexpr(cute.size(pairs)):
                         pairs[i] = cutlass.select_(is_sum, pairs[i], Int32(0))
-                    cute.autovec_copy(values, vector_of(gdQ[row, None], vector, VECTOR_16_BITS))
+                    target = gdQ[self.packing.place(row), None]
+                    cute.autovec_copy(values, vector_of(target, vector, VECTOR_16_BITS))
 
     @cute.jit
     def _lanes_to_rows(self, sums: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
@@ -269,11 +271,11 @@ class BwdPostprocess:
             sums = []
             for g in batch:
                 values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                if const_expr(self.packed_heads == 1):
+                if const_expr(not self.packing.is_there):
                     source = (source_group + g) * WARP + lane
                     cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 else:
-                    layout = by_queries(self.packed_heads, groups * COLS_PER_GROUP)
+                    layout = by_queries(self.packing.rows, groups * COLS_PER_GROUP)
                     stored = cute.make_tensor(part.iterator, layout)
                     quad = cute.make_tensor(values.iterator, cute.make_layout((2, 2)))
                     cute.autovec_copy(stored[None, None, lane, g, warp], quad)

@@ -23,7 +23,13 @@ from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.exp2 import LOG2_E
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import RowBlocks, marks_of
+from flash_mask_cute.core.row_blocks import (
+    MARKS_PER_WORD,
+    RowBlocks,
+    mark_words_of_query,
+    marks_of,
+    stats_words,
+)
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.limits import SINK_RTOL
 
@@ -68,17 +74,45 @@ class LseOfRow(NamedTuple):
         return self.lse != -Float32.inf
 
 
+class Packing(NamedTuple):
+    """How the heads of a group share a row block: a query has `rows` of them, of which the first
+    `heads` are its heads. The others are padding."""
+
+    rows: int = 1
+    heads: int = 1
+
+    @property
+    def is_there(self) -> bool:
+        return self.rows > 1
+
+    def is_head(self, row: Int32) -> Boolean:
+        """Whether a row of a block is a head's."""
+        return Boolean(True) if self.rows == self.heads else row % self.rows < self.heads
+
+    def place(self, row: Int32) -> Int32:
+        """The place of a row of a block among the heads of queries; a padding row has that of its
+        query's last head."""
+        if self.rows == self.heads:
+            return row
+        return row // self.rows * self.heads + cutlass.min(row % self.rows, self.heads - 1)
+
+
+ALONE = Packing()
+
+
 @cute.jit
 def rows_of(
-    block: Int32, lengths: Lengths, tile_m: cutlass.Constexpr, packed: cutlass.Constexpr = 1
+    block: Int32,
+    lengths: Lengths,
+    tile_m: cutlass.Constexpr,
+    packing: cutlass.Constexpr[Packing] = ALONE,
 ) -> BlockRows:
-    """The rows of a row block. All lanes of a warp must ask for the same one.
-
-    packed: query heads that share the tile's rows: each query has as many (`packed_rows`).
-    """
-    rows = _positions_of(block, lengths, tile_m // packed)
-    if const_expr(packed > 1):
-        rows = BlockRows(rows.batch_idx, *(count * packed for count in rows[1:]))
+    """The rows of a row block. All lanes of a warp must ask for the same one. `first` is that of
+    the first query's first head among `packed_rows`."""
+    rows = _positions_of(block, lengths, tile_m // packing.rows)
+    if const_expr(packing.is_there):
+        counts = (count * packing.rows for count in rows[2:])
+        rows = BlockRows(rows.batch_idx, rows.first * packing.heads, *counts)
     return rows
 
 
@@ -204,9 +238,10 @@ class BwdPreprocess:
     :param head_dim_v: a multiple of 8, at most 256
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
     :param has_reference: for scores of any magnitude, see mStats
-    :param packed_heads: query heads of a KV head that share a tile's rows, query by query. Heads of
+    :param packing: query heads of a KV head that share a tile's rows, query by query. Heads of
         scratch tensors are then KV heads, and the statistics of a query, of all its heads, follow
-        each other; without references and marks.
+        each other (`row_blocks.stats_words`); those of padding rows are of rows that see nothing.
+    :param has_marks: mQ is given
     :raises ValueError: a size is none of these
     """
 
@@ -216,11 +251,12 @@ class BwdPreprocess:
         head_dim_v: int,
         tile_m: int,
         has_reference: bool = False,
-        packed_heads: int = 1,
+        packing: Packing = ALONE,
+        has_marks: bool = False,
     ):
-        if tile_m % packed_heads or (packed_heads > 1 and has_reference):
+        if tile_m % packing.rows or packing.heads > packing.rows:
             raise ValueError(
-                f"packed_heads must divide tile_m={tile_m}, without references, got {packed_heads}"
+                f"rows of a query must divide tile_m={tile_m}, and heads be no more, got {packing}"
             )
         if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
             raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
@@ -229,7 +265,8 @@ class BwdPreprocess:
         self.dtype = dtype
         self.tile_m = tile_m
         self.has_reference = has_reference
-        self.packed_heads = packed_heads
+        self.packing = packing
+        self.has_marks = has_marks
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
@@ -282,9 +319,9 @@ class BwdPreprocess:
         seqlen_q = Int32(mO.shape[0 if const_expr(mCuSeqlensQ is not None) else 1])
         lengths = Lengths(mCuSeqlensQ, None, mSeqUsedQ, None, seqlen_q, Int32(0))
         heads, num_row_blocks = mStats.shape[0], mStats.shape[1]
-        packed = self.packed_heads
-        mO, mdO = (packed_rows(x, packed) for x in (mO, mdO))
-        mLSE, mdLSE = (packed_values(x, packed) for x in (mLSE, mdLSE))
+        packed = self.packing.heads
+        mO, mdO, mQ = (packed_rows(x, packed) for x in (mO, mdO, mQ))
+        mLSE, mdLSE, mLSELow = (packed_values(x, packed) for x in (mLSE, mdLSE, mLSELow))
         args = PreprocessArgs(
             mO=mO, mdO=mdO, mLSE=mLSE, mdLSE=mdLSE, mStats=mStats, mdQaccum=mdQaccum,
             mSemaphores=mSemaphores, mSink=mSink, mSinkParts=mSinkParts, lengths=lengths, mQ=mQ,
@@ -306,7 +343,7 @@ class BwdPreprocess:
         smem = cutlass.memory.SmemAllocator()
         sDelta = smem.allocate_tensor(Float32, cute.make_layout(self.padded_rows))
         # parts of a warp's rows or, of packed heads, of each row
-        num_parts = self.padded_rows // (WARP if self.packed_heads == 1 else 1)
+        num_parts = self.padded_rows // (1 if self.packing.is_there else WARP)
         sParts = smem.allocate_tensor(Float32, cute.make_layout(num_parts))
         if const_expr(mQ is not None):
             # a bit for each row that may see nothing, and what such rows hold
@@ -321,9 +358,9 @@ class BwdPreprocess:
             sink = mSink[self._query_head(head_idx, thread)].to(Float32)
         if const_expr(mQ is not None):
             marks = marks_of(
-                mStats[head_idx, block, None], self.tile_m, 3 if self.has_reference else 2
+                mStats[head_idx, block, None], self.tile_m, self.num_stats, self.packing.rows
             )
-        rows = rows_of(block, args.lengths, self.tile_m, self.packed_heads)
+        rows = rows_of(block, args.lengths, self.tile_m, self.packing)
         sink_part = Float32(0.0)
         if rows.in_slot > 0:
             of_row = self._read_lse(args, head_idx, rows, thread)
@@ -333,7 +370,7 @@ class BwdPreprocess:
                 if const_expr(mSink is not None):
                     # it is looked at more closely below
                     is_empty = is_empty | _is_near(of_row.lse, sink)
-                is_empty = is_empty & (thread < rows.in_use)
+                is_empty = is_empty & (thread < rows.in_use) & self.packing.is_head(thread)
                 self._store_votes(sEmpty, is_empty, thread)
             self._sum_products(gO, rows_of_head(mdO, head_idx, rows), sDelta, rows, thread)
             cute.arch.sync_threads()
@@ -347,7 +384,7 @@ class BwdPreprocess:
                     of_row,
                     thread,
                 )
-                self._store_votes(marks, is_marked, thread)
+                self._store_marks(marks, is_marked, thread)
             if thread < self.padded_rows:
                 # O is 0 in rows that are marked
                 summed = cutlass.select_(is_marked, Float32(0.0), sDelta[thread])
@@ -357,31 +394,37 @@ class BwdPreprocess:
                     self._store_sink_part(sParts, of_row, delta, sink, thread)
             if const_expr(mSink is not None):
                 cute.arch.sync_threads()
-                if const_expr(self.packed_heads == 1):
+                if const_expr(not self.packing.is_there):
                     for i in range_constexpr(self.padded_rows // WARP):
                         sink_part += sParts[i]
                 else:
-                    for i in range_constexpr(self.tile_m // self.packed_heads):
-                        sink_part += sParts[i * self.packed_heads + thread % self.packed_heads]
+                    of_query = self.packing.rows
+                    for i in range_constexpr(self.tile_m // of_query):
+                        sink_part += sParts[i * of_query + thread % of_query]
         elif thread < self.tile_m:
             # keys of a sequence without queries visit this block, hidden as it is
-            lse_at, delta_at = self._places(thread)
+            lse_at, *others_at = self._places(thread)
             mStats[head_idx, block, lse_at] = Float32.inf
-            mStats[head_idx, block, delta_at] = Float32(0.0)
-            if const_expr(self.has_reference):
-                mStats[head_idx, block, thread + 2 * self.tile_m] = Float32(0.0)
-            if const_expr(mQ is not None):  # noqa: SIM102 (decided while tracing)
-                if thread < self.padded_rows // WARP:
+            for at in others_at:
+                mStats[head_idx, block, at] = Float32(0.0)
+            if const_expr(mQ is not None):
+                if const_expr(self.packing.is_there):
+                    self._store_marks(marks, Boolean(False), thread)
+                elif thread < self.padded_rows // WARP:
                     marks[thread] = Int32(0)
         if const_expr(mSink is not None):  # noqa: SIM102 (decided while tracing)
-            if thread < self.packed_heads:
+            if thread < self.packing.heads:
                 args.mSinkParts[self._query_head(head_idx, thread), block] = sink_part
 
     def _query_head(self, head_idx: Int32, row: Int32) -> Int32:
         """The query head of a row, where head_idx may be a KV head."""
-        if self.packed_heads == 1:
+        if not self.packing.is_there:
             return head_idx
-        return head_idx * self.packed_heads + row % self.packed_heads
+        return head_idx * self.packing.heads + self.packing.place(row % self.packing.rows)
+
+    @property
+    def num_stats(self) -> int:
+        return 3 if self.has_reference else 2
 
     @cute.jit
     def _read_lse(
@@ -389,7 +432,7 @@ class BwdPreprocess:
     ) -> LseOfRow:
         """The `LseOfRow` of the thread's row."""
         lse, low, dlse = -Float32.inf, Float32(0.0), Float32(0.0)
-        if thread < rows.in_use:
+        if (thread < rows.in_use) & self.packing.is_head(thread):
             lse = self._row_value(args.mLSE, head_idx, rows, thread)
             if const_expr(args.mLSELow is not None):
                 low = self._row_value(args.mLSELow, head_idx, rows, thread)
@@ -418,20 +461,25 @@ class BwdPreprocess:
                 low = Float32(0.0) if const_expr(of_row.low is None) else of_row.low
                 lse_log2 = (own + low) * LOG2_E
                 reference = cutlass.select_(is_far, of_row.lse, Float32(0.0))
-                mStats[head_idx, block, thread + 2 * self.tile_m] = reference
-            lse_at, delta_at = self._places(thread)
+                mStats[head_idx, block, self._places(thread)[2]] = reference
+            lse_at, delta_at, *_ = self._places(thread)
             mStats[head_idx, block, lse_at] = cutlass.select_(
                 of_row.sees_something, lse_log2, Float32.inf
             )
             mStats[head_idx, block, delta_at] = cutlass.select_(is_marked, Float32(0.0), delta)
 
-    def _places(self, row: Int32) -> tuple[Int32, Int32]:
-        """The places of a row's LSE and delta in a row block's statistics."""
-        packed = self.packed_heads
-        if packed == 1:
-            return row, row + self.tile_m
-        lse_at = row // packed * (2 * packed) + row % packed
-        return lse_at, lse_at + packed
+    def _places(self, row: Int32) -> tuple[Int32, ...]:
+        """The places of a row's LSE, delta, and reference, if any, in a row block's statistics."""
+        first, apart = row, self.tile_m
+        if self.packing.is_there:
+            apart = self.packing.rows
+            first = row // apart * self._words_of_query + row % apart
+        return tuple(first + i * apart for i in range(self.num_stats))
+
+    @property
+    def _words_of_query(self) -> int:
+        of_query = self.packing.rows
+        return stats_words(of_query, self.num_stats, self.has_marks, of_query)
 
     @cute.jit
     def _store_sink_part(
@@ -444,7 +492,7 @@ class BwdPreprocess:
             exponent = (sink - of_row.lse - of_row.low) * LOG2_E
         part = -cute.math.exp2(exponent, fastmath=True) * delta
         part = cutlass.select_(of_row.sees_something, part, Float32(0.0))
-        if const_expr(self.packed_heads > 1):
+        if const_expr(self.packing.is_there):
             sParts[thread] = part
         else:
             part = cute.arch.warp_reduction_sum(part)
@@ -456,7 +504,7 @@ class BwdPreprocess:
     ) -> Float32:
         if cute.rank(tensor) == 3:
             tensor = tensor[rows.batch_idx, None, None]
-        return tensor[head_idx, rows.first + row]
+        return tensor[head_idx, rows.first + self.packing.place(row)]
 
     @cute.jit
     def _sum_products(
@@ -478,7 +526,7 @@ class BwdPreprocess:
             batch = range(start, min(start + rounds_in_flight, rounds))
             pairs = []
             for i in batch:
-                row = cutlass.min(i * ROWS_PER_ROUND + row_in_round, last_row)
+                row = self.packing.place(cutlass.min(i * ROWS_PER_ROUND + row_in_round, last_row))
                 pairs.append(tuple(self._load(x[row, None], thread) for x in (gO, gdO)))
             for i, (o, do) in zip(batch, pairs, strict=True):
                 delta = cute.arch.warp_reduction_sum(
@@ -536,7 +584,7 @@ class BwdPreprocess:
             square, of_output = Float32(0.0), Float32(0.0)
             # a word has the rows of a round
             if (sEmpty[i] >> row_in_round) & 1 != 0:
-                row = i * ROWS_PER_ROUND + row_in_round
+                row = self.packing.place(i * ROWS_PER_ROUND + row_in_round)
                 q, do = self._load(gQ[row, None], thread), self._load(gdO[row, None], thread)
                 square = self._dot(q, q, vectors, thread)
                 square += self._dot(do, do, self.vectors_per_row, thread)
@@ -558,6 +606,21 @@ class BwdPreprocess:
         word = cute.arch.vote_ballot_sync(vote)
         if (thread < self.padded_rows) & (thread % WARP == 0):
             words[thread // WARP] = Int32(word)
+
+    @cute.jit
+    def _store_marks(self, marks: cute.Tensor, is_marked: Boolean, thread: Int32):
+        """Write whether rows are marked, as `marks_of` says."""
+        if const_expr(not self.packing.is_there):
+            self._store_votes(marks, is_marked, thread)
+        else:
+            of_query = self.packing.rows
+            # a word has a query's rows, or a part of them
+            of_word = min(of_query, MARKS_PER_WORD)
+            votes = Int32(cute.arch.vote_ballot_sync(is_marked)) >> (thread % WARP)
+            if (thread < self.tile_m) & (thread % of_word == 0):
+                place = thread // of_word % mark_words_of_query(of_query), thread // of_query
+                of_rows = -1 if of_word == MARKS_PER_WORD else (1 << of_word) - 1
+                marks[place] = votes & of_rows
 
     def _load(self, row: cute.Tensor, thread: Int32) -> cute.Tensor:
         """This lane's vectors of a row; (8, vectors of a lane)."""

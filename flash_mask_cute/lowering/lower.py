@@ -617,6 +617,7 @@ def _compiled(text: str, kind: str) -> Callable[..., Any]:
     scope |= {"cute": cute, "ops": device_ops, "inf": math.inf, "nan": math.nan}
     exec(compile(text, file, "exec"), scope)
     mod: Any = scope[kind]
+    mod.__flash_mask_prefix__ = scope.get("prefix_mod")
     weakref.finalize(mod, _forget_text, text, file).atexit = False
     mod.__flash_mask_key__ = f"torch {kind} {digest}"
     return mod

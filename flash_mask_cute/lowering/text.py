@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from flash_mask_cute.lowering import ops
 from flash_mask_cute.lowering.captures import CapturedTensor
 from flash_mask_cute.lowering.paths import Path
+from flash_mask_cute.lowering.prefix import find_prefixes
 from flash_mask_cute.lowering.searches import SEARCHES
 from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of
 from flash_mask_cute.lowering.values import (
@@ -75,8 +76,9 @@ class Source(NamedTuple):
 
 
 class Text(NamedTuple):
-    """source: text of a function `mask_mod` or `score_mod`. sources: of the aux tensors that it
-    reads.
+    """source: text of a function `mask_mod` or `score_mod`, and perhaps of a `prefix_mod`: where it
+    holds of a key, all queries see this key and those before it. sources: of the aux tensors that
+    the function reads.
 
     claims: (number of a source, dimension, extent) that the tensors must have at least.
     knows_shapes: the text holds extents of captured tensors.
@@ -375,9 +377,34 @@ class _Writer:
                 returned = self._result(node.args[0])
             else:
                 self._node(node)
+        lines = _with_factors_joined(self._lines)
+        kind = "score_mod" if self._is_score else "mask_mod"
+        source, reads = self._function(kind, lines, returned)
+        prefix = "" if self._is_score else self._prefix()
+        if prefix:
+            text, read = self._function("prefix_mod", lines, prefix)
+            # of a constant mask, sources are not read
+            source += "\n" + text if set(read) <= set(reads) else ""
+        sources = self._sources if self._read is None else [self._sources[i] for i in self._read]
+        first = self._first_aux
+        claims = frozenset((x.aux - first, *claim) for x in reads for claim in x.claims)
+        whole = Text(source, tuple(sources), claims, self._knows_shapes)
+        return whole, sorted({x.aux - first for x in reads})
+
+    def _prefix(self) -> str:
+        """The condition of a `prefix_mod`, or nothing."""
+        found = []
+        for node in find_prefixes(self._module):
+            value = self._values.get(node)
+            if isinstance(value, Array) and value.elements[0].constant is None:
+                found.append(value.elements[0].text)
+        return " | ".join(found)
+
+    def _function(self, name: str, lines: Sequence[_Line], returned: str) -> tuple[str, list[Read]]:
+        """The text of a function that returns an expression, and what it reads."""
         needed = set(_WORD.findall(returned))
         kept, reads = [], []
-        for line in reversed(_with_factors_joined(self._lines)):
+        for line in reversed(lines):
             if line.name in needed:
                 needed.update(_WORD.findall(line.expression))
                 kept.append(f"{line.name} = {line.expression}")
@@ -387,14 +414,10 @@ class _Writer:
         if self._is_score and unpacked == ["s = score[0]"] and _takes_rows((*kept, returned)):
             # a kernel may hand over several scores of a row at once
             unpacked = ["s = score"]
-        kind, score = ("score_mod", "score, ") if self._is_score else ("mask_mod", "")
-        head = f"def {kind}({score}{', '.join(INDEX_NAMES)}, aux):"
-        source = "\n    ".join([head, *unpacked, *reversed(kept), f"return {returned}"]) + "\n"
-        sources = self._sources if self._read is None else [self._sources[i] for i in self._read]
-        first = self._first_aux
-        claims = frozenset((x.aux - first, *claim) for x in reads for claim in x.claims)
-        text = Text(source, tuple(sources), claims, self._knows_shapes)
-        return text, sorted({x.aux - first for x in reads})
+        score = "score, " if self._is_score else ""
+        head = f"def {name}({score}{', '.join(INDEX_NAMES)}, aux):"
+        body = [head, *unpacked, *reversed(kept), f"return {returned}"]
+        return "\n    ".join(body) + "\n", reads
 
     def _refusal(self, node: Node, what: str) -> NotLowerable:
         return NotLowerable(f"{self._mod_name}: aten.{_name(node)}{line_of(node)} {what}")

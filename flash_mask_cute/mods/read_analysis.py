@@ -85,9 +85,10 @@ def analyse_reads(
     with ir_analysis.draft(), noted_limits() as limits:
         places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in Place]
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
-        _, slope, terms = derivative.differentiate(
+        value, slope, terms = derivative.differentiate(
             score_mod, score, *places, aux_tensors, wants_aux
         )
+        adds_alike = _adds_alike(value, score, places[0])
         origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
         values = Values(origins, limits)
         found = {}
@@ -112,7 +113,7 @@ def analyse_reads(
                 is_diagonal=cuts is not None,
                 cuts=cuts or (),
             )
-        return ModReads(found, ir_analysis.constant(slope) == 1.0)
+        return ModReads(found, ir_analysis.constant(slope) == 1.0, adds_alike)
 
 
 class Kind(Enum):
@@ -641,6 +642,29 @@ def _magnitude(value: ir.Value) -> int | None:
     return sum(known) if name == "arith.mulf" else max(known) + 1
 
 
-def _depends_on(value: ir.Value, score: Float32) -> bool:
-    origin = score.ir_value().owner.operation
+def _depends_on(value: ir.Value, number: Float32 | Int32) -> bool:
+    origin = number.ir_value().owner.operation
     return any(operation == origin for operation in operations_behind(value))
+
+
+def _adds_alike(value: Float32, score: Float32, batch_idx: Int32) -> bool:
+    """`ModReads.adds_alike`: the last operation adds to the score itself."""
+    total = maker_of(_itself(value.ir_value()))
+    if total is None or total.name not in ("arith.addf", "arith.subf"):
+        return False
+    operands = operands_of(total)
+    if total.name == "arith.addf":
+        operands.sort(key=lambda x: _depends_on(x, score), reverse=True)
+    given, added = operands
+    if maker_of(_itself(given)) != score.ir_value().owner.operation:
+        return False
+    return not (_depends_on(added, score) or _depends_on(added, batch_idx))
+
+
+def _itself(value: ir.Value) -> ir.Value:
+    """The number that a value was made of without arithmetic."""
+    operation = maker_of(value)
+    while operation is not None and operation.name in _SAME:
+        value = operands_of(operation)[0]
+        operation = maker_of(value)
+    return value

@@ -110,11 +110,27 @@ class TensorReads(NamedTuple):
 class ModReads(NamedTuple):
     """The reads of a score_mod, of the tensors whose gradients are wanted, by their numbers.
 
-    is_shift: the derivative by the score is 1.
+    is_shift: the derivative by the score is 1. adds_alike: the modified score is the score plus, or
+    minus, one number that neither score nor batch entry determine.
     """
 
     tensors: Mapping[int, TensorReads]
     is_shift: bool = False
+    adds_alike: bool = False
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The tensors whose elements are the same in all batch entries, and whose gradients are
+        sums of dS times constants."""
+        if not self.adds_alike:
+            return ()
+        of_sums = (i for i in self.of_many if self.tensors[i].has_constant_factors)
+        return tuple(of_sums)
+
+    @property
+    def shared_once(self) -> tuple[int, ...]:
+        """Those of them of which a batch entry's scores each read another element."""
+        return tuple(i for i in self.shared if self.tensors[i].is_once_an_entry)
 
     @property
     def of_many(self) -> tuple[int, ...]:

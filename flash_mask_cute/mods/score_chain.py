@@ -1,9 +1,9 @@
 """Processing of the scores in a backward: soft cap, score_mod, and their derivatives."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -52,6 +52,26 @@ class Elements(Protocol):
         ...
 
 
+class ListedQueries(NamedTuple):
+    """The queries of a block whose rows are the heads of listed ones, `rows` for each of them, of
+    which the first `heads` are heads. numbers (queries of the block,)."""
+
+    rows: int
+    heads: int
+    numbers: cute.Tensor | None = None
+
+    def at(self, group: Int32, first: Int32, offset: int) -> tuple[Int32, Int32]:
+        """The query head and the query of column first + offset, where first is a thread's, below
+        8, and offset one of `Elements.col_offset`. group: of heads. Padding has its last head."""
+        if self.rows >= 8:
+            query, row = offset // self.rows, first + offset % self.rows
+        else:
+            query, row = (first + offset) // self.rows, (first + offset) % self.rows
+        if self.heads < self.rows:
+            row = cutlass.min(row, self.heads - 1)
+        return group * self.heads + row, self.numbers[query]
+
+
 @dataclass(frozen=True)
 class ScoreChain:
     """The steps between the products and the softmax: soft cap and score_mod.
@@ -61,9 +81,9 @@ class ScoreChain:
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
     block. walk: the sums over a walk, if there are any. by_difference: those of lines between cuts,
     by difference. once: tensors of which a batch entry's scores each read another element. groups:
-    of reads that are summed along
-    lines. of_grads: all gradients of aux tensors are sums of dS times what does not depend on the
-    score (`apply_to_grads`).
+    of reads that are summed along lines. listed: where blocks have listed queries; head_idx is then
+    a group of heads, and nothing is summed over a walk or along lines. of_grads: all gradients of
+    aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`).
     """
 
     scales: ScoreScales
@@ -83,6 +103,11 @@ class ScoreChain:
     groups: cutlass.Constexpr[tuple[LineGroup, ...]] = ()
     lines: cutlass.Constexpr[Lines | None] = None
     once: cutlass.Constexpr[tuple[int, ...]] = ()
+    listed: ListedQueries | None = None
+
+    def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
+        """The chain of a block of listed queries."""
+        return replace(self, listed=self.listed._replace(numbers=numbers))
 
     @property
     def by_parts(self) -> bool:
@@ -556,8 +581,11 @@ class ScoreChain:
         tile_m, tile_n = self.tiles
         thread = thread_in_warpgroup()
         k_idx = work.block * tile_n + self.first_key + self.elements.row_of(thread, r)
-        first_q_idx = m_block * tile_m + self.first_query
-        q_idx = first_q_idx + self.elements.first_col_of(thread) + self.elements.col_offset(c)
+        first_col, offset = self.elements.first_col_of(thread), self.elements.col_offset(c)
+        if self.listed is None:
+            q_idx = m_block * tile_m + self.first_query + first_col + offset
+        else:
+            head_idx, q_idx = self.listed.at(head_idx, first_col, offset)
         # positions past the ends are hidden, but the callable may index tensors with them
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
         return work.batch_idx, head_idx, work.position(q_idx), k_idx

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_mask_cute.call.arguments import window_sides
+from flash_mask_cute.call.arguments import AttentionCall, Options, Tensors, window_sides
+from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.parallel.all_gather import attend_gathered
@@ -64,7 +65,8 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: before anything is sent: the plan is for another group, q, k or v do
-            not hold this rank's rows, a mask is of another length, heads do not divide.
+            not hold this rank's rows, a mask is of another length, heads do not divide; or as
+            `flash_attn_func`.
         NotImplementedError: mask is a mask_mod; or "all_gather" and "ring" cannot hold the mask
             together with causal masking and the window.
         RuntimeError: torch.distributed is not initialized; or another rank failed, or did not
@@ -85,7 +87,11 @@ def context_parallel_attention(
         check_bool(name, value)
     left, right = window_sides(window_size)
     peers = Peers.of(group)
-    _check(q, k, v, mask, plan, peers, learnable_sink)
+    _check(q, k, v, mask, plan, peers)
+    # what attention would refuse after the first message
+    options = Options(softmax_scale, causal, left, right, softcap)
+    tensors = Tensors(q, k, v, learnable_sink=learnable_sink)
+    check_inputs(AttentionCall(tensors, None, options))
     settings = Settings(softmax_scale, softcap, deterministic, causal, (left, right))
     if method == "ulysses":
         check_heads(q.shape[2], k.shape[2], peers.world)
@@ -94,11 +100,11 @@ def context_parallel_attention(
         routes = routes_of(mask, band, plan, peers.rank, q.device)
     if learnable_sink is not None:
         learnable_sink = _SummedGradient.apply(learnable_sink, peers)
-    tensors = q, k, v, learnable_sink
+    operands = q, k, v, learnable_sink
     if method == "ulysses":
-        return attend_by_heads(*tensors, peers, plan, settings, mask)
+        return attend_by_heads(*operands, peers, plan, settings, mask)
     attend_parts = attend_in_ring if method == "ring" else attend_gathered
-    return attend_parts(*tensors, peers, routes, settings)
+    return attend_parts(*operands, peers, routes, settings)
 
 
 def _check(
@@ -108,7 +114,6 @@ def _check(
     mask: object,
     plan: object,
     peers: Peers,
-    sink: Tensor | None,
 ) -> None:
     """Refuse what cannot be this rank's part of a call."""
     if not isinstance(plan, Plan):
@@ -143,8 +148,6 @@ def _check(
             )
         if mask.device != q.device:
             raise ValueError(f"mask is on {mask.device}, q on {q.device}")
-    if sink is not None and tuple(sink.shape) != (q.shape[2],):
-        raise ValueError(f"learnable_sink must have shape ({q.shape[2]},), got {brief(sink)}")
 
 
 class _SummedGradient(torch.autograd.Function):

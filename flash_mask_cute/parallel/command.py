@@ -17,6 +17,8 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code: 0, or 2 for arguments that make no plan."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if given.bytes_per_key < 1:
+        parser.error(f"--bytes-per-key={given.bytes_per_key} is less than 1")
     try:
         mask = _mask(given)
         found = plan(mask, given.world, seqlen=given.seqlen, max_ranges=given.max_ranges)
@@ -88,4 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lengths(text: str) -> list[int]:
-    return [int(x) for x in text.split(",")]
+    try:
+        return [int(x) for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths: 40000,25072") from None

@@ -106,20 +106,22 @@ class Plan:
         """The rows of a rank, of a tensor with all rows in dimension dim.
 
         Raises:
-            ValueError: x has another number of rows.
+            TypeError, ValueError: x is no tensor, or has another number of rows.
         """
-        if x.shape[dim] != self.seqlen:
-            raise ValueError(f"x has shape {tuple(x.shape)}, not {self.seqlen} rows in dim={dim}")
+        _check_num_rows("x", x, self.seqlen, dim)
         return x.index_select(dim, self.index(rank, x.device))
 
     def unshard(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """The tensor with all rows, of those of all ranks: the inverse of `shard`.
 
         Raises:
-            ValueError: there are not as many parts as ranks.
+            TypeError, ValueError: there are not as many parts as ranks, or one is no tensor or has
+                not as many rows as each rank holds.
         """
         if len(parts) != self.world:
             raise ValueError(f"{len(parts)} parts of a plan for {self.world} ranks")
+        for rank, part in enumerate(parts):
+            _check_num_rows(f"parts[{rank}]", part, self.rows_per_rank, dim)
         joined = torch.cat(list(parts), dim)
         return joined.index_select(dim, self.places(joined.device))
 
@@ -285,6 +287,13 @@ def check_plan_mask(name: str, mask: object, seqlen: int) -> None:
         raise ValueError(
             f"{name} was made for {mask.extents}, and the sequence has {seqlen} tokens"
         )
+
+
+def _check_num_rows(name: str, x: object, rows: int, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, not {rows} rows in dim={dim}")
 
 
 def _checked_rows(rows: Any) -> tuple[Ranges, ...]:

@@ -178,6 +178,8 @@ class ForwardMask(MaskRules):
         if const_expr(self.args.mask_bits is not None):
             is_visible, needs_mask_mod = self._look_up(work, work.block, n_block, is_visible)
             mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
+        elif const_expr(self.prefix_mod is not None):
+            mask_mod_word = cute.arch.vote_ballot_sync(self.ends_prefix(work, n_block))
         exists = n_block < cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
         if const_expr(work.first_block is not None):
             of_split = (n_block >= work.first_block) & (n_block < work.end_block)

@@ -363,7 +363,21 @@ class MaskRules:
                     kb += 1
                 qb += 1
             is_listed, needs_mask_mod = any_listed != 0, all_full == 0
+        elif const_expr(self.prefix_mod is not None):
+            needs_mask_mod = self.ends_prefix(work, n_block)
         return is_listed, needs_mask_mod
+
+    @property
+    def prefix_mod(self) -> Callable[..., Any] | None:
+        """A mask_mod of a key alone, or None. Where it holds, all queries see this key and those
+        before it by mask_mod (`lowering/prefix.py`)."""
+        return getattr(self.mask_mod, "__flash_mask_prefix__", None)
+
+    def ends_prefix(self, work: Work, n_block: Int32) -> Boolean:
+        """Whether a block of keys has one for which `prefix_mod` does not hold."""
+        last, any_place = (n_block + 1) * self.block_info.tile_n - 1, Int32(0)
+        holds = self._eval_mod(self.prefix_mod, work, any_place, any_place, last)
+        return holds == Boolean(False)
 
     @cute.jit
     def _look_up(
@@ -446,9 +460,14 @@ class MaskRules:
     def _eval_mask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
         """The result of mask_mod. Positions past the ends are hidden by other masks, but are
         clamped here because mask_mod may index tensors with them."""
+        return self._eval_mod(self.mask_mod, work, head_idx, q_idx, k_idx)
+
+    def _eval_mod(
+        self, mod: Any, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32
+    ) -> Boolean:
         offset_q, offset_k = (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
         return call_mask_mod(
-            self.mask_mod,
+            mod,
             work.batch_idx,
             head_idx,
             work.position(cutlass.min(q_idx, work.seqlen_q - 1)) + offset_q,

@@ -77,16 +77,14 @@ def make_mask_bits(
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)
     while ring.wait(tile):
-        step = partial(
-            _make_block_bits, rules, warp_rows, bit_tile, bits, any_bits, ring.read(tile)
-        )
+        step = partial(make_block_bits, rules, warp_rows, bit_tile, bits, any_bits, ring.read(tile))
         chunk, cuts = walk.visit(chunk, cuts, step, only_cut=True)
         ring.release(tile)
         tile += 1
 
 
 @cute.jit
-def _make_block_bits(
+def make_block_bits(
     rules: ForwardMask | BackwardMask,
     warp_rows: MaskWarpRows,
     bit_tile: cute.Tensor,
@@ -96,6 +94,7 @@ def _make_block_bits(
     cuts: Int32,
     block: Block,
 ) -> Int32:
+    """Make this mask warp's share of the bits of a partial block, number `cuts`."""
     words = rules.make_bits(work, block, warp_rows)
     bits.acquire(cuts)
     warp_rows.store(bit_tile, words)

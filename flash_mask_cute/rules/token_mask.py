@@ -3,8 +3,8 @@
 A work tile is an item: keys, and a segment of the queries that chose them. Blocks of its walk are
 neighbouring entries of the segment, whose heads share the block's rows. Who is in a list sees the
 keys, as far as the choice goes. So without intervals and a mask_mod, bits are needed only for an
-edge of the band, for the end of the keys, and in the last block. All heads of a KV head see the
-same.
+edge of the band, for the end of the keys, and in the last block. All heads of a group see the same,
+unless the kernel says that they do not (`by_head`).
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows
 @dataclass(frozen=True)
 class TokenMask(BackwardMask):
     """`BackwardMask` of listed queries, of which block_info has the packed heads. Of a work tile
-    first_block and end_block are the entries of its segment."""
+    first_block and end_block are the entries of its segment. by_head: the intervals or the mask_mod
+    hide other scores from one head of a group than from another."""
 
     lists: TokenLists | None = None
+    by_head: cutlass.Constexpr[bool] = False
 
     @classmethod
     def create_by_tokens(
@@ -41,7 +43,14 @@ class TokenMask(BackwardMask):
         lists: TokenLists,
     ) -> "TokenMask":
         return cls.from_kernel(
-            kernel, columns, masks, lengths, group=Int32(1), is_ordered=False, lists=lists
+            kernel,
+            columns,
+            masks,
+            lengths,
+            group=Int32(1),
+            is_ordered=False,
+            lists=lists,
+            by_head=kernel.masks_by_head,
         )
 
     @property
@@ -92,36 +101,71 @@ class TokenMask(BackwardMask):
 
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         """As `BackwardMask.make_bits`."""
-        band, words = self.block_info.band(work.seqlen), []
-        num_tokens = self.tokens_per_block
-        head_idx = work.head_idx * self.block_info.qhead_per_kvhead_packgqa
-        tokens = [cute.arch.shuffle_sync(block.token, i) for i in range(num_tokens)]
+        words: list[Any] = []
         for group in range(warp_rows.num_groups):
             k_idx = warp_rows.line(work, group)
-            lo, hi = band.q_range(k_idx)
-            holes: list[Any] = []
-            if self.args.columns is not None:
-                values = self._column_values(work, head_idx, k_idx)
-                (lo, hi), *holes = self.intervals.visible_rows(values, lo, hi)
-            hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
-            seen = []
-            for token in tokens:
-                # -1 in place of a query is before all of them
-                sees = (token >= cutlass.max(Int32(lo), 0)) & (token < hi)
-                for first, end in holes:
-                    sees = sees & ((token < first) | (token >= end))
-                if self.mask_mod is not None:
-                    q_idx = cutlass.max(token, 0)
-                    sees = sees & self._eval_mask_mod(work, head_idx, q_idx, k_idx)
-                seen.append(sees)
-            for w in range(self.columns.num_words):
-                word = Int32(0)
-                for i in range(num_tokens):
-                    bits = self._bits_of_token(w, i)
-                    if bits:
-                        word = word | cutlass.select_(seen[i], Int32(bits), Int32(0))
-                words.append(word)
+            make = self._words_by_head if self.by_head else self._words_of_group
+            words += make(work, block, k_idx)
         return tuple(words)
+
+    def _words_of_group(self, work: Work, block: Block, k_idx: Int32) -> list:
+        """The words of a key, of which all heads of a group see the same."""
+        words: list[Any] = [Int32(0)] * self.columns.num_words
+        head_idx = work.head_idx * self.group_size
+        queries = self._queries_of(work, head_idx, k_idx)
+        for i in range(self.tokens_per_block):
+            token = cute.arch.shuffle_sync(block.token, i)
+            sees = self._sees_key(work, head_idx, token, k_idx, queries)
+            for w in range(self.columns.num_words):
+                bits = self._bits_of_token(w, i)
+                if bits:
+                    words[w] = words[w] | cutlass.select_(sees, Int32(bits), Int32(0))
+        return words
+
+    @cute.jit
+    def _words_by_head(self, work: Work, block: Block, k_idx: Int32) -> tuple:
+        """The words of a key, where each head of a query has bits of its own."""
+        words = tuple(Int32(0) for _ in range(self.columns.num_words))
+        for bit in cutlass.range(self._bits_per_word, unroll=1):
+            words = self._with_bit(work, block, k_idx, bit, words)
+        return words
+
+    def _with_bit(self, work: Work, block: Block, k_idx: Int32, bit: Int32, words: tuple) -> tuple:
+        found: list[Any] = []
+        heads = self.block_info.qhead_per_kvhead_packgqa
+        for w in range(self.columns.num_words):
+            column = self.columns.col_of(w, bit)
+            token = cute.arch.shuffle_sync(block.token, column // heads)
+            of_group = cutlass.min(column % heads, self.group_size - 1)
+            head_idx = work.head_idx * self.group_size + of_group
+            queries = self._queries_of(work, head_idx, k_idx)
+            sees = self._sees_key(work, head_idx, token, k_idx, queries)
+            found.append(words[w] | (cutlass.select_(sees, Int32(1), Int32(0)) << bit))
+        return tuple(found)
+
+    def _queries_of(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple:
+        """The queries [first, end) of a head that the band and the intervals let see a key, and
+        holes in these; -1 in place of a query is before all of them."""
+        lo, hi = self.block_info.band(work.seqlen).q_range(k_idx)
+        holes: list[Any] = []
+        if self.args.columns is not None:
+            values = self._column_values(work, head_idx, k_idx)
+            (lo, hi), *holes = self.intervals.visible_rows(values, lo, hi)
+        hi = cutlass.select_(k_idx < work.seqlen_k, Int32(hi), Int32(0))
+        return cutlass.max(Int32(lo), 0), hi, holes
+
+    def _sees_key(
+        self, work: Work, head_idx: Int32, token: Int32, k_idx: Int32, queries: tuple
+    ) -> Boolean:
+        """Whether a head of a listed query sees a key. queries: `_queries_of` both."""
+        lo, hi, holes = queries
+        sees = (token >= lo) & (token < hi)
+        for first, end in holes:
+            sees = sees & ((token < first) | (token >= end))
+        if self.mask_mod is not None:
+            q_idx = cutlass.max(token, 0)
+            sees = sees & self._eval_mask_mod(work, head_idx, q_idx, k_idx)
+        return sees
 
     def _bits_of_token(self, word: int, token: int) -> int:
         """The bits of a word that stand for the heads of a block's query."""

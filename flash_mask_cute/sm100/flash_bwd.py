@@ -41,7 +41,8 @@ dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`B
 
 With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
 mma warp of the first one issues the products of both (`flash_bwd_pairs`). dS in shared memory then
-has a channel of its own, from the compute warps of both CTAs.
+has a channel of its own, from the compute warps of both CTAs. Pairs of wide heads have another
+order of products, and channels for what lies over each other in TMEM (`flash_bwd_storage`).
 """
 
 import copy
@@ -62,10 +63,10 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.walk_ring import CHUNK, Block
-from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.core.walk_ring import CHUNK
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
@@ -73,29 +74,33 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import pair_products, products
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
-from flash_mask_cute.sm100.flash_bwd_math import keep_rounded
+from flash_mask_cute.sm100.flash_bwd_math import ELEMENTS, keep_rounded
 from flash_mask_cute.sm100.flash_bwd_pairs import (
     Arrivals,
+    FoldedScores,
     PairLoads,
     PairOperands,
     PeerGrads,
 )
 from flash_mask_cute.sm100.flash_bwd_products import BlockProducts
+from flash_mask_cute.sm100.flash_bwd_reduce import DqParts
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES, MASK_REGISTERS
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
+from flash_mask_cute.sm100.flash_bwd_storage import (
+    Channels,
+    Tiles,
+    channels_of,
+    storage_of,
+    tiles_of,
+)
 from flash_mask_cute.sm100.flash_bwd_traits import (
     COMPUTE_WARPS,
-    ELEMENTS,
-    HALVES,
-    MASK_REGISTERS,
     NUM_MASK_WARPS,
     STORED_COLS,
     STORED_ROWS,
     BwdTraits,
-    Channels,
     Part,
-    Registers,
     Role,
-    Tiles,
 )
 
 
@@ -123,11 +128,12 @@ class FlashAttentionBackwardSm100:
     :param head_dim, head_dim_v: multiples of 8 up to 256
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
-    :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128
+    :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128 and CTAs
+        are alone
     :param stages_q, stages_do: see `BwdTraits`
     :param stages_kv, value_cols: 1 and 0
-    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128
-        columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
+    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128, or
+        of 192 and 128 columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)
@@ -342,17 +348,17 @@ class FlashAttentionBackwardSm100:
             loaded = operands.atoms if const_expr(traits.cta_pair) else operands[:8:2]
             for atom in (*loaded, *gradients[::2]):
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        storage = cutlass.memory.SmemAllocator().allocate(storage_of(traits))
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
-        channels = traits.channels(storage, predecessors, lengths)
+        channels = channels_of(traits, storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
         traits.group.meet()
         if warp_idx == Role.MMA:
             traits.group.allocate(storage.tmem.ptr)
         cute.arch.sync_threads()
-        tiles = traits.tiles(storage)
+        tiles = tiles_of(traits, storage)
 
         # -- roles
         has_lists_and_more = masks.bits is not None and (
@@ -366,7 +372,7 @@ class FlashAttentionBackwardSm100:
         elif warp_idx < Role.LOAD:
             cute.arch.setmaxregister_decrease(registers.reduce)
             if const_expr(traits.makes_dk):
-                self.reduce(tiles, channels, registers)
+                DqParts(traits, registers, tiles, channels).run()
         elif warp_idx < Role.MASK:
             cute.arch.setmaxregister_decrease(registers.of_helpers)
             if warp_idx == Role.LOAD:
@@ -410,7 +416,10 @@ class FlashAttentionBackwardSm100:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
             columns = traits.columns
-            warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_n, columns)
+            # of 64 keys, two warps have the same
+            in_turn = min(NUM_MASK_WARPS, traits.tile_n // bit_tile.WORD)
+            mask_warp = mask_warp % in_turn if const_expr(traits.is_folded) else mask_warp
+            warp_rows = MaskWarpRows.create(mask_warp, in_turn, traits.tile_n, columns)
             is_part = traits.cta_pair
             rules = BackwardMask.create(self, columns, masks, lengths, group, is_part)
             make_mask_bits(
@@ -450,7 +459,8 @@ class FlashAttentionBackwardSm100:
         )
         peer = None
         if const_expr(traits.cta_pair):
-            peer = PeerGrads.create(traits, tiles, channels, half)
+            kept = FoldedScores if const_expr(traits.is_folded) else PeerGrads
+            peer = kept.create(traits, tiles, channels, half)
         scores = BlockScores(traits, tiles, channels, chain, half, lengths, peer)
         tile, chunk = Int32(0), Int32(0)
         state = Blocks(Int32(0), Int32(0))
@@ -469,9 +479,9 @@ class FlashAttentionBackwardSm100:
             of_dk = gradients.dk_atom, gradients.dk, traits.column_dk, softmax_scale
             if const_expr(traits.part == Part.ALL):
                 if half == 0:
-                    store(*of_dv, range(0, traits.head_dim_v, STORED_COLS))
+                    store(*of_dv, traits.stored_columns(traits.head_dim_v))
                 else:
-                    store(*of_dk, range(0, traits.head_dim, STORED_COLS))
+                    store(*of_dk, traits.stored_columns(traits.head_dim))
             else:
                 dim = traits.head_dim_v if const_expr(traits.makes_dv) else traits.head_dim
                 columns = range(0, dim, STORED_COLS)
@@ -537,7 +547,12 @@ class FlashAttentionBackwardSm100:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_packed = lengths.cu_seqlens_k is not None
         gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
-        first_key = work.block * traits.tile_n + warp % (COMPUTE_WARPS // HALVES) * STORED_ROWS
+        row_warp, first_col = warp % (COMPUTE_WARPS // HALVES), 0
+        if const_expr(traits.is_folded):
+            # the second half of the columns is in lanes 64 to 127
+            warps = traits.tile_n // STORED_ROWS
+            row_warp, first_col = row_warp % warps, row_warp // warps * (traits.tile_d // 2)
+        first_key = work.block * traits.tile_n + row_warp * STORED_ROWS
         for i in cutlass.range_constexpr(len(columns)):
             first = columns[i]
             place = warp * places + i % places
@@ -561,121 +576,15 @@ class FlashAttentionBackwardSm100:
             cute.arch.sync_warp()
             box = ((1, STORED_ROWS), STORED_COLS)
             start = (work.head_idx, first_key)
-            dst, src = tma.tile_of(atom, gmem, start, box, tiles.stored, first)
-            cute.copy(atom, src[None, place], dst)
+            dst, src = tma.tile_of(atom, gmem, start, box, tiles.stored, first_col + first)
+            if const_expr(traits.is_folded):
+                # of dV, or of dK, which is scaled
+                dim = traits.head_dim_v if const_expr(scale is None) else traits.head_dim
+                if first_col + first < dim:
+                    cute.copy(atom, src[None, place], dst)
+            else:
+                cute.copy(atom, src[None, place], dst)
             cute.arch.cp_async_bulk_commit_group()
-
-    # -- reduce ---------------------------------------------------------------------------------
-
-    @cute.jit
-    def reduce(self, tiles: Tiles, channels: Channels, registers: cutlass.Constexpr[Registers]):
-        """Reduce warp: 32 queries of every block, one query for each thread; 16 of 64 queries, and
-        for each query two threads with columns of their own."""
-        tile, chunk, number = Int32(0), Int32(0), Int32(0)
-        held = self.traits.held_parts if registers.holds_dq else 0
-        while channels.ring.wait(tile):
-            step = partial(self._stage_dq, tiles, channels, held)
-            chunk, number = channels.walk.visit(chunk, number, step)
-            channels.ring.release(tile)
-            tile += 1
-
-    @cute.jit
-    def _stage_dq(
-        self,
-        tiles: Tiles,
-        channels: Channels,
-        held: cutlass.Constexpr[int],
-        number: Int32,
-        block: Block,
-    ):
-        """Move dQ of a block out of TMEM, and part by part to the memory from which the send warp
-        adds it. held: the last so many parts leave TMEM together, before they are staged.
-        """
-        parts = self.traits.parts_dq
-        in_turn = len(parts) - held
-        # -- dQ of the block is complete: (tile_m queries, tile_d)
-        channels.dq.wait(number)
-        umma.fence_after_wait()
-        for i in cutlass.range_constexpr(in_turn):
-            channels.out.acquire(number * len(parts) + i)
-            umma.fence_after_wait()
-            staged = self._staged(tiles, i)
-            # not unrolled, since ptxas would fetch all at once
-            for c in cutlass.range(self._loads_of(i), unroll=1):
-                values = self._load_dq(i, c)
-                umma.wait_loads()
-                self._stage_chunk(values, staged, c)
-            umma.fence_before_arrival()
-            if const_expr(i + 1 == len(parts)):
-                self._release_dq(channels, number)
-            self._publish_part(channels, number * len(parts) + i)
-        if const_expr(held):
-            # -- the rest into registers; dQ of the next block may replace it in TMEM
-            umma.fence_after_wait()
-            chunks = [
-                [self._load_dq(i, c) for c in range(self._loads_of(i))]
-                for i in range(in_turn, len(parts))
-            ]
-            umma.wait_loads()
-            umma.fence_before_arrival()
-            self._release_dq(channels, number)
-            for i in cutlass.range_constexpr(in_turn, len(parts)):
-                channels.out.acquire(number * len(parts) + i)
-                staged = self._staged(tiles, i)
-                for c in cutlass.range_constexpr(self._loads_of(i)):
-                    self._stage_chunk(chunks[i - in_turn][c], staged, c)
-                self._publish_part(channels, number * len(parts) + i)
-        return number + 1
-
-    def _loads_of(self, part: int) -> int:
-        """How many times a thread loads of a part."""
-        width = self.traits.parts_dq[part]
-        return width // umma.CHUNK if self.traits.rows_of_cta == umma.ROWS else 1
-
-    def _load_dq(self, part: int, load: int | Int32) -> cute.Tensor:
-        """This thread's values of a part: 32 columns of a query, or of 64 queries one half of the
-        part's columns."""
-        traits, first = self.traits, sum(self.traits.parts_dq[:part])
-        if traits.cta_pair:
-            at = traits.column_dq + first // 2
-            return umma.load_columns(at, traits.parts_dq[part] // 2, thread_in_warpgroup())
-        if traits.tile_m == umma.ROWS:
-            at = traits.column_dq + first + load * umma.CHUNK
-            return umma.load_columns(at, umma.CHUNK, thread_in_warpgroup())
-        product, column = first // traits.widths_dq[0], first % traits.widths_dq[0]
-        at = traits.column_dq + column + product * umma.HALF_LANES
-        return umma.load_half_lanes(at, traits.parts_dq[part], thread_in_warpgroup())
-
-    def _staged(self, tiles: Tiles, part: int) -> cute.Tensor:
-        """(4, rows, pieces): a thread's row of a part lies in pieces of 4 columns, tile_m rows
-        apart. So a warp writes 512 bytes at a time, or 256 twice."""
-        shape = 4, self.traits.rows_of_cta, self.traits.parts_dq[part] // 4
-        return cute.make_tensor(tiles.dq.iterator, cute.make_layout(shape))
-
-    def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, load: int | Int32) -> None:
-        """Write what this thread has loaded of a part."""
-        row, num_quads = thread_in_warpgroup(), cute.size(values) // 4
-        first = load * num_quads
-        if self.traits.cta_pair:
-            # the second half of the columns is in lanes 64 to 127
-            rows = self.traits.rows_of_cta
-            row, first = row % rows, row // rows * num_quads
-        elif self.traits.tile_m != umma.ROWS:
-            lane, lanes = row % WARP, WARP // 2
-            row, first = row // WARP * lanes + lane % lanes, lane // lanes * num_quads
-        quads = cute.make_tensor(values.iterator, cute.make_layout((4, num_quads)))
-        for g in range(num_quads):
-            cute.autovec_copy(quads[None, g], staged[None, row, first + g])
-
-    def _release_dq(self, channels: Channels, number: Int32) -> None:
-        """Signal that this warp has its rows of dQ out of TMEM, behind a fence."""
-        cute.arch.sync_warp()
-        channels.dq.release(number)
-
-    def _publish_part(self, channels: Channels, fill: Int32) -> None:
-        """Signal that this warp has staged its rows of a part: the send warp may add it."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        channels.out.publish(fill)
 
 
 def _share_of_sums(traits: BwdTraits) -> tuple[Int32, tuple[int, ...]]:

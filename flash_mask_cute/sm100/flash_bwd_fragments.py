@@ -7,7 +7,9 @@ import cutlass.utils.blackwell_helpers as blackwell
 
 from flash_mask_cute.core.cta import swizzled
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import HALVES, BwdTraits, Tiles
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES
+from flash_mask_cute.sm100.flash_bwd_storage import Tiles, memory_ds
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm100.umma import ROWS
 
 
@@ -104,7 +106,10 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
     bytes as TMA does."""
     scores, of_dq = traits.mma_scores(), traits.mma_dq(traits.tile_d)
     by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
-    rows, keys = traits.group.rows, traits.cluster_tile_n
+    rows, keys = traits.rows, traits.cluster_tile_n
+    by_columns = storage.q_columns, storage.do_columns
+    if traits.is_folded:
+        by_columns = storage.q, storage.do
 
     def operand_a(mma, memory, m: int, n: int, k: int) -> cute.Tensor:
         layout = blackwell.make_smem_layout_a(mma, (m, n, k), traits.dtype, 1)
@@ -117,13 +122,29 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
     def halves(mma, n: int, first: int) -> tuple[cute.Tensor, ...]:
         layout = blackwell.make_smem_layout_a(mma, (rows, n, traits.queries), traits.dtype, 1)
         return tuple(
-            umma.operand_a(mma, layout, traits.dtype, first + half * traits.queries)
+            umma.operand_a(mma, layout, traits.dtype, first + half * traits.half_step)
             for half in range(HALVES)
         )
+
+    def folded(mma, memory, shape: tuple[int, int, int], skipped: int = 0) -> cute.Tensor:
+        """P or dS in shared memory; skipped: values before it."""
+        layout = traits.folded_operand(mma, shape)
+        first = cute.recast_ptr(memory.data_ptr() + skipped, layout.inner, dtype=traits.dtype)
+        return mma.make_fragment_A(cute.make_tensor(first, layout.outer))[None, None, None, 0]
 
     of_s, of_dp = (rows, traits.tile_m, traits.tile_d), (rows, traits.tile_m, traits.tile_dv)
     dq_shape = traits.tile_m, traits.tile_d
     dq_k = operand_b(of_dq, storage.k_columns, *dq_shape, keys)
+    if traits.is_folded:
+        # behind dS of dQ, for which the keys of both CTAs have places
+        own = traits.rows_of_cta * keys
+        p = (folded(by_dv, storage.p, (rows, traits.tile_dv, traits.tile_m)),)
+        ds = (folded(by_d, storage.ds, (rows, traits.tile_d, traits.tile_m), own),)
+        dq_ds = cute.append_ones(folded(of_dq, storage.ds, (*dq_shape, keys)))
+    else:
+        p = halves(by_dv, traits.tile_dv, traits.column_s)
+        ds = halves(by_d, traits.tile_d, traits.column_ds)
+        dq_ds = operand_a(of_dq, memory_ds(traits, storage), *dq_shape, keys)
     return Products(
         s=umma.accumulator(scores, of_s[:2], traits.column_s),
         s_k=operand_a(scores, storage.k, *of_s)[None, None, None, 0],
@@ -132,11 +153,11 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         dp_v=operand_a(scores, storage.v, *of_dp)[None, None, None, 0],
         dp_do=operand_b(scores, storage.do, *of_dp),
         dv=umma.accumulator(by_dv, (rows, traits.tile_dv), traits.column_dv),
-        p=halves(by_dv, traits.tile_dv, traits.column_s),
-        dv_do=operand_b(by_dv, storage.do_columns, rows, traits.tile_dv, traits.tile_m),
+        p=p,
+        dv_do=operand_b(by_dv, by_columns[1], rows, traits.tile_dv, traits.tile_m),
         dk=umma.accumulator(by_d, (rows, traits.tile_d), traits.column_dk),
-        ds=halves(by_d, traits.tile_d, traits.column_dp),
-        dk_q=operand_b(by_d, storage.q_columns, rows, traits.tile_d, traits.tile_m),
+        ds=ds,
+        dk_q=operand_b(by_d, by_columns[0], rows, traits.tile_d, traits.tile_m),
         dq=(PartOfDq(umma.accumulator(of_dq, dq_shape, traits.column_dq), dq_k),),
-        dq_ds=operand_a(of_dq, storage.ds, *dq_shape, keys),
+        dq_ds=dq_ds,
     )

@@ -15,7 +15,8 @@ from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from flash_mask_cute.core.softmax import round_pair
+from flash_mask_cute.rules import bit_tile
 
 
 @cute.jit
@@ -39,3 +40,27 @@ def keep_rounded(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tens
     for i in range(cute.size(words)):
         words[i] = round_pair(values[0, 2 * i], values[0, 2 * i + 1], dtype)
     return words
+
+
+class KeyElements:
+    """`Elements` for a thread that has one key, and its half of a block's queries."""
+
+    num_rows = lanes_per_row = 1
+
+    def row_of(self, thread: Int32, r: int) -> Int32:
+        return thread
+
+    def first_col_of(self, thread: Int32) -> Int32:
+        return Int32(0)
+
+    def col_offset(self, c: int) -> int:
+        return c
+
+    def is_set(self, bits: tuple, r: int, c: int):
+        return bit_tile.is_set(bits[c // bit_tile.WORD], c % bit_tile.WORD)
+
+    def keep_pair(self, words: cute.Tensor, dtype: type, r: int, c: int, p, q) -> None:
+        words[c // 2] = round_pair(p, q, dtype)
+
+
+ELEMENTS = KeyElements()

@@ -30,10 +30,14 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_registers import HALVES
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
 LINE, SWIZZLED_LINES, VECTOR = 128, 8, 16
+# the same of lines of 32 queries, and their vectors
+SHORT_LINE, SHORT_VECTORS = 64, 4
 
 
 class _Columns(NamedTuple):
@@ -42,8 +46,11 @@ class _Columns(NamedTuple):
     traits: BwdTraits
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
-        box = self.traits.layout_columns(), umma.ROWS, self.traits.columns_of_cta
-        return box, box, box, box
+        traits = self.traits
+        box = traits.layout_columns(), umma.ROWS, traits.columns_of_cta
+        of_do = traits.layout_value_columns(), umma.ROWS, traits.value_columns_of_cta
+        keys = traits.layout_key_columns(), traits.tile_n, traits.key_columns
+        return box, of_do, keys, of_do
 
 
 class PairOperands(NamedTuple):
@@ -103,8 +110,9 @@ class PairLoads:
             channels.ring.release(tile)
             tile += 1
         # the products of the other CTA may still signal that they have read the last blocks
-        for channel in (channels.q, channels.do, channels.q_columns):
-            channel.drain(number)
+        for channel in (channels.q, channels.do, channels.q_columns, channels.do_columns):
+            if const_expr(channel is not None):
+                channel.drain(number)
 
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
@@ -114,16 +122,19 @@ class PairLoads:
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         head, kv_head = block.head_idx, work.head_idx
         row = block.index * traits.tile_m
-        own_row = row + rank * traits.rows_of_cta
         column = rank * traits.columns_of_cta
+        do_column = rank * traits.value_columns_of_cta
         rows, columns = operands.rows, operands.columns
         key = work.block * traits.tile_n
         pair_key = (work.block - rank) * traits.tile_n
         # -- half of the queries, and the keys
+        if const_expr(traits.is_folded):
+            # the block before by columns, in the same place
+            channels.q_columns.wait_until_released(number - 1)
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_queries(work, q_rows, _Place(head, own_row), barrier)
+        self._load_rows(work, q_rows, _Place(head, row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
             self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
@@ -132,32 +143,74 @@ class PairLoads:
         barrier = self._expect(channels.stats, number, Int32(traits.bytes_stats))
         tma.copy_bulk(self.stats[head, row_block, None], tiles.stats[None, stage], barrier)
         # -- dO both ways, and the values
-        do_bytes = 2 * traits.bytes_do
+        ways = traits.group.size
+        if const_expr(traits.is_folded):
+            # one way after the other
+            ways = 1
+            channels.do_columns.wait_until_released(number - 1)
+        do_bytes = ways * traits.bytes_do
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_queries(work, do_rows, _Place(head, own_row), barrier)
+        self._load_rows(work, do_rows, _Place(head, row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
-        self._load_queries(work, do_columns, _Place(head, row, column), barrier)
+        if const_expr(not traits.is_folded):
+            self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
             self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
         # -- half of the columns of Q, and of the keys of both CTAs
+        if const_expr(traits.is_folded):
+            channels.q.wait_until_released(number)
         bytes_k = cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q_columns, number, traits.bytes_q + bytes_k)
         q_columns = _Operand(columns.q_atom, columns.q, tiles.q_columns)
         self._load_queries(work, q_columns, _Place(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
-            for cta in cutlass.range_constexpr(traits.group.size):
-                place = _Place(kv_head, pair_key + cta * traits.tile_n, column, cta)
-                self._load_keys(work, k_columns, place, barrier)
+            place = _Place(kv_head, pair_key, column)
+            num_boxes = cute.size(tiles.k_columns, mode=[2])
+            if const_expr(traits.is_wide):
+                # rolled, since addresses and coordinates of all boxes do not fit into registers
+                for i in cutlass.range(num_boxes, unroll=1):
+                    self._load_key_columns(work, k_columns, place, i, barrier)
+            else:
+                for i in cutlass.range_constexpr(num_boxes):
+                    self._load_key_columns(work, k_columns, place, i, barrier)
+        if const_expr(traits.is_folded):
+            channels.do.wait_until_released(number)
+            barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))
+            self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
         return number + 1
+
+    def _load_key_columns(
+        self, work: Work, operand: _Operand, place: _Place, i: int | Int32, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of box i of K by columns. place: of the first box."""
+        traits, size = self.traits, self.traits.group.size
+        row = place.row + i % size * traits.tile_n
+        column = place.column + i // size * traits.key_columns
+        self._load_keys(work, operand, place._replace(row=row, column=column, stage=i), barrier)
 
     def _expect(self, channel: Channel, number: Int32, num_bytes: Int32) -> cute.Pointer:
         channel.acquire(number)
         channel.expect(number, num_bytes)
         return channel.barrier(number)
+
+    @cute.jit
+    def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
+        """Start the copy of this CTA's half of the queries, all columns. place: of the block."""
+        traits, rank = self.traits, self.traits.group.rank()
+        if const_expr(not traits.is_wide_pair):
+            first = place.row + traits.query_of(0, rank)
+            self._load_queries(work, operand, place._replace(row=first), barrier)
+        else:
+            rows, smem = traits.box_rows, operand.smem
+            for i in cutlass.range(traits.rows_of_cta // rows, unroll=1):
+                first = place.row + traits.query_of(i * rows, rank)
+                part = cute.local_tile(smem, (rows, *cute.shape(smem)[1:]), (i, 0, 0))
+                box = operand._replace(smem=part)
+                self._load_queries(work, box, place._replace(row=first), barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
@@ -203,16 +256,27 @@ class Arrivals:
         while self.channels.ring.wait(tile):
             step = partial(self._pass_on, number)
             chunk, number = self.channels.walk.visit(chunk, number, step)
-            self._pass_on_gradients(number - 1)
+            if const_expr(not self.traits.is_serial):
+                self._pass_on_gradients(number - 1)
             self.channels.ring.release(tile)
             tile += 1
 
     @cute.jit
     def _pass_on(self, first: Int32, number: Int32, block: Block):
         self.q(number)
-        if number > first:
-            self._pass_on_gradients(number - 1)
-        self.do(number)
+        if const_expr(self.traits.is_folded):
+            self.do(number)
+            self.scores(number)
+            self.q_columns(number)
+            self.do_columns(number)
+            self.ds(number)
+        elif const_expr(self.traits.is_serial):
+            self.do(number)
+            self._pass_on_gradients(number)
+        else:
+            if number > first:
+                self._pass_on_gradients(number - 1)
+            self.do(number)
         return number + 1
 
     def _pass_on_gradients(self, number: Int32) -> None:
@@ -221,20 +285,34 @@ class Arrivals:
 
     def q(self, number: Int32) -> None:
         """Q by rows."""
-        tiles = ((self.tiles.q, self.traits.rows_of_cta),)
+        tiles = ((self.tiles.q, True),)
         self._await(self.channels.q, self.channels.q_there, number, tiles)
 
     def do(self, number: Int32) -> None:
-        """dO both ways."""
-        tiles = (self.tiles.do, self.traits.rows_of_cta), (self.tiles.do_columns, 0)
+        """dO both ways, or by rows if one way comes after the other."""
+        tiles = (self.tiles.do, True), (self.tiles.do_columns, False)
+        if self.traits.is_folded:
+            tiles = tiles[:1]
         self._await(self.channels.do, self.channels.do_there, number, tiles)
 
     def q_columns(self, number: Int32) -> None:
         """Q by columns, and with the first one of a work tile K by columns."""
-        tiles = ((self.tiles.q_columns, 0),)
+        tiles = ((self.tiles.q_columns, False),)
         self._await(self.channels.q_columns, self.channels.q_columns_there, number, tiles)
+        if self.traits.has_marks and not self.traits.is_folded:
+            self._release_marks(number)
+
+    def do_columns(self, number: Int32) -> None:
+        """dO by columns, which comes last."""
+        tiles = ((self.tiles.do_columns, False),)
+        self._await(self.channels.do_columns, self.channels.do_columns_there, number, tiles)
         if self.traits.has_marks:
             self._release_marks(number)
+
+    def scores(self, number: Int32) -> None:
+        """P and dS of the CTAs' own keys, in shared memory."""
+        self.channels.scores.wait(number)
+        self._tell(self.channels.scores_there, number, orders_memory=True)
 
     def ds(self, number: Int32) -> None:
         """dS, in shared memory of both CTAs."""
@@ -243,8 +321,8 @@ class Arrivals:
 
     @cute.jit
     def _await(self, channel: Channel, there: Channel, number: Int32, tiles: cutlass.Constexpr):
-        """Wait for a fill of both CTAs. tiles: what it has, and how many rows of a block lie before
-        those of the second CTA."""
+        """Wait for a fill of both CTAs. tiles: what it has, and whether that are the queries of
+        this CTA, not all of a block."""
         channel.wait(number)
         if const_expr(self.traits.has_marks):
             self._clear_marked_rows(number, tiles)
@@ -265,10 +343,12 @@ class Arrivals:
         stage = self.channels.stats.index(number)
         marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
         if any_mark(marks, traits.tile_m):
-            for smem, rows_before in tiles:
-                first = rows_before if const_expr(self.passes_on) else 0
+            for smem, has_half in tiles:
                 for row in cutlass.range(cute.size(smem, mode=[0]), unroll=1):
-                    if is_marked(marks, first + row):
+                    query = row
+                    if const_expr(has_half):
+                        query = traits.query_of(row, int(self.passes_on))
+                    if is_marked(marks, query):
                         clear_row(smem[row, None, 0])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
@@ -335,3 +415,85 @@ class PeerGrads:
                     cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
                     WARP * LINE,
                 )
+
+
+@dataclass(frozen=True)
+class FoldedScores:
+    """P and dS of a compute thread in shared memory, if results are folded: 32 queries of a key.
+
+    chunk: the number of these queries. key: of the CTA. line: the address of the line, with the
+    part of its swizzle, among those of the CTA's keys and all queries, of which P and dS have such
+    lines each; and, of dS for dQ, among those of the keys of both CTAs and half of the queries.
+
+    A warp whose queries the other CTA multiplies sends its lines there as one copy. As for
+    `PeerGrads`, no place needs a release.
+    """
+
+    traits: cutlass.Constexpr[BwdTraits]
+    channels: Channels
+    chunk: Int32
+    p_line: Int32
+    ds_line: Int32
+    dq_line: Int32
+    dq_rank: Int32
+
+    @staticmethod
+    def create(traits: BwdTraits, tiles: Tiles, channels: Channels, half: Int32) -> "FoldedScores":
+        thread = thread_in_warpgroup()
+        key, dq_rank = thread % traits.tile_n, thread // traits.tile_n
+        chunk = dq_rank * HALVES + half
+        own = chunk * traits.tile_n + key
+        # of the rank that this thread's CTA has among keys
+        in_pair = half * traits.cluster_tile_n + traits.group.rank() * traits.tile_n + key
+        swizzle = key // 2 % SHORT_VECTORS * VECTOR
+        of_dq = tiles.ds.iterator.toint()
+        of_dk = of_dq + traits.rows_of_cta * traits.cluster_tile_n * 2
+        return FoldedScores(
+            traits,
+            channels,
+            chunk,
+            Int32(tiles.p.toint() + own * SHORT_LINE + swizzle),
+            Int32(of_dk + own * SHORT_LINE + swizzle),
+            Int32(of_dq + in_pair * SHORT_LINE + swizzle),
+            cute.arch.make_warp_uniform(dq_rank),
+        )
+
+    def keep_p(self, words: cute.Tensor) -> None:
+        _write_line(self.p_line, words, SHORT_VECTORS)
+
+    @cute.jit
+    def keep_ds(self, words: cute.Tensor):
+        _write_line(self.ds_line, words, SHORT_VECTORS)
+        if self.dq_rank == self.traits.group.rank():
+            _write_line(self.dq_line, words, SHORT_VECTORS)
+
+    @cute.jit
+    def send(self, number: Int32):
+        """Tell where this warp's dS of 32 keys is, all of which it has written, behind a fence."""
+        rank, ds = self.traits.group.rank(), self.channels.ds
+        if self.dq_rank == rank:
+            # the bytes are those of a warp of the other CTA
+            ds.expect(number, WARP * SHORT_LINE)
+        else:
+            with cute.arch.elect_one():
+                # lines of a warp are aligned, so that the first one has no swizzle
+                source, target = (
+                    cute.make_ptr(Int32, x, cutlass.AddressSpace.smem, assumed_align=VECTOR)
+                    for x in (self.ds_line, self.dq_line)
+                )
+                primitives.cp_async_bulk_shared_cluster_shared_cta(
+                    cute.arch.map_dsmem_ptr(target, self.dq_rank),
+                    source,
+                    cute.arch.map_dsmem_ptr(ds.barrier(number), self.dq_rank),
+                    WARP * SHORT_LINE,
+                )
+
+
+def _write_line(line: Int32, words: cute.Tensor, count: int) -> None:
+    """Write words to a line, whose vectors an exclusive or of their numbers swizzles."""
+    parts = cute.flat_divide(words, (VECTOR // 4,))
+    for i in range(count):
+        place = cute.make_ptr(
+            Int32, line ^ (i * VECTOR), cutlass.AddressSpace.smem, assumed_align=VECTOR
+        )
+        cute.autovec_copy(parts[None, i], cute.make_tensor(place, cute.make_layout(VECTOR // 4)))

@@ -9,7 +9,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.row_blocks import marks_of
@@ -17,7 +17,8 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import Products
 from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
 # would be computed once, before all blocks, for which a thread has no registers
@@ -58,12 +59,20 @@ class BlockProducts:
                     self._issue_late_values(number - 1, first)
                 self._issue_gradients(number - 1, first)
             group.commit(self.channels.sums.barrier(tile))
+            if const_expr(self.traits.is_wide_pair):
+                # the sums leave by way of the memory of dO
+                self.channels.sums.wait_until_released(tile)
+                group.commit(self.channels.do.vacancy(number - 1))
             self.channels.ring.release(tile)
             tile += 1
 
     def _step(self, tile: Int32, first: Int32) -> partial:
         issue = self._issue_block
-        if self.together:
+        if self.traits.is_folded:
+            issue = self._issue_folded_block
+        elif self.traits.is_wide_pair:
+            issue = self._issue_block_in_turn
+        elif self.together:
             issue = self._issue_block_together
         elif self.traits.values_lag:
             issue = self._issue_block_ahead
@@ -121,7 +130,7 @@ class BlockProducts:
     @cute.jit
     def _issue_late_values(self, number: Int32, first: Int32):
         """dV of a block whose dP has been issued; it is the last to read the block's dO."""
-        self._issue_dv(number, first)
+        self._issue_whole_dv(number, first)
         self.traits.group.commit(self.channels.do.vacancy(number))
 
     @cute.jit
@@ -143,10 +152,66 @@ class BlockProducts:
             self._issue_dp(number)
         # -- dV when P is there, dK and dQ when dS is
         if const_expr(traits.makes_dv):
-            self._issue_dv(number, first)
+            self._issue_whole_dv(number, first)
         group.commit(self.channels.do.vacancy(number))
         if const_expr(traits.makes_dk):
             self._issue_gradients(number, first)
+        return number + 1
+
+    @cute.jit
+    def _issue_block_in_turn(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """Issue S, dP, dV, dK, dQ of a block of a wide pair. dP waits until S is in registers, and
+        runs beside the exponentials. dV is in two products: that of the first chunks of queries
+        runs beside the exponentials of the others.
+
+        dS lies over dO and Q by rows. So they are released when dQ has read dS, and when dS of the
+        other CTA has been sent; dO of a work tile's last block when its sums have left."""
+        group, channels = self.traits.group, self.channels
+        if number > first:
+            group.commit(channels.do.vacancy(number - 1))
+        self.arrivals.q(number)
+        self._issue_scores(number)
+        self.arrivals.do(number)
+        # the rest of dQ of the block before has been taken from there
+        channels.dq_left.acquire(number)
+        channels.taken.wait_until_released(number)
+        self._issue_dp(number)
+        if number == first:
+            # the sums of the work tile before have been taken
+            channels.sums.acquire(tile)
+        steps = umma.CHUNK // umma.STEP
+        channels.first_p.wait_until_released(number)
+        self._issue_dv(number, number > first, range(steps))
+        channels.s.wait_until_released(number)
+        self._issue_dv(number, True, range(steps, 2 * steps))
+        group.commit(channels.dv.barrier(number))
+        self._issue_gradients(number, first)
+        return number + 1
+
+    @cute.jit
+    def _issue_folded_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
+        """Issue S, dP, dK, dV, dQ of a block of a folded pair. Q and dO by columns take the places
+        of those by rows, so each of these products releases its own. The last release also says
+        that dQ has read the keys."""
+        group, channels = self.traits.group, self.channels
+        self.arrivals.q(number)
+        self._issue_scores(number)
+        group.commit(channels.q.vacancy(number))
+        self.arrivals.do(number)
+        if number == first:
+            # the sums of the work tile before have been taken; then dS may be written, too
+            channels.sums.acquire(tile)
+        self._issue_dp(number)
+        group.commit(channels.do.vacancy(number))
+        self.arrivals.scores(number)
+        self.arrivals.q_columns(number)
+        self._issue_dk(number, first)
+        group.commit(channels.q_columns.vacancy(number))
+        self.arrivals.do_columns(number)
+        self._issue_dv(number, number > first)
+        self.arrivals.ds(number)
+        self._issue_dq(number)
+        group.commit(channels.do_columns.vacancy(number))
         return number + 1
 
     @cute.jit
@@ -177,17 +242,26 @@ class BlockProducts:
         if number == first:
             # the sums of the work tile before have been taken
             self.channels.sums.acquire(tile)
-        self._issue_dv(number, first)
+        self._issue_whole_dv(number, first)
 
-    @cute.jit
-    def _issue_dv(self, number: Int32, first: Int32):
-        traits = self.traits
+    def _issue_whole_dv(self, number: Int32, first: Int32) -> None:
         # probabilities are there
         self.channels.s.wait_until_released(number)
+        self._issue_dv(number, number > first)
+
+    @cute.jit
+    def _issue_dv(
+        self,
+        number: Int32,
+        accumulate: bool | Boolean,
+        steps: cutlass.Constexpr[range | None] = None,
+    ):
+        """dV += P^T dO: (128 keys, tile_dv). steps: of the queries of each half, if not all."""
+        traits = self.traits
         umma.fence_after_wait()
         do_tile = self.products.dv_do[None, None, None, self.channels.do.index(number)]
         mma = traits.mma_sums(traits.tile_dv)
-        umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, number > first)
+        umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, accumulate, steps)
 
     @cute.jit
     def _clear_marked_rows(self, number: Int32):
@@ -212,21 +286,34 @@ class BlockProducts:
         if const_expr(traits.cta_pair):
             q = self.channels.q_columns
             self.arrivals.q_columns(number)
-        # -- dK += dS^T Q: (128 keys, tile_d)
         # dS is there
         self.channels.dp.wait_until_released(number)
+        self._issue_dk(number, first)
+        if const_expr(traits.cta_pair):
+            self.arrivals.ds(number)
+            if const_expr(traits.is_wide_pair):
+                group.commit(self.channels.q.vacancy(number))
+        self._issue_dq(number)
+        group.commit(q.vacancy(number))
+
+    @cute.jit
+    def _issue_dk(self, number: Int32, first: Int32):
+        """dK += dS^T Q: (keys, tile_d)."""
+        traits = self.traits
+        q = self.channels.q_columns if const_expr(traits.cta_pair) else self.channels.q
         umma.fence_after_wait()
         dk_q = self.products.dk_q[None, None, None, q.index(number)]
         mma = traits.mma_sums(traits.tile_d)
         umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
-        # -- dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's
-        if const_expr(traits.cta_pair):
-            self.arrivals.ds(number)
+
+    @cute.jit
+    def _issue_dq(self, number: Int32):
+        """dQ = dS K, (tile_m queries, tile_d), in the place of the previous block's."""
+        traits = self.traits
         self.channels.dq.acquire(number)
         umma.fence_after_wait()
         dq_ds = self.products.dq_ds[None, None, None, 0]
         for width, part in zip(traits.widths_dq, self.products.dq, strict=True):
             dq_k = part.k[None, None, None, 0]
             umma.issue(traits.mma_dq(width), part.acc, dq_ds, dq_k, False, MOST_STEPS)
-        group.commit(self.channels.dq.barrier(number))
-        group.commit(q.vacancy(number))
+        traits.group.commit(self.channels.dq.barrier(number))

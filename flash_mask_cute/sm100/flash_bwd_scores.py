@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
@@ -22,8 +22,9 @@ from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
-from flash_mask_cute.sm100.flash_bwd_pairs import PeerGrads
-from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_pairs import FoldedScores, PeerGrads
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # 16-bit values that a thread writes at once
 VECTOR_16_BITS = 8
@@ -50,7 +51,14 @@ class BlockScores:
     chain: ScoreChain
     half: Int32
     lengths: Lengths
-    peer: PeerGrads | None
+    peer: PeerGrads | FoldedScores | None
+
+    @property
+    def first_query(self) -> Int32:
+        """Of this thread's queries of a block."""
+        if self.traits.is_folded:
+            return self.peer.chunk * umma.CHUNK
+        return self.half * self.traits.queries
 
     @cute.jit
     def visit(self, tile: Int32, state: Blocks, block: Block):
@@ -61,7 +69,10 @@ class BlockScores:
         if block.kind == Kind.PARTIAL:
             self.channels.bits.wait(cuts)
             key, count = thread_in_warpgroup(), self.traits.queries // bit_tile.WORD
-            words = tuple(self.tiles.bits[self.half * count + w, key] for w in range(count))
+            first_word = self.half * count
+            if const_expr(self.traits.is_folded):
+                key, first_word = key % self.traits.tile_n, self.peer.chunk
+            words = tuple(self.tiles.bits[first_word + w, key] for w in range(count))
             cute.arch.sync_warp()
             self.channels.bits.release(cuts)
             compute(words)
@@ -73,14 +84,18 @@ class BlockScores:
     def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
         traits, thread = self.traits, thread_in_warpgroup()
         statistics = self._statistics(self.channels.stats.index(number))
-        first_s, first_dp = (
-            x + self.half * traits.queries for x in (traits.column_s, traits.column_dp)
+        first_s, first_dp, first_ds = (
+            x + self.half * traits.half_step
+            for x in (traits.column_s, traits.column_dp, traits.column_ds)
         )
         work = self.lengths.of_block(self.channels.ring.read(tile), block)
         place = work, block.head_idx, block.index
-        keep_grads = partial(self._keep_grads, first_dp, thread)
+        keep_grads = partial(self._keep_grads, first_ds, thread)
         self.channels.s.wait(number)
         umma.fence_after_wait()
+        if traits.is_folded:
+            self._compute_folded(number, first_s, first_dp, bits, statistics, thread)
+            return
         if self.chain.wants_aux:
             self.channels.dp.wait(number)
             umma.fence_after_wait()
@@ -88,21 +103,51 @@ class BlockScores:
             self._complete(self.channels.s, number)
         else:
             if self.chain.is_empty:
-                factors = self._replace_scores(first_s, statistics, bits, thread)
+                factors = self._replace_scores(number, first_s, statistics, bits, thread)
             else:
                 factors = self._replace_modified(place, first_s, statistics, bits, thread)
             self._complete(self.channels.s, number)
             if traits.makes_dk:
                 self.channels.dp.wait(number)
                 umma.fence_after_wait()
+                words = []
                 for chunk, grads in self._chunks(first_dp, thread):
                     score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
-                    keep_grads(chunk, keep_rounded(grads, traits.dtype))
+                    words.append(keep_rounded(grads, traits.dtype))
+                    if not traits.is_wide_pair:
+                        keep_grads(chunk, words[chunk])
+                if traits.is_wide_pair:
+                    # dS goes where dV has read P and dO
+                    self.channels.dv.wait(number)
+                    umma.fence_after_wait()
+                    for chunk, of_chunk in enumerate(words):
+                        keep_grads(chunk, of_chunk)
         if traits.makes_dk:
             cute.arch.fence_proxy("async.shared", space="cta")
             self._complete(self.channels.dp, number)
             if traits.cta_pair:
                 self.peer.send(number)
+        self.channels.stats.release(number)
+
+    def _compute_folded(self, number, first_s, first_dp, bits, statistics, thread) -> None:
+        """Compute P and dS of 32 queries of a key, to shared memory."""
+        traits = self.traits
+        scores = umma.load_columns(first_s, umma.CHUNK, thread)
+        umma.wait_loads()
+        if bits is not None:
+            bit_tile.hide_unset(scores, bits)
+        probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
+        self.peer.keep_p(keep_rounded(scores, traits.dtype))
+        self.channels.dp.wait(number)
+        umma.fence_after_wait()
+        grads = umma.load_columns(first_dp, umma.CHUNK, thread)
+        umma.wait_loads()
+        score_gradients(grads, scores, statistics.delta)
+        self.peer.keep_ds(keep_rounded(grads, traits.dtype))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        umma.fence_before_arrival()
+        self.channels.scores.publish(number)
+        self.peer.send(number)
         self.channels.stats.release(number)
 
     def _complete(self, channel: Channel, number) -> None:
@@ -124,16 +169,23 @@ class BlockScores:
             at = (self.half * self.traits.queries + chunk * umma.CHUNK) // VECTOR_16_BITS + i
             cute.autovec_copy(values[None, i], target[None, at])
 
-    def _replace_scores(self, first, statistics, bits, thread) -> list:
+    def _replace_scores(self, number, first, statistics, bits, thread) -> list:
         """Replace S by P; returns the factors of dS, by chunks of columns."""
-        factors = []
-        for chunk, scores in self._chunks(first, thread):
+        factors, is_wide_pair = [], self.traits.is_wide_pair
+        chunks = self._taken if is_wide_pair else self._chunks
+        for chunk, scores in chunks(first, thread):
+            if is_wide_pair and chunk == 0:
+                umma.fence_before_arrival()
+                cute.arch.sync_warp()
+                self.channels.taken.release(number)
             if bits is not None:
                 bit_tile.hide_unset(scores, (bits[chunk],))
             probabilities(scores, _part(statistics.lse, chunk), self.chain.scales.scale_log2)
             if self.traits.makes_dv:
                 words = keep_rounded(scores, self.traits.dtype)
                 umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+                if is_wide_pair and chunk == 0:
+                    self._complete(self.channels.first_p, number)
             factors.append(scores)
         return factors
 
@@ -187,14 +239,24 @@ class BlockScores:
             values = following
             umma.fence_after_wait()
             if chunk + 1 < num_chunks:
-                at = first + (chunk + 1) * umma.CHUNK
+                at = first + (chunk + 1) * self.traits.chunk_step
                 following = umma.load_columns(at, umma.CHUNK, thread)
             yield chunk, values
+
+    def _taken(self, first, thread) -> Iterator:
+        """As `_chunks`, of chunks that are loaded together."""
+        traits = self.traits
+        chunks = [
+            umma.load_columns(first + i * traits.chunk_step, umma.CHUNK, thread)
+            for i in range(traits.queries // umma.CHUNK)
+        ]
+        umma.wait_loads()
+        yield from enumerate(chunks)
 
     def _statistics(self, stage: Int32) -> Statistics:
         """Statistics of the queries of a half, in shared memory."""
         tile_m = self.traits.tile_m
-        row = self.tiles.stats[None, stage].iterator + self.half * self.traits.queries
+        row = self.tiles.stats[None, stage].iterator + self.first_query
         layout = cute.make_layout(self.traits.queries)
         numbers = [
             cute.make_tensor((row + i * tile_m).align(16), layout)

@@ -5,8 +5,6 @@ Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made wher
 
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from functools import partial
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,24 +14,24 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.cta import (
-    RING_STAGES,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
-    WALK_STAGES,
-    registers_left,
-    scheduler_rings,
-    swizzled,
 )
-from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import PART_OF_HALF, stats_words
-from flash_mask_cute.core.softmax import round_pair
-from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
-from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
+from flash_mask_cute.sm100.flash_bwd_registers import (
+    HALVES,
+    MORE_FOR_SCORES,
+    MOST_HELD,
+    NUM_WARPGROUPS,
+    PAIR_REGISTERS,
+    REGISTERS,
+    WIDE_REGISTERS,
+    Registers,
+)
 from flash_mask_cute.sm100.umma import NUM_COLUMNS, ROWS
 
 TILE_N = ROWS
@@ -42,36 +40,14 @@ TILE_M, WIDE_TILE_M = ROWS, ROWS // 2
 MAX_DIM = 128
 # columns of tiles: heads of other dimensions are rounded up
 TILE_DIMS = (64, 96, 128, 192, 256)
-NUM_WARPGROUPS = 5
-MASK_REGISTERS = 48
-# columns of dQ that a reduce thread holds, at most
-MOST_HELD = 64
+# columns of the tiles of a pair of CTAs
+PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM), (256, 256)
 # columns that leave in one part at most: of blocks of 64 queries, and where memory is short
 MOST_OF_PART, LEAST_OF_PART = 64, 32
-# warpgroups that share the queries of a block
-HALVES = 2
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
 STORED_ROWS, STORED_COLS = 32, 32
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
-
-
-class Registers(NamedTuple):
-    """Registers of a thread that computes, and of one that reduces."""
-
-    compute: int
-    reduce: int
-
-    @property
-    def holds_dq(self) -> bool:
-        """Whether dQ of a block leaves TMEM at once (see `BwdTraits.held_parts`)."""
-        return self.reduce > MOST_HELD
-
-    @property
-    def of_helpers(self) -> int:
-        """Registers of a thread that loads, multiplies, schedules or sends."""
-        taken = HALVES * self.compute + self.reduce + MASK_REGISTERS
-        return registers_left(NUM_WARPGROUPS, taken)
 
 
 class Part(Enum):
@@ -80,16 +56,6 @@ class Part(Enum):
     ALL = "all"
     VALUES = "values"
     KEYS = "keys"
-
-
-REGISTERS = Registers(152, 96)
-# for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
-# fixed order: with fewer registers they spill
-MORE_FOR_SCORES = Registers(176, 48)
-# for products that take operands of two CTAs, whose descriptors need more registers
-PAIR_REGISTERS = Registers(144, 96)
-# for half as many queries of a block
-WIDE_REGISTERS = Registers(128, 112)
 
 
 class Role(IntEnum):
@@ -107,55 +73,6 @@ class Role(IntEnum):
 COMPUTE_WARPS = Role.REDUCE - Role.COMPUTE
 REDUCE_WARPS = Role.LOAD - Role.REDUCE
 NUM_MASK_WARPS = 4
-
-
-class Channels(NamedTuple):
-    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
-    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. The last ones are those of a pair:
-    half of the columns of Q, dS in shared memory, and what is there in the CTA that does not issue
-    products."""
-
-    q: Channel
-    stats: Channel
-    do: Channel
-    kv: Channel | None
-    s: Channel
-    dp: Channel | None
-    dq: Channel | None
-    sums: Channel
-    out: Channel | None
-    bits: Channel
-    ring: WorkRing
-    walk: WalkRing
-    q_columns: Channel | None = None
-    ds: Channel | None = None
-    q_there: Channel | None = None
-    do_there: Channel | None = None
-    q_columns_there: Channel | None = None
-    ds_there: Channel | None = None
-
-
-class Tiles(NamedTuple):
-    """The contents of shared memory: see `BwdTraits` for the layouts.
-
-    ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
-    a part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
-    """
-
-    q: cute.Tensor  # (tile_m, tile_d, stages_q)
-    do: cute.Tensor  # (tile_m, tile_dv, stages_do)
-    k: cute.Tensor  # (128, tile_d, 1)
-    v: cute.Tensor | None  # (128, tile_dv, 1)
-    ds: cute.Tensor  # (tile_m queries, 128 keys, 1); of a pair: see `BwdTraits.layout_ds`
-    stored: cute.Tensor  # (32 keys, 32 columns, places of warps)
-    dq: cute.Tensor | None  # (values of a part,)
-    stats: cute.Tensor  # (stats_words, stages_q)
-    bits: cute.Tensor  # (words, tile_n)
-    words: None = None
-    # of a pair: half of the columns of all queries of a block, and of the keys of both CTAs
-    q_columns: cute.Tensor | None = None  # (128, 64, 1)
-    do_columns: cute.Tensor | None = None  # (128, 64, 1)
-    k_columns: cute.Tensor | None = None  # (128, 64, CTAs)
 
 
 @dataclass(frozen=True)
@@ -187,7 +104,6 @@ class BwdTraits:
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
-    tile_n = TILE_N
     num_threads = NUM_WARPGROUPS * THREADS_PER_WARPGROUP
 
     @property
@@ -196,16 +112,42 @@ class BwdTraits:
 
     @property
     def tile_dv(self) -> int:
-        return _rounded(self.head_dim_v)
+        least = MAX_DIM if self.is_wide_pair else 0
+        return _rounded(max(self.head_dim_v, least))
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a CTA."""
+        return TILE_N // 2 if self.is_folded else TILE_N
 
     @property
     def is_wide(self) -> bool:
         return max(self.head_dim, self.head_dim_v) > MAX_DIM
 
     @property
+    def is_wide_pair(self) -> bool:
+        """Whether a pair has wide heads. TMEM and shared memory are short: P and later dS lie over
+        half of S, dP over the other half, dQ over dP and some of S, and dS in shared memory over dO
+        and Q by rows, when products have read them."""
+        return self.is_wide and self.cta_pair and not self.is_folded
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether CTAs of a pair have 64 keys, so that sums of 256 columns fit into TMEM. Results
+        have 64 rows in a CTA. Their columns are folded: the second half is in lanes 64 to 127. P
+        and dS are operands in shared memory, and Q and dO have one place each, by rows and by
+        columns in turn."""
+        return self.cta_pair and self.tile_d == TILE_DIMS[-1]
+
+    @property
+    def halves_blocks(self) -> bool:
+        """Whether blocks have 64 queries."""
+        return self.is_wide and not self.cta_pair
+
+    @property
     def queries(self) -> int:
         """Queries of a block that a compute thread has."""
-        return self.tile_m // HALVES
+        return self.tile_m // HALVES // (2 if self.is_folded else 1)
 
     @property
     def columns(self) -> umma.RowColumns:
@@ -227,9 +169,33 @@ class BwdTraits:
         return self.tile_m // self.group.size
 
     @property
+    def box_rows(self) -> int:
+        """Queries of a box of Q and dO by rows. In a wide pair each CTA has every second chunk of
+        32: then the first chunks of all warpgroups are the first half of the columns of S, and the
+        second chunks, which dP overwrites, the other one."""
+        return umma.CHUNK if self.is_wide_pair else self.rows_of_cta
+
+    def query_of(self, row: Int32 | int, rank: Int32 | int) -> Int32 | int:
+        """The query of a block that a CTA has in a row of Q and dO by rows."""
+        if not self.is_wide_pair:
+            return rank * self.rows_of_cta + row
+        box, in_box = row // self.box_rows, row % self.box_rows
+        return (box * self.group.size + rank) * self.box_rows + in_box
+
+    @property
+    def rows(self) -> int:
+        """Rows of products with keys as rows, of all CTAs."""
+        return self.cluster_tile_n
+
+    @property
     def columns_of_cta(self) -> int:
-        """Columns of a block, and of the keys, that a CTA of a pair loads for dK, dV and dQ."""
+        """Columns of Q, and of the keys, that a CTA of a pair loads for dK and dQ."""
         return self.tile_d // self.group.size
+
+    @property
+    def value_columns_of_cta(self) -> int:
+        """Columns of dO that a CTA of a pair loads for dV."""
+        return self.tile_dv // self.group.size
 
     # -- launches -------------------------------------------------------------------------------
 
@@ -252,7 +218,7 @@ class BwdTraits:
 
     def registers(self, needs_more: bool) -> Registers:
         """needs_more: scores have a soft cap, or lists beside intervals or in a fixed order."""
-        if self.is_wide:
+        if self.halves_blocks:
             return WIDE_REGISTERS
         if self.cta_pair:
             return PAIR_REGISTERS
@@ -260,17 +226,39 @@ class BwdTraits:
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
-    # those of dP: a warp writes only where it has read itself.
+    # those of dP, or of a wide pair over P: a warp writes only where it has read itself.
+
+    @property
+    def half_step(self) -> int:
+        """Columns of S and dP from a chunk of 32 queries to that of the other half."""
+        return umma.CHUNK if self.is_wide_pair else self.queries
+
+    @property
+    def chunk_step(self) -> int:
+        """Columns of S and dP from a chunk of 32 queries to the next one of its half."""
+        return HALVES * umma.CHUNK if self.is_wide_pair else umma.CHUNK
+
+    def _taken(self, columns: int) -> int:
+        """Columns of TMEM that so many columns of a result take."""
+        return columns // 2 if self.is_folded else columns
 
     @property
     def column_s(self) -> int:
-        """In blocks of 64 queries S and dP lie behind the sums, so that dQ may begin in their place
-        and be wider."""
-        return self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d if self.is_wide else 0
+        """Of wide heads S and dP lie behind the sums, so that dQ may begin in their place and be
+        wider."""
+        sums = self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d
+        return self._taken(sums) if self.is_wide else 0
 
     @property
     def column_dp(self) -> int:
-        return self.column_s + self.tile_m
+        # of a wide pair, over the second half of S, which is in registers then
+        half = self.tile_m // 2
+        return self.column_s + (half if self.is_wide_pair else self._taken(self.tile_m))
+
+    @property
+    def column_ds(self) -> int:
+        # of a wide pair, over P, which dV has read then
+        return self.column_s if self.is_wide_pair else self.column_dp
 
     @property
     def column_dv(self) -> int:
@@ -278,13 +266,13 @@ class BwdTraits:
 
     @property
     def column_dk(self) -> int:
-        return self.column_dv + self.makes_dv * self.tile_dv
+        return self.column_dv + self._taken(self.makes_dv * self.tile_dv)
 
     @property
     def widths_dq(self) -> tuple[int, ...]:
         """Columns of each product of dQ. An accumulator of 64 rows has 16 of 32 lanes. So of 64
         queries, there are two in the same columns of TMEM, which share the columns of dQ."""
-        if not self.is_wide or self.tile_d <= ROWS // 2:
+        if not self.halves_blocks or self.tile_d <= ROWS // 2:
             return (self.tile_d,)
         first = ROWS if self.tile_d > ROWS else ROWS // 2
         return first, self.tile_d - first
@@ -293,6 +281,9 @@ class BwdTraits:
     def column_dq(self) -> int | None:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
+        if self.is_wide_pair or self.is_folded:
+            # of a wide pair, behind dS, and with as few columns of S as possible
+            return NUM_COLUMNS - self.tile_d // 2
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s
         return next((x for x in places if x + self.widths_dq[0] <= NUM_COLUMNS), None)
@@ -304,13 +295,14 @@ class BwdTraits:
 
     @property
     def dq_over_scores(self) -> bool:
-        return self.makes_dk and self.column_dq == self.column_s
+        """Whether dQ lies over S; of a wide pair, over a part of it."""
+        return self.makes_dk and (self.is_wide_pair or self.column_dq == self.column_s)
 
     @property
     def is_serial(self) -> bool:
         """Whether the products of a block are issued together: S of the next block would overwrite
         dQ of this one, or has no second place for its queries."""
-        return self.part != Part.ALL or self.dq_over_scores
+        return self.part != Part.ALL or self.dq_over_scores or self.is_folded
 
     @property
     def values_lag(self) -> bool:
@@ -355,6 +347,12 @@ class BwdTraits:
         held_by_thread = max(self.parts_dq) // (ROWS // self.rows_of_cta)
         return min(len(self.parts_dq), most // held_by_thread)
 
+    @property
+    def parts_over_scores(self) -> int:
+        """Of a wide pair, the first so many parts of dQ lie over S."""
+        shared = self.column_s + self.tile_m - self.column_dq
+        return shared // (self.parts_dq[0] // 2)
+
     def size_dq(self, width: int) -> int:
         """Values of a part of dQ."""
         return self.rows_of_cta * width
@@ -363,7 +361,12 @@ class BwdTraits:
     def store_places(self) -> int:
         """Places of a warp from which dK and dV are stored: as many as the memory of dS has."""
         size = STORED_ROWS * STORED_COLS * COMPUTE_WARPS
-        return min(2, self.tile_m * self.tile_n // size)
+        return min(2, self.tile_m * TILE_N // size)
+
+    def stored_columns(self, dim: int) -> range:
+        """The columns of TMEM of dK or dV, of dim columns, from each of which on a warp stores 32;
+        if they are folded, also where the second half of the columns has ended."""
+        return range(0, self.tile_d // 2 if self.is_folded else dim, STORED_COLS)
 
     @property
     def bytes_q(self) -> int:
@@ -386,12 +389,15 @@ class BwdTraits:
     @property
     def keys_of_ds(self) -> int:
         """Keys that dS in shared memory has a place for. In a pair these are those of both CTAs,
-        and its own again, whose dS it sends to the other one."""
-        return self.cluster_tile_n + (self.tile_n if self.cta_pair else 0)
+        and its own again, whose dS it sends to the other one; if results are folded, its own twice,
+        with all queries, for dK."""
+        again = HALVES if self.is_folded else 1
+        return self.cluster_tile_n + (again * self.tile_n if self.cta_pair else 0)
 
     @property
     def bytes_ds(self) -> int:
-        return self.rows_of_cta * self.keys_of_ds * 2
+        """Of memory of its own."""
+        return 0 if self.is_wide_pair else self.rows_of_cta * self.keys_of_ds * 2
 
     @property
     def bytes_dq(self) -> int:
@@ -420,12 +426,16 @@ class BwdTraits:
     def _smem_bytes(self) -> int:
         # a pair has Q, dO and K twice, by rows and by columns
         ways = self.group.size
+        ways_of_queries = 1 if self.is_folded else ways
+        places_q = 1 if self.is_folded else self.stages_q
         return (
             self.bytes_with_q * ways
             + self.bytes_with_do
-            + self.stages_q * (self.bytes_q + self.num_stats * self.tile_m * 4)
-            + self.stages_do * self.bytes_do * ways
+            + places_q * self.bytes_q
+            + self.stages_q * self.num_stats * self.tile_m * 4
+            + self.stages_do * self.bytes_do * ways_of_queries
             + self.bytes_ds
+            + self.is_folded * self.tile_n * self.tile_m * 2
             + self.bytes_dq
             + SMEM_BOOKKEEPING
         )
@@ -435,7 +445,12 @@ class BwdTraits:
         dims = f"{self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
-        tile_m = WIDE_TILE_M if self.is_wide else TILE_M
+        if self.cta_pair and (self.tile_d, self.tile_dv) not in PAIR_TILES:
+            return (
+                "cta_pair=True is for head_dim and head_dim_v from 97 to 128 or above 192, or "
+                "head_dim from 129 to 192 and head_dim_v up to 128, on Blackwell, got " + dims
+            )
+        tile_m = WIDE_TILE_M if self.halves_blocks else TILE_M
         if self.tile_m != tile_m:
             return f"tile_m must be {tile_m} on Blackwell for {dims}, got {self.tile_m}"
         if self.stages_q != 2 and not self.launches()[-1].is_serial:
@@ -444,8 +459,6 @@ class BwdTraits:
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} must be 1 or 2, got {getattr(self, name)}"
-        if self.cta_pair and (self.tile_d, self.tile_dv) != (MAX_DIM, MAX_DIM):
-            return f"cta_pair=True is for tiles of 128 columns on Blackwell, got {dims}"
         if self.cta_pair and self.stages_do != 1:
             return f"stages_do must be 1 with cta_pair=True on Blackwell, got {self.stages_do}"
         for name, value in (("stages_kv", 1), ("value_cols", 0)):
@@ -471,12 +484,13 @@ class BwdTraits:
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
         source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
-        more = self.tile_m, source, self.group.rows
+        more = self.tile_m, source, self.rows
         return self._mma(OperandMajorMode.K, OperandMajorMode.K, *more)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
-        more = n, tcgen05.OperandSource.TMEM, self.group.rows
+        source = tcgen05.OperandSource.SMEM if self.is_folded else tcgen05.OperandSource.TMEM
+        more = n, source, self.rows
         return self._mma(OperandMajorMode.K, OperandMajorMode.MN, *more)
 
     def mma_dq(self, n: int) -> cute.TiledMma:
@@ -501,15 +515,35 @@ class BwdTraits:
     def layout_v(self) -> cute.ComposedLayout:
         return self._rows(self.tile_n, self.tile_dv, 1)
 
-    def layout_columns(self, stages: int = 1) -> cute.ComposedLayout:
-        """(128, columns of a CTA, stages): of queries, or of the keys of each CTA of a pair."""
-        return self._rows(ROWS, self.columns_of_cta, stages)
+    def layout_columns(self) -> cute.ComposedLayout:
+        """(128, columns of a CTA, 1): of Q."""
+        return self._rows(ROWS, self.columns_of_cta, 1)
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of keys that lie together in lines: a product of dQ reads those of both CTAs
+        before the next columns."""
+        return next(cols for cols in (64, 32) if self.columns_of_cta % cols == 0)
+
+    def layout_key_columns(self) -> cute.ComposedLayout:
+        """(tile_n keys, `key_columns`, (CTAs, parts of a CTA's columns))."""
+        parts = self.columns_of_cta // self.key_columns
+        return self._rows(self.tile_n, self.key_columns, self.group.size * parts)
+
+    def layout_value_columns(self) -> cute.ComposedLayout:
+        """(128, columns of a CTA, 1): of dO."""
+        return self._rows(ROWS, self.value_columns_of_cta, 1)
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
+        layout_q, layout_do = self.layout_q(), self.layout_do()
+        if self.is_wide_pair:
+            layout_q, layout_do = (
+                tma.rows_of_stage(tma.one_stage(x), self.box_rows) for x in (layout_q, layout_do)
+            )
         return (
-            (self.layout_q(), self.rows_of_cta, self.tile_d),
-            (self.layout_do(), self.rows_of_cta, self.tile_dv),
+            (layout_q, self.box_rows, self.tile_d),
+            (layout_do, self.box_rows, self.tile_dv),
             (self.layout_k(), self.tile_n, self.tile_d),
             (self.layout_v(), self.tile_n, self.tile_dv),
         )
@@ -520,172 +554,24 @@ class BwdTraits:
         tile = (ROWS, self.rows_of_cta, self.keys_of_ds)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
 
+    def folded_operand(
+        self, mma: cute.TiledMma, shape: tuple[int, int, int]
+    ) -> cute.ComposedLayout:
+        """P or dS in shared memory, (rows, queries or keys): lines of 32 queries of a key, so that
+        a warp's lines follow each other. shape: (m, n, k) of the product."""
+        m, _, k = shape
+        is_dk = mma.op.a_major_mode == OperandMajorMode.K
+        kind = tcgen05.SmemLayoutAtomKind
+        atom = tcgen05.make_smem_layout_atom(kind.K_SW64 if is_dk else kind.MN_SW64, self.dtype)
+        operand = cute.append(mma.partition_shape_A((m, k)), 1)
+        return tcgen05.tile_to_mma_shape(atom, operand, order=(1, 2, 3) if is_dk else (2, 1, 3))
+
     def layout_stored(self) -> cute.ComposedLayout:
         """(32 keys, 32 columns, places of warps)."""
         tile = (STORED_ROWS, STORED_COLS)
         places = self.store_places * COMPUTE_WARPS
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, places)
 
-    def storage(self) -> cute.struct:
-        """The shared memory of a CTA."""
-
-        def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
-            size = cute.cosize(layout) if is_there else 0
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
-
-        def barriers(stages: int) -> type:
-            return cute.struct.MemRange[cutlass.Int64, 2 * stages]
-
-        def words(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[cutlass.Int32, count], 16]
-
-        def floats(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[cutlass.Float32, count], 128]
-
-        @cute.struct
-        class Storage:
-            q: elements(self.layout_q())
-            do: elements(self.layout_do())
-            k: elements(self.layout_k())
-            v: elements(self.layout_v(), self.makes_dk)
-            q_columns: elements(self.layout_columns(), self.cta_pair)
-            do_columns: elements(self.layout_columns(), self.cta_pair)
-            k_columns: elements(self.layout_columns(2), self.cta_pair)
-            ds: elements(self.layout_ds())
-            dq: floats(self.bytes_dq // 4)
-            stats: floats(self.stats_words * self.stages_q)
-            bits: words(self.columns.num_words * self.tile_n)
-            ring: words(WORDS * RING_STAGES)
-            walk: words(WORDS * WALK_STAGES)
-            predecessors: words(CHUNK * WALK_STAGES)
-            q_barriers: barriers(self.stages_q)
-            do_barriers: barriers(self.stages_do)
-            s_barriers: barriers(1)
-            dp_barriers: barriers(1)
-            dq_barriers: barriers(1)
-            sums_barriers: barriers(1)
-            out_barriers: barriers(1)
-            bits_barriers: barriers(1)
-            ring_barriers: barriers(RING_STAGES)
-            walk_barriers: barriers(WALK_STAGES)
-            kv_barriers: barriers(1)
-            stats_barriers: barriers(self.stages_q)
-            q_columns_barriers: barriers(1)
-            ds_barriers: barriers(1)
-            there_barriers: barriers(4)
-            tmem: cutlass.Int32
-
-        return Storage
-
-    def channels(
-        self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
-    ) -> Channels:
-        """The channels of a CTA, initialised by its first warp; predecessors: see `WalkRing`."""
-        group = self.group
-        # load and mma, and those of many warps; with dQ also send and reduce
-        num_walkers = 2 + COMPUTE_WARPS + NUM_MASK_WARPS + self.makes_dk * (1 + REDUCE_WARPS)
-        ring, walk = scheduler_rings(
-            storage,
-            (num_walkers, 0),
-            ascending=True,
-            uncut_first=False,
-            predecessors=predecessors,
-            fields=lengths.work_fields,
-            chunk_fields=lengths.chunk_fields,
-        )
-
-        def channel(barriers: Any, producers: int, consumers: int, stages: int = 1) -> Channel:
-            return Channel.create(barriers.data_ptr(), stages, producers, consumers)
-
-        def multiplied(barriers: Any, consumers: int) -> Channel:
-            count = consumers * group.size
-            return Channel.create(barriers.data_ptr(), 1, 1, count, group.home)
-
-        dp = dq = out = None
-        if self.makes_dk:
-            dp = multiplied(storage.dp_barriers, COMPUTE_WARPS)
-            dq = multiplied(storage.dq_barriers, REDUCE_WARPS)
-            out = channel(storage.out_barriers, REDUCE_WARPS, 1)
-        of_pair: dict[str, Channel] = {}
-        if self.cta_pair:
-            q = channel(storage.q_barriers, 1, 1)
-            # who clears marked rows reads them, too
-            readers = COMPUTE_WARPS + self.has_marks
-            stats = channel(storage.stats_barriers, 1, readers, self.stages_q)
-            of_pair["q_columns"] = channel(storage.q_columns_barriers, 1, 1)
-            # the warps of one half, and the bytes of the other CTA's
-            of_pair["ds"] = channel(storage.ds_barriers, COMPUTE_WARPS // HALVES, 1)
-            first = storage.there_barriers.data_ptr()
-            for i, name in enumerate(("q_there", "do_there", "q_columns_there", "ds_there")):
-                of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
-        else:
-            # products, and who reads the statistics
-            q = stats = channel(storage.q_barriers, 1, 1 + COMPUTE_WARPS, self.stages_q)
-        return Channels(
-            q=q,
-            stats=stats,
-            do=channel(storage.do_barriers, 1, 1, self.stages_do),
-            kv=channel(storage.kv_barriers, COMPUTE_WARPS, 1) if self.holds_keys else None,
-            s=multiplied(storage.s_barriers, COMPUTE_WARPS),
-            dp=dp,
-            dq=dq,
-            sums=multiplied(storage.sums_barriers, COMPUTE_WARPS),
-            out=out,
-            bits=channel(storage.bits_barriers, NUM_MASK_WARPS, COMPUTE_WARPS),
-            ring=ring,
-            walk=walk,
-            **of_pair,
-        )
-
-    def tiles(self, storage: Any) -> Tiles:
-        tensor = partial(swizzled, dtype=self.dtype)
-        dq = None
-        if self.makes_dk:
-            dq = storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4))
-        of_pair = {}
-        if self.cta_pair:
-            of_pair = {
-                "q_columns": tensor(storage.q_columns, self.layout_columns()),
-                "do_columns": tensor(storage.do_columns, self.layout_columns()),
-                "k_columns": tensor(storage.k_columns, self.layout_columns(2)),
-            }
-        return Tiles(
-            q=tensor(storage.q, self.layout_q()),
-            do=tensor(storage.do, self.layout_do()),
-            k=tensor(storage.k, self.layout_k()),
-            v=tensor(storage.v, self.layout_v()) if self.makes_dk else None,
-            ds=tensor(storage.ds, self.layout_ds()),
-            stored=tensor(storage.ds, self.layout_stored()),
-            dq=dq,
-            stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
-            bits=storage.bits.get_tensor(cute.make_layout((self.columns.num_words, self.tile_n))),
-            **of_pair,
-        )
-
 
 def _rounded(dim: int) -> int:
     return next(cols for cols in TILE_DIMS if cols >= min(dim, TILE_DIMS[-1]))
-
-
-class KeyElements:
-    """`Elements` for a thread that has one key, and its half of a block's queries."""
-
-    num_rows = lanes_per_row = 1
-
-    def row_of(self, thread: Int32, r: int) -> Int32:
-        return thread
-
-    def first_col_of(self, thread: Int32) -> Int32:
-        return Int32(0)
-
-    def col_offset(self, c: int) -> int:
-        return c
-
-    def is_set(self, bits: tuple, r: int, c: int):
-        return bit_tile.is_set(bits[c // bit_tile.WORD], c % bit_tile.WORD)
-
-    def keep_pair(self, words: cute.Tensor, dtype: type, r: int, c: int, p, q) -> None:
-        words[c // 2] = round_pair(p, q, dtype)
-
-
-ELEMENTS = KeyElements()

@@ -178,14 +178,17 @@ def issue_parts(
     parts: tuple[cute.Tensor, ...],
     b: cute.Tensor,
     accumulate: bool | Boolean,
+    steps: cutlass.Constexpr[range | None] = None,
 ) -> None:
-    """`issue` for k-steps of operand A in several places."""
-    mma, k = cute.make_mma_atom(tiled_mma.op), 0
-    for part in parts:
-        for i in cutlass.range_constexpr(cute.size(part, mode=[2])):
-            mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
-            cute.gemm(mma, acc, part[None, None, i], b[None, None, k], acc)
-            k += 1
+    """`issue` for k-steps of operand A in several places. steps: of each place, if not all."""
+    mma, is_first = cute.make_mma_atom(tiled_mma.op), True
+    for number, part in enumerate(parts):
+        size = cute.size(part, mode=[2])
+        of_part = range(size) if cutlass.const_expr(steps is None) else steps
+        for i in of_part:
+            mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (not is_first))
+            cute.gemm(mma, acc, part[None, None, i], b[None, None, number * size + i], acc)
+            is_first = False
 
 
 @cute.jit

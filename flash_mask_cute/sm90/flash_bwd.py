@@ -87,7 +87,13 @@ from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
-from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, MainloopState, Peeked, sync_both
+from flash_mask_cute.sm90.flash_bwd_scores import (
+    BlockScores,
+    MainloopState,
+    Peeked,
+    by_case,
+    sync_both,
+)
 from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
 from flash_mask_cute.sm90.flash_bwd_traits import (
     Barrier,
@@ -97,10 +103,10 @@ from flash_mask_cute.sm90.flash_bwd_traits import (
 )
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
+    leave_sums,
     scale,
     send_gradients,
     stage_dq,
-    store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
     Role,
@@ -128,15 +134,12 @@ class FlashAttentionBackwardSm90:
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param clears_dq: the sums of dQ are cleared first, and all CTAs add to them; otherwise the
         first CTA at a row block stores
-    :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
-        their Q or dO is not finite
+    :param may_empty_rows: see `BwdTraits.has_marks`
     :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no
         soft cap, and at least two SMs
-    :param packed_heads: more than 1: each query chose key blocks for this number of heads, those of
-        a group; a work tile visits the queries that chose its keys, with all heads at once
-        (`flash_bwd_tokens`). Several CTAs may have the same keys, and add to sums of dK and dV.
-        Requires clears_dq, no score_mod, and masks that all heads of a group share. shares_tile:
-        see `BwdTraits`
+    :param packed_heads: more than 1: work tiles visit listed queries, of which all heads of a group
+        take so many rows (`flash_bwd_tokens`), and add to sums of dK and dV. Requires clears_dq.
+        group_size, shares_tile: see `BwdTraits`. masks_by_head: `TokenMask.by_head`
     :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
@@ -177,6 +180,8 @@ class FlashAttentionBackwardSm90:
         common_kv: bool = False,
         splits_group: bool = False,
         packed_heads: int = 1,
+        group_size: int = 0,
+        masks_by_head: bool = False,
         shares_tile: bool = False,
         splits_keys: bool = False,
         own_lists: bool = False,
@@ -197,6 +202,7 @@ class FlashAttentionBackwardSm90:
             has_marks=may_empty_rows,
             has_reference=score_mod is not None,
             packed_heads=packed_heads,
+            group_size=group_size,
             shares_tile=shares_tile,
             sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
             own_lists=own_lists,
@@ -208,7 +214,7 @@ class FlashAttentionBackwardSm90:
             raise ValueError(reason)
         if wants_aux and (score_mod is None or score_mod_bwd is not None):
             raise ValueError(f"wants_aux {wants_aux} needs a score_mod and no score_mod_bwd")
-        if clears_dq and deterministic:
+        if clears_dq and deterministic and not self.traits.by_tokens:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
         if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pairs.CTAS):
             raise ValueError(
@@ -240,6 +246,7 @@ class FlashAttentionBackwardSm90:
         self.clears_dq = clears_dq
         self.num_sms = num_sms
         self.common_kv = common_kv
+        self.masks_by_head = masks_by_head
 
     @cute.jit
     def __call__(
@@ -277,10 +284,11 @@ class FlashAttentionBackwardSm90:
         `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mSemaphores (heads_q,
         row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where
         mSemaphores is not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mSemaphores
-        is None. Row blocks are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums
-        (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
-        the other. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits. With packed_heads
+        is None, or with packed_heads in a fixed order zeros (heads_kv, queries). Row blocks are
+        those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums (parts of groups, key
+        blocks, tile_n * tile_d or tile_dv), the parts of a group one after the other. tile_counter,
+        column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block lists are
+        always given as bits. With packed_heads
         block_bits are the tensors of a `TokenLists`; heads of mStats and mdQaccum are then KV
         heads, and mdK and mdV fp32 sums as with splits_group, of one part, to which CTAs add; they
         start as zeros. aux_grads: fp32
@@ -290,7 +298,8 @@ class FlashAttentionBackwardSm90:
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
         in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
-        check_given("mSemaphores", mSemaphores, not self.clears_dq)
+        is_waited_for = self.deterministic or not self.clears_dq
+        check_given("mSemaphores", mSemaphores, is_waited_for)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         if const_expr(self.traits.cta_pair or self.traits.splits_keys or self.traits.own_lists):
             check_given("softcap", softcap, False)
@@ -298,7 +307,8 @@ class FlashAttentionBackwardSm90:
         varlen_k = const_expr(mCuSeqlensK is not None)
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
-        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, traits.packed_heads)
+        listed = traits.packed_heads, traits.group_size
+        operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, listed)
         group_splits = token_lists = None
         if const_expr(traits.by_tokens):
             token_lists, block_bits = TokenLists(*block_bits), None
@@ -306,7 +316,8 @@ class FlashAttentionBackwardSm90:
             if const_expr(self.splits_group):
                 group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
             of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
-            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n))
+            turns = None if const_expr(token_lists is None) else token_lists.turns
+            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n), turns)
         else:
             gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
@@ -380,7 +391,7 @@ class FlashAttentionBackwardSm90:
                     cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         predecessors = None
-        if const_expr(self.deterministic):
+        if const_expr(self.deterministic and not traits.by_tokens):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
@@ -398,8 +409,9 @@ class FlashAttentionBackwardSm90:
             if warp_idx == Role.LOAD:
                 scheme = (self.deterministic, self.clears_dq)
                 loads = BwdLoads.create(
-                    traits, scheme, operands, tiles, channels, scratch, lengths, group_splits
-                )
+                    traits, scheme, operands, tiles, channels, scratch, lengths, group_splits,
+                    token_lists,
+                )  # fmt: skip
                 loads.run()
             elif warp_idx == Role.SCHEDULE:
                 # in the order in which they add to dQ
@@ -410,6 +422,7 @@ class FlashAttentionBackwardSm90:
                     lengths.cu_seqlens_k is not None or traits.by_tokens,
                     traits.num_ctas,
                     channels.claims,
+                    claims_first=self.deterministic and traits.by_tokens,
                 )
                 rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
                     traits.cluster_tile_n
@@ -522,7 +535,7 @@ class FlashAttentionBackwardSm90:
                             if scores.is_hidden(state, by_bits, first_visible):
                                 peeked = take(None)
                             elif const_expr(scores.tells_alone(kind)):
-                                peeked = self._by_case(scores.is_alone(block), partial(take, sums))
+                                peeked = by_case(scores.is_alone(block), partial(take, sums))
                                 accumulate = Boolean(True)
                             else:
                                 peeked = take(sums)
@@ -545,9 +558,7 @@ class FlashAttentionBackwardSm90:
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
             if const_expr(leaves_sums):
-                given = gradients.blocks, work, has_sums, traits.by_tokens
-                store_sums(acc_dV[0], gradients.dv, *given)
-                store_sums(acc_dK[0], gradients.dk, *given)
+                leave_sums(acc_dV[0], acc_dK[0], gradients, work, has_sums, traits.by_tokens)
             else:
                 end = tiles, block, work, has_sums
                 send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)
@@ -611,25 +622,10 @@ class FlashAttentionBackwardSm90:
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
             # a branch behind P and dS would take registers
-            return self._by_case(is_turn, compute_and_add)
+            return by_case(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
-        return self._by_case(is_turn, add)
-
-    @cute.jit
-    def _by_case(
-        self, condition: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]
-    ) -> Peeked:
-        """A step of a query block, which is told whether a condition holds.
-
-        Each case has code of its own: a branch while products are in flight would serialise them.
-        """
-        peeked = Peeked.nothing()
-        if condition:  # noqa: SIM108 (the compiler of the DSL takes branches)
-            peeked = step(True)
-        else:
-            peeked = step(False)
-        return peeked
+        return by_case(is_turn, add)
 
     def _add(
         self,

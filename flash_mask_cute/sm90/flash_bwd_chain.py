@@ -12,7 +12,7 @@ from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
 from flash_mask_cute.mods.line_sums import line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.read_classes import ModReads
-from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.mods.score_chain import ListedQueries, ScoreChain
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.line_sums import LINES
@@ -46,13 +46,16 @@ def make_chain(
         traits.first_key(),
         Int32(0),
     )
+    if traits.tells_queries:
+        chain = replace(chain, listed=ListedQueries(traits.packed_heads, traits.group_size))
     if not wants_aux:
         return chain
     reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, wants_aux)
     # warpgroups that share keys have dS of a P in 16 bits only
     is_exact = not traits.shares_keys and score_args.scales.cap is None
-    # sums over a walk end with a head, and keys in common have a head's queries of each sequence
-    has_heads = lengths.num_sequences is None
+    # sums over a walk end with a head; keys in common have a head's queries of each sequence, and
+    # listed queries have all heads at once and no lines
+    has_heads = lengths.num_sequences is None and not traits.by_tokens
     # positions before 0 become 0, with other distances
     has_diagonals = lengths.q_start is None
     by_difference = None

@@ -31,6 +31,7 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
+from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.row_blocks import marks_of
 from flash_mask_cute.core.score_gradients import (
     Statistics,
@@ -96,6 +97,20 @@ class Peeked(NamedTuple):
     @staticmethod
     def nothing() -> "Peeked":
         return Peeked(*(Boolean(False) for _ in Peeked._fields))
+
+
+@cute.jit
+def by_case(condition: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
+    """A step of a query block, which is told whether a condition holds.
+
+    Each case has code of its own: a branch while products are in flight would serialise them.
+    """
+    peeked = Peeked.nothing()
+    if condition:  # noqa: SIM108 (the compiler of the DSL takes branches)
+        peeked = step(True)
+    else:
+        peeked = step(False)
+    return peeked
 
 
 class MainloopState(NamedTuple):
@@ -216,7 +231,7 @@ class BlockScores:
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
             for i in cutlass.range(traits.tile_m // traits.num_mma_warps, unroll=1):
                 row = i * traits.num_mma_warps + warp
-                if is_marked(marks, row):
+                if is_marked(marks, row, traits.packed_heads):
                     clear_row(self.tiles.q[row, None, stage])
                     clear_row(self.tiles.do[row, None, do_stage])
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -231,11 +246,12 @@ class BlockScores:
         return is_unmarked
 
     def _any_mark(self, block: Int32) -> Boolean:
-        return any_mark(self._marks(block), self.traits.tile_m)
+        return any_mark(self._marks(block), self.traits.tile_m, self.traits.packed_heads)
 
     def _marks(self, block: Int32) -> cute.Tensor:
         stats = self.tiles.stats[None, self.channels.q.index(block)]
-        return marks_of(stats, self.traits.tile_m, self.traits.num_stats)
+        traits = self.traits
+        return marks_of(stats, traits.tile_m, traits.num_stats, traits.packed_heads)
 
     def tells_alone(self, kind: Kind) -> bool:
         """Whether a warpgroup knows that the other one's keys are hidden from a block, and sums dQ
@@ -448,7 +464,7 @@ class BlockScores:
             warpgroup.wait_group(0)
             scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
-            self.chain.apply_to_both(
+            self._chain_of(state.block).apply_to_both(
                 place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
             )
 
@@ -548,13 +564,22 @@ class BlockScores:
                 bit_tile.hide_unset(scores, bits)
             probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
         else:
-            self.chain.apply(*self._place(state), scores, bits, statistics, self.probs)
+            chain = self._chain_of(state.block)
+            chain.apply(*self._place(state), scores, bits, statistics, self.probs)
 
     def _bits(self, kind: Kind, cut: Int32, is_ready: Boolean) -> tuple | None:
         if kind != Kind.PARTIAL:
             return None
         first = self.traits.first_key()
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
+
+    def _chain_of(self, block: Int32) -> ScoreChain:
+        """The chain of a query block."""
+        if not self.traits.tells_queries:
+            return self.chain
+        words = self.tiles.words[None, self.channels.q.index(block)].iterator + QUERY_WORDS
+        layout = cute.make_layout(self.traits.tokens_per_block)
+        return self.chain.of_queries(cute.make_tensor(words, layout))
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
         """Work tile with the queries of the block's sequence, head and number of a query block."""
@@ -574,18 +599,18 @@ class BlockScores:
         layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
         if self.traits.by_tokens:
-            # both statistics of a query follow each other, for all of its heads
-            heads = self.traits.packed_heads
+            # those of a query follow each other, each for all of its heads
+            heads, of_query = self.traits.packed_heads, self.traits.words_of_query
             # groups of 8 columns, of a query or of several
             in_query, queries = max(heads // 8, 1), min(self.traits.tokens_per_block, tile_m // 8)
-            stride = (1, (8, 2 * max(heads, 8)))
+            stride = (1, (8, of_query * max(8 // heads, 1)))
             layout = cute.make_layout((2, (in_query, queries)), stride=stride)
             if heads < 8:
-                first = first // heads * (2 * heads) + first % heads
+                first = first // heads * of_query + first % heads
             return Statistics(
                 *(
-                    cute.make_tensor((row + (first + start)).align(8), layout)
-                    for start in (0, heads)
+                    cute.make_tensor((row + (first + i * heads)).align(8), layout)
+                    for i in range(self.traits.num_stats)
                 )
             )
         lse, delta = (

@@ -27,7 +27,6 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.query_loads import QUERY_WORDS
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
@@ -42,6 +41,7 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     SPARE_REGISTERS,
     why_infeasible,
 )
+from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
@@ -86,7 +86,7 @@ class Tiles(NamedTuple):
     """The contents of shared memory: see `BwdTraits` for the layouts.
 
     p: P of a block, if the warpgroups share keys. peer_k, peer_ds: from the other CTA. dq: fp32
-    sums of a part. stats: `core.row_blocks.stats_words`, words: `QUERY_WORDS`, of a query block.
+    sums of a part. stats: `core.row_blocks.stats_words`, words: `query_words`, of a query block.
     bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
     used alternately: whether the bits of the next block had arrived when both warpgroups met in a
     block. sums: of reads by difference, of each warp.
@@ -102,7 +102,7 @@ class Tiles(NamedTuple):
     peer_ds: cute.Tensor | None  # (64 queries, 64 keys, 1)
     dq: cute.Tensor  # (values of a part,)
     stats: cute.Tensor  # (stats_words, stages_q)
-    words: cute.Tensor  # (QUERY_WORDS, stages_q)
+    words: cute.Tensor  # (query_words, stages_q)
     bits: cute.Tensor  # (4 words, tile_n)
     any_bits: cute.Tensor  # (tile_n / 32,)
     ready: cute.Tensor  # (2,)
@@ -110,7 +110,7 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BwdTraits:
+class BwdTraits(ListedQueryTraits):
     """Shape of one CTA's work: tile_n keys, and a walk over blocks of tile_m queries.
 
     Each of two MMA warpgroups owns 64 keys. Its S^T and dP^T have keys as rows, so P^T and dS^T are
@@ -131,7 +131,8 @@ class BwdTraits:
     warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
     packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
     few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
-    lie together. shares_tile: narrower heads share keys, too. own_lists: block lists say of each
+    lie together. group_size: how many of a query's rows are heads, the first ones; 0: all.
+    shares_tile: narrower heads share keys, too. own_lists: block lists say of each
     warpgroup's keys what they see (`BackwardMask.own_keys`).
     """
 
@@ -150,22 +151,13 @@ class BwdTraits:
     sums_of_warp: int = 0
     own_warpgroup: int | None = None
     packed_heads: int = 1
+    group_size: int = 0
     shares_tile: bool = False
     own_lists: bool = False
 
-    @property
-    def group_size(self) -> int:
-        return self.packed_heads
-
-    @property
-    def by_tokens(self) -> bool:
-        """Whether blocks consist of listed queries."""
-        return self.packed_heads > 1
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Queries of a block, if they are listed."""
-        return self.tile_m // self.packed_heads
+    def __post_init__(self) -> None:
+        if self.group_size == 0:
+            object.__setattr__(self, "group_size", self.packed_heads)
 
     @property
     def shares_keys(self) -> bool:
@@ -379,16 +371,11 @@ class BwdTraits:
     @property
     def stats_words(self) -> int:
         """Statistics of a query block, and marks of its rows."""
-        return stats_words(self.tile_m, self.num_stats, self.has_marks)
+        return stats_words(self.tile_m, self.num_stats, self.has_marks, self.packed_heads)
 
     @property
     def bytes_stats(self) -> int:
         return self.stats_words * 4
-
-    @property
-    def bytes_tokens(self) -> int:
-        """Bytes of the queries of a walk's blocks, if they are listed."""
-        return self.tokens_per_block * CHUNK * WALK_STAGES * 4 if self.by_tokens else 0
 
     @property
     def bytes_bits(self) -> int:
@@ -403,7 +390,7 @@ class BwdTraits:
     def smem_bytes(self) -> int:
         return (
             # marks are among the small things
-            self.stages_q * (self.bytes_q + 2 * self.tile_m * 4)
+            self.stages_q * (self.bytes_q + max(2 * self.tile_m * 4, self.bytes_of_listed))
             + self.stages_do * self.bytes_do
             + self.ds_stages * self.bytes_ds
             + self.bytes_p
@@ -586,7 +573,7 @@ class BwdTraits:
             ]
             ready: cute.struct.MemRange[cutlass.Int32, 2]
             words: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, QUERY_WORDS * self.stages_q], 16
+                cute.struct.MemRange[cutlass.Int32, self.query_words * self.stages_q], 16
             ]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
@@ -624,7 +611,7 @@ class BwdTraits:
             peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
-            words=storage.words.get_tensor(cute.make_layout((QUERY_WORDS, self.stages_q))),
+            words=storage.words.get_tensor(cute.make_layout((self.query_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),

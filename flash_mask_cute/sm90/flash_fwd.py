@@ -47,6 +47,7 @@ hidden. So no role needs a special case, and the softmax of a row that saw nothi
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -68,10 +69,13 @@ from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
+from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
+from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
+from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -82,7 +86,7 @@ from flash_mask_cute.rules.mask_rules import (
     WindowArgs,
     check_given,
 )
-from flash_mask_cute.rules.mask_warps import make_mask_bits
+from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits
 from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
@@ -235,6 +239,12 @@ class FlashAttentionForwardSm90:
         self.num_sms = num_sms
         self.split = split
         self.common_kv = common_kv
+        # Rows of pages are copied by the mask warps, too, where few blocks are cut: in decoding
+        # the address work of one warp takes longer than the bytes.
+        by_rows = page_box is not None and page_box % LEAST_BOX != 0
+        few_cuts = mask_mod is score_mod is intervals is None
+        shares_rows = by_rows and few_cuts and tile_m <= DECODE_ROWS
+        self.copying_warps = 1 + traits.num_mask_warps if shares_rows else 1
 
     @cute.jit
     def __call__(
@@ -372,8 +382,9 @@ class FlashAttentionForwardSm90:
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
         mma_warps = traits.num_mma_warps
-        # the load warp arrives with the bytes that TMA brings; each converting warp with its part
-        loads, loads_kv = 1, WARPS_PER_WARPGROUP if traits.in_fp8 else 1
+        # The load warp arrives with the bytes that TMA brings; each copying or converting warp with
+        # its part.
+        loads_kv = WARPS_PER_WARPGROUP if traits.in_fp8 else self.copying_warps
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
@@ -383,7 +394,7 @@ class FlashAttentionForwardSm90:
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loads, mma_warps),
+            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
@@ -394,7 +405,8 @@ class FlashAttentionForwardSm90:
         )
         codes = None
         if const_expr(traits.in_fp8):
-            codes = Codes.create(traits, allocator.allocate(traits.code_storage()))
+            storage_of_codes = allocator.allocate(traits.code_storage())
+            codes = Codes.create(traits, storage_of_codes, self.copying_warps)
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
         cute.arch.mbarrier_init_fence()
@@ -419,22 +431,18 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
+            loads = OperandLoads(
+                operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
+                schedule.heads_per_kv, traits, loaded.words, pages=pages,
+                share=CopyShare(0, self.copying_warps),
+            )  # fmt: skip
             if warp_idx == Role.LOAD:
-                operand_loads = OperandLoads(
-                    operands,
-                    Buffer(tiles.q, channels.q),
-                    loaded.k,
-                    loaded.v,
-                    lengths,
-                    schedule.heads_per_kv,
-                    traits,
-                    loaded.words,
-                    pages=pages,
-                )
-                operand_loads.stream(channels.ring, channels.walk)
+                loads.stream(channels.ring, channels.walk)
             elif warp_idx == Role.SCHEDULE:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
                 schedule_forward(self, rules, rings, lengths, schedule, tile_counter, partials)
+            elif const_expr(self.copying_warps > 1):
+                self.copy_and_mask(loads, mask_warp, tiles, channels, lengths, masks)
             elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -479,14 +487,26 @@ class FlashAttentionForwardSm90:
         # products and TMA use another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
 
+    def copy_and_mask(
+        self, loads: OperandLoads, mask_warp: Int32, tiles: Tiles, channels: Channels,
+        lengths: Lengths, masks: MaskArgs,
+    ):  # fmt: skip
+        """A mask warp that also copies its share of the rows of pages."""
+        of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits
+        cut = partial(make_block_bits, *of_bits, None)
+        share = CopyShare(1 + mask_warp, self.copying_warps)
+        replace(loads, share=share, cut=cut).stream(channels.ring, channels.walk)
+
+    def _mask_rows(self, mask_warp: Int32) -> MaskWarpRows:
+        traits = self.traits
+        return MaskWarpRows.create(mask_warp, traits.num_mask_warps, traits.tile_m, wgmma.COLUMNS)
+
     def mask(
         self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
     ):
         """A mask warp: the bits of its share of every tile's rows."""
         traits = self.traits
-        warp_rows = MaskWarpRows.create(
-            mask_warp, traits.num_mask_warps, traits.tile_m, wgmma.COLUMNS
-        )
+        warp_rows = self._mask_rows(mask_warp)
         rules = self._rules(masks, lengths)
         passes_over = traits.passes_over and self._can_be_cut(masks)
         any_bits = tiles.any_bits if const_expr(passes_over) else None

@@ -48,19 +48,19 @@ class Codes(NamedTuple):
     words: cute.Tensor
 
     @staticmethod
-    def create(traits: FwdTraits, storage: Any) -> "Codes":
-        """storage: that of the traits' codes."""
+    def create(traits: FwdTraits, storage: Any, loads: int) -> "Codes":
+        """storage: that of the traits' codes. loads: warps that fill a stage."""
         stages_k, stages_v = traits.code_stages
         # whoever converts values reads the words of the keys
         readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
         return Codes(
             Buffer(
                 storage.k.get_tensor(traits.layout_codes_k()),
-                Channel.create(storage.k_barriers.data_ptr(), stages_k, 1, readers_k),
+                Channel.create(storage.k_barriers.data_ptr(), stages_k, loads, readers_k),
             ),
             Buffer(
                 storage.v.get_tensor(traits.layout_codes_v()),
-                Channel.create(storage.v_barriers.data_ptr(), stages_v, 1, readers_v),
+                Channel.create(storage.v_barriers.data_ptr(), stages_v, loads, readers_v),
             ),
             storage.words.get_tensor(cute.make_layout(stages_k)),
         )

@@ -123,8 +123,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # sequences whose rows lie on several devices
     "parallel": (
-        *("functional", "interface", "serving", "call.arguments", "masks.column_mask"),
-        *("masks.builders", "masks.runs", "runtime", *INDEX_RULES),
+        *("functional", "interface", "serving", "call.arguments", "call.check.validate"),
+        *("masks.column_mask", "masks.builders", "masks.runs", "runtime", *INDEX_RULES),
     ),
     # torch's FlexAttention call
     "flex": (

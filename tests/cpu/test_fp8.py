@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from fp8_caches import FP8, NAN_CODE, Fp8Case, as_numbers, draw_codes, draw_descale, make_call
+from fp8_caches import (
+    FP8,
+    NAN_CODE,
+    Fp8Case,
+    as_numbers,
+    assert_same_bits,
+    draw_codes,
+    draw_descale,
+    make_call,
+)
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
@@ -69,6 +79,26 @@ def test_bits_of_the_same_numbers(page_size: int | None, scales: tuple[str, str]
     )
     for of_wide, of_fp8 in zip(wide, fp8, strict=True):
         assert all(map(torch.equal, of_wide, of_fp8))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_calls_have_the_bits_of_the_definition(seed: int) -> None:
+    """Scales from 1e-4 to 1e4, zeros, a NaN code, NaN behind the end."""
+    rng = random.Random(seed)
+    heads_kv, page_size = rng.choice((1, 2)), rng.choice((None, 1, 7, 16))
+    case = Fp8Case(
+        "drawn", rng.choice((32, 48)), rng.choice((16, 32)), rng.choice((1, 3, 70)),
+        (heads_kv * rng.choice((1, 3)), heads_kv), (rng.randint(1, 80), rng.randint(1, 80)), 80,
+        (rng.choice(FORMS), rng.choice(FORMS)), page_size,
+        rng.choice((torch.bfloat16, torch.float16)), is_hard=True,
+    )  # fmt: skip
+    call = make_call(case, seed)
+    keywords = {**call.keywords, **SMALL, "return_lse": True}
+    wide = _flash_attn_fwd(call.q, *call.numbers, **keywords)
+    fp8 = _flash_attn_fwd(call.q, *call.codes, **keywords, **call.descales)
+    assert_same_bits(wide[0], fp8[0], has_nan=True)
+    assert wide[1] is not None and fp8[1] is not None
+    assert_same_bits(wide[1], fp8[1], bool(wide[1].isnan().any()))
 
 
 @pytest.mark.parametrize("rows", [24, 31])

@@ -14,6 +14,7 @@ from torch import Tensor
 from trained_mods import (
     LINE_CASES,
     ORDERED_CASES,
+    SHARED_CASES,
     TRAINED_CASES,
     TRAINED_MODS,
     TrainedInputs,
@@ -40,12 +41,16 @@ LONG_LINES = (
     (Case("t5-long-not-square-fp16", 1, 700, 1900, 2, 2, head_dim=64, dtype=FP16), "t5"),
     (Case("buckets-long-gqa2", 2, 1100, 1000, 4, 2, window_left=300), "buckets"),
     (Case("query-gain-long", 2, 1500, 1500, 4, 4, causal=True), "query_gain"),
-    (Case("pair-long", 8, 300, 310, 2, 2, head_dim=32), "pair"),
+    (Case("pair-long-one-entry", 1, 500, 510, 2, 2, causal=True), "pair"),
+)
+# Several parts of the batch, and more entries than stages.
+LONG_SHARED = (
+    (Case("pair-long", 30, 300, 310, 4, 4, head_dim=32, mask_mod="documents"), "pair"),
     (Case("pair-long-d128", 4, 500, 510, 2, 2, causal=True), "pair"),
 )
 all_cases = pytest.mark.parametrize(
     ("case", "name"),
-    TRAINED_CASES + LONG_CASES + LINE_CASES + LONG_LINES,
+    TRAINED_CASES + LONG_CASES + LINE_CASES + LONG_LINES + SHARED_CASES + LONG_SHARED,
     ids=lambda x: getattr(x, "id", x),
 )
 
@@ -58,7 +63,14 @@ ORDERED_LONG = (
 )
 ordered_cases = pytest.mark.parametrize(
     ("case", "name"),
-    ORDERED_CASES + ORDERED_LONG + TRAINED_CASES[1:5] + LONG_CASES[-1:] + LINE_CASES + LONG_LINES,
+    ORDERED_CASES
+    + ORDERED_LONG
+    + TRAINED_CASES[1:5]
+    + LONG_CASES[-1:]
+    + LINE_CASES
+    + LONG_LINES
+    + SHARED_CASES
+    + LONG_SHARED,
     ids=lambda x: getattr(x, "id", x),
 )
 

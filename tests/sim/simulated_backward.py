@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from case_log import note
 from conftest import ACTIVE_ARCH, SMS
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import Inputs
@@ -58,22 +57,25 @@ def run_sim(
     seeds: tuple[int | None, ...] = DELAY_SEEDS,
     launches: int = 3,
     **more: Any,
-) -> None:
-    """launches: of a call whose gradients have no tails to be cleared."""
+) -> float:
+    """launches: of a call whose gradients have no tails to be cleared. Returns the largest error as
+    a share of what is allowed."""
     dout, dlse = make_output_gradients(inputs)
     if inputs.case.lengths_q or inputs.case.lengths_k:
         launches += 1
+    share = 0.0
     for seed in seeds:
         given_dlse = None if seed is None else dlse
         with quiet_run(simulator, seed, launches):
             gradients = launch_on_simulator(inputs, dout, given_dlse, **more)
-        note(inputs.case, seed, assert_gradients_close(gradients, inputs, dout, given_dlse), **more)
+        share = max(share, assert_gradients_close(gradients, inputs, dout, given_dlse))
+    return share
 
 
 def run_hostile(simulator: ModuleType, hostile: Hostile, seed: int | None = 1, **more: Any) -> None:
     with quiet_run(simulator, seed):
         gradients = launch_on_simulator(hostile.inputs, hostile.dout, hostile.dlse, **more)
-    note(hostile.inputs.case, seed, hostile.assert_close(gradients), hostile=True, **more)
+    hostile.assert_close(gradients)
 
 
 def assert_same_bits(some: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:

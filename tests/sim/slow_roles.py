@@ -109,19 +109,21 @@ def with_each_role_slow(
     simulator: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     kernels: Iterable[str],
-    run: Callable[[], None],
-) -> None:
+    run: Callable[[], object],
+) -> int:
     """`run`, which launches kernels and holds their results to what is right, as it is, and with
-    each role of each of `kernels` slow."""
+    each role of each of `kernels` slow. Returns how many sets of warps were slow."""
     monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset())
     run()
     num_warps = launched(simulator)
-    for warps in sorted(set().union(*(slow_sets(x, num_warps[x]) for x in kernels)), key=sorted):
+    sets = set().union(*(slow_sets(x, num_warps[x]) for x in kernels))
+    for warps in sorted(sets, key=sorted):
         monkeypatch.setitem(simulator.OPTIONS, "slow", warps)
         try:
             run()
         except (AssertionError, simulator.SimError) as error:
             raise AssertionError(f"where warps {sorted(warps)} are slow: {error}") from error
+    return len(sets)
 
 
 def check_forward(

@@ -43,6 +43,26 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(CASES[position]), (position + 1,), config=PAIR)
 
 
+# tiles of 192 and 128 columns: products in turn, and dS over dO and Q
+WIDE_CASES = (
+    Case("full-129x300", 1, 129, 300, 1, 1, head_dim=192, head_dim_v=128),
+    Case("causal-gqa2-257x300", 1, 257, 300, 2, 1, head_dim=192, head_dim_v=128, causal=True),
+    Case("fp16-d136-dv72-70x100", 1, 70, 100, 2, 2, head_dim=136, head_dim_v=72, dtype=FP16),
+    *(
+        replace(case, head_dim=192, head_dim_v=128)
+        for case in CASES
+        if case.id in ("seqused", "varlen-causal", "window-behind-3-to-150-129x300")
+    ),
+    replace(CASES[-1], id="d168-dv104-sink-empty-rows", head_dim=168, head_dim_v=104),
+)
+
+
+@pytest.mark.parametrize("position", range(len(WIDE_CASES)), ids=lambda i: WIDE_CASES[i].id)
+def test_wide_heads_against_oracle(simulator: ModuleType, position: int) -> None:
+    case = WIDE_CASES[position]
+    run_sim(simulator, make_inputs(case), (None, position + 1, position + 8), config=PAIR)
+
+
 PLAIN_MASKS = tuple(
     replace(case, pack_gqa=None, **WIDE)
     for case in MASK_CASES
@@ -55,19 +75,23 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(PLAIN_MASKS[position]), (1,), config=PAIR)
 
 
-@pytest.mark.parametrize("number", range(24))
-def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
-    case = replace(small_case(random.Random(2000 + number), ((128, 128),), 300), pack_gqa=None)
-    case = replace(case, score_mod=None, softcap=0.0)
+@pytest.mark.parametrize("number", range(12))
+def test_fuzzed_wide_heads(simulator: ModuleType, number: int) -> None:
+    case = replace(small_case(random.Random(3000 + number), ((192, 128),), 300), pack_gqa=None)
+    # slices of one tensor have one head dimension
+    strided = "transposed" if case.strided == "fused_qkv" else case.strided
+    d, d_v = ((192, 128), (136, 72), (160, 128), (176, 8))[number % 4]
+    case = replace(case, score_mod=None, softcap=0.0, head_dim=d, head_dim_v=d_v, strided=strided)
     run_sim(simulator, make_inputs(case, seed=number), (number,), config=PAIR)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
 def test_work_tiles_of_pairs_together(
-    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
 ) -> None:
     """Several work tiles of each pair, with both CTAs at a time."""
     monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
-    case = Case("tiles", 2, 200, 520, 2, 1, causal=True)
+    case = Case("tiles", 2, 200, 520, 2, 1, causal=True, head_dim=dims[0], head_dim_v=dims[1])
     run_sim(simulator, make_inputs(case), seeds=(1, 2), config=PAIR)
 
 

@@ -1,9 +1,7 @@
-"""What is Blackwell's own of the compiled backward, on the software GPU; and fuzzed calls."""
+"""What is Blackwell's own of the compiled backward, on the software GPU."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from cases import Case
 from gradient_oracle import make_output_gradients
 from inputs import make_inputs
-from random_cases import small_case
 from simulated_backward import run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 from unseen_memory import NAN
@@ -19,15 +16,6 @@ from unseen_memory import NAN
 ARCH = "sm_100a"
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
-DIMS = ((64, 64), (96, 96), (128, 128), (40, 72), (104, 24), (128, 64))
-
-
-@pytest.mark.parametrize("number", range(44))
-def test_fuzzed_combinations(simulator: ModuleType, number: int) -> None:
-    """Every third one with sums in a fixed order."""
-    case = replace(small_case(random.Random(number), DIMS, 200), pack_gqa=None)
-    more = {"deterministic": True} if number % 3 == 0 else {}
-    run_sim(simulator, make_inputs(case, seed=number), (number,), **more)
 
 
 @pytest.mark.parametrize("seed", [2, 3])

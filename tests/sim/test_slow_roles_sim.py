@@ -19,9 +19,12 @@ import test_document_bits_sim
 import test_document_split_sim
 import test_mask_bits_sim as mask_bits
 import test_own_lists_sim as own_lists
+import test_page_sizes_sim as page_sizes
 import test_segments_sim as segments
 import test_selected_sim
+import test_shared_sums_sim as shared_sums
 import test_slow_roles_sm100_sim
+import test_token_backward_sim as by_tokens
 import test_token_lists_sim
 import test_widened_sim as widened
 from cases import Case
@@ -160,6 +163,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         lambda sim: segments.test_against_oracle(sim, segments.ORACLE_CASES[0]),
         ("kernels.fold.kernel",),
     ),
+    "rows-of-pages": (
+        lambda sim: page_sizes.test_against_oracle(sim, page_sizes.ROWS_OF_PAGES),
+        (FORWARD,),
+    ),
     "bits-of-a-choice": (
         lambda sim: test_selected_sim.test_bits(sim, QueryTiles(8, 4), 32, "int32"),
         ("mask_prep.selected_bits_kernel.kernel",),
@@ -174,6 +181,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
             f"mask_prep.token_lists_kernel.{name}" for name in ("count", "add_up", "cut", "fill")
         ),
     ),
+    "queries-of-token-lists": (
+        lambda sim: patched(by_tokens.test_several_segments, sim, 40),
+        (BACKWARD,),
+    ),
+    "queries-of-token-lists-in-order": (
+        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ((1, 2, 2),)),
+        (BACKWARD,),
+    ),
     "keys-in-16-bits": (
         lambda sim: patched(widened.test_the_bits_of_16, sim, widened.CASES[0]),
         ("kernels.widen_codes.kernel",),
@@ -181,6 +196,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "difference-tables": (
         lambda sim: patched(tables.test_forward, sim, *tables.CASES[1]),
         ("mods.difference_tables_kernel.kernel",),
+    ),
+    "shared-sums": (
+        lambda sim: shared_sums.test_against_oracle(sim, *shared_sums.SHARED_CASES[3]),
+        ("sm90.flash_bwd_shared.kernel",),
     ),
     "block-scan": (
         lambda sim: test_block_scan_sim.test_lists(sim, "causal", True),

@@ -67,8 +67,8 @@ class RowFacts(NamedTuple):
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
     row (`BwdTraits`). order: order of the sums of dQ; num_ctas: CTAs that summed a row block;
-    in_halves: see `BwdPostprocess`. The latter three matter only after. packed_heads: query heads
-    that share the rows of a row block.
+    in_halves: see `BwdPostprocess`. The latter three matter only after. packing: rows of a query in
+    a row block that heads of a group share, and these heads, as in `Packing`.
     """
 
     dtype: str
@@ -85,7 +85,7 @@ class RowFacts(NamedTuple):
     has_lse_low: bool = False
     order: DqOrder = "accumulators"
     num_ctas: int = 1
-    packed_heads: int = 1
+    packing: tuple[int, int] = (1, 1)
     in_halves: bool = False
 
 
@@ -126,8 +126,8 @@ def compile_bwd(
     marked_dim = problem.head_dim if problem.may_empty_rows else None
     statistics = num_stats(problem), facts.has_lse_low
     of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
-    packed = problem.packed_heads
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, packed_heads=packed)
+    packing = (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
+    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, packing=packing)
     order = arch_spec(target).backward.dq_order
     num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(
@@ -135,7 +135,7 @@ def compile_bwd(
         order=order,
         num_ctas=num_ctas,
         in_halves=choice.tiles.splits_keys,
-        packed_heads=packed,
+        packing=packing,
     )
 
     preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
@@ -184,7 +184,9 @@ def build_bwd(
     of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
     if problem.token_lists:
         shares_tile = problem.token_lists == SHARED_TILE_N
-        of_lists = {"packed_heads": problem.packed_heads, "shares_tile": shares_tile}
+        group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
+        by_head = problem.masks_by_head
+        of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
     kernel = backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -209,7 +211,7 @@ def build_bwd(
 
 def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
     """Compile the kernel of the row statistics now."""
-    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess
+    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess, Packing
 
     rank = 3 if facts.varlen_q else 4
     kernel = BwdPreprocess(
@@ -217,14 +219,19 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.dim,
         facts.tile_m,
         has_reference=facts.num_stats == 3,
-        packed_heads=facts.packed_heads,
+        packing=Packing(*facts.packing),
+        has_marks=facts.marked_dim is not None,
     )
     arguments = [
         operand(facts.dtype, rank, facts.dim),
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
-        scratch(stats_words(facts.tile_m, facts.num_stats, facts.marked_dim is not None)),
+        scratch(
+            stats_words(
+                facts.tile_m, facts.num_stats, facts.marked_dim is not None, facts.packing[0]
+            )
+        ),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
         None if facts.clears_dq else strided(2),
         fake_tensors.vector(facts.sink_dtype),
@@ -243,6 +250,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
     import cutlass
 
     from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+    from flash_mask_cute.kernels.bwd_preprocess import Packing
 
     rank = 3 if facts.varlen_q else 4
     kernel = BwdPostprocess(
@@ -252,7 +260,7 @@ def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
         facts.tile_d,
         facts.order,
         facts.num_ctas,
-        facts.packed_heads,
+        Packing(*facts.packing),
         facts.in_halves,
     )
     arguments = [

@@ -98,7 +98,7 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
 
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
     if x.token_lists:
-        return fake_tensors.token_lists()
+        return fake_tensors.token_lists(x.deterministic)
     return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
 
 
@@ -237,23 +237,25 @@ def num_stats(problem: AttentionProblem) -> int:
     return 2 if problem.score_mod is None else 3
 
 
-def stats_words(tile_m: int, num_stats: int, has_marks: bool) -> int:
+def stats_words(tile_m: int, num_stats: int, has_marks: bool, packed_heads: int = 1) -> int:
     """fp32 words of a row block's statistics in scratch tensors."""
     from flash_mask_cute.core import row_blocks
 
-    return row_blocks.stats_words(tile_m, num_stats, has_marks)
+    return row_blocks.stats_words(tile_m, num_stats, has_marks, packed_heads)
 
 
 def _stats(x: AttentionProblem, choice: BwdChoice) -> Any:
-    return scratch(stats_words(choice.tiles.tile_m, num_stats(x), x.may_empty_rows))
+    of_rows = num_stats(x), x.may_empty_rows, x.rows_of_stats
+    return scratch(stats_words(choice.tiles.tile_m, *of_rows))
 
 
 def _dq_accum(_: AttentionProblem, choice: BwdChoice) -> Any:
     return scratch(choice.tiles.tile_m * choice.tile_d)
 
 
-def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
-    return None if choice.tiles.clears_dq else strided(2)
+def _semaphores(x: AttentionProblem, choice: BwdChoice) -> Any:
+    """Where sums have an order, also of those that are cleared first."""
+    return strided(2) if x.deterministic or not choice.tiles.clears_dq else None
 
 
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:

@@ -71,6 +71,7 @@ class BackwardKernel(AttentionKernel):
     pairs_common_keys: bool
     gathers_tokens: bool = False
     owns_lists: bool = False
+    owns_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ SM90_BACKWARD = BackwardKernel(
     pairs_common_keys=True,
     gathers_tokens=True,
     owns_lists=True,
+    owns_shared=True,
 )
 SM90 = ArchSpec(
     "Hopper",

@@ -379,7 +379,7 @@ def select_bwd_config(
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
     walk: BwdWalkFacts = NO_BWD_WALK_FACTS,
-    packed_heads: int = 1,
+    listed_rows: int = 1,
     token_lists: int = 0,
 ) -> BwdChoice:
     """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
@@ -387,9 +387,8 @@ def select_bwd_config(
 
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
-    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. packed_heads,
-    token_lists: as in `AttentionProblem`. The split of a group of
-    heads is not decided here.
+    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. listed_rows,
+    token_lists: as in `AttentionProblem`. The split of a group of heads is not decided here.
 
     Raises:
         ValueError: the override asks for what cannot run.
@@ -413,6 +412,7 @@ def select_bwd_config(
         tuning_class,
         seqlen_k=seqlen_k,
         may_pair=why_alone is None,
+        asks_pair=given.get("cta_pair") is True,
         may_split_keys=why_shared is None,
         is_ordered=deterministic,
         window=walk.window,
@@ -432,7 +432,7 @@ def select_bwd_config(
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             has_score_mod = modifier == "score_mod"
-            of_lists = {"packed_heads": packed_heads, "shares_tile": token_lists == 64}
+            of_lists = {"packed_heads": listed_rows, "shares_tile": token_lists == 64}
             traits = _bwd_traits(
                 *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
                 of_lists if token_lists else {},
@@ -520,7 +520,7 @@ def _bwd_traits(
         cta_pair=tiles.cta_pair,
         **({"splits_keys": tiles.splits_keys} if kernel.splits_keys else {}),
         # tiles are chosen before it is known whether masks may empty rows
-        has_marks=not of_lists,
+        has_marks=True,
         has_reference=has_score_mod,
         **of_lists,
     )

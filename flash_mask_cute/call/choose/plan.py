@@ -62,6 +62,7 @@ from flash_mask_cute.call.choose.refusals import (
     refuse_segments,
 )
 from flash_mask_cute.call.choose.segments import Segments, choose_segments
+from flash_mask_cute.call.choose.shared_sums import SharedSums, choose_shared_sums
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
     Splits,
@@ -123,7 +124,8 @@ class ExecutionPlan:
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
     computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
     plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
-    tables: of differences that score_mod reads.
+    tables: of differences that score_mod reads. shared: gradients of aux tensors that a kernel of
+    its own sums over the batch; the problem does not want these.
     """
 
     direction: Direction
@@ -150,6 +152,7 @@ class ExecutionPlan:
     splits: Splits | None = None
     segments: Segments | None = None
     tables: DifferenceTables | None = None
+    shared: SharedSums | None = None
 
     @property
     def fwd_choice(self) -> FwdChoice:
@@ -263,8 +266,13 @@ def plan(
         if one_pass.mask_bits is not None:
             return one_pass
     chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
-    facts = chosen.problem, chosen.shapes, chosen.masks, chosen.choice, chosen.target
-    if (tables := choose_tables(*facts)) is None:
+    facts = chosen.shapes, chosen.masks, chosen.choice, chosen.target
+    if isinstance(chosen.choice, BwdChoice):
+        shared = choose_shared_sums(chosen.problem, *facts[:2], chosen.choice, chosen.target)
+        if shared is not None:
+            problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
+            chosen = replace(chosen, shared=shared, problem=problem)
+    if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
     problem = replace(chosen.problem, **tables.problem_fields())
     return replace(chosen, tables=tables, problem=problem)
@@ -602,7 +610,7 @@ def _bwd_chooser(
                 problem.has_lists or problem.has_bits or problem.has_selected,
                 problem.common_kv,
             ),
-            packed_heads=problem.packed_heads,
+            listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
         if not kernel.splits_groups or problem.token_lists:

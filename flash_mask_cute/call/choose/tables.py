@@ -27,7 +27,7 @@ class CallFacts(NamedTuple):
     `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
     of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
     out blocks. token_lists: as in the problem. own_lists: the size of blocks of lists that the
-    warpgroups of a tile may have of their own.
+    warpgroups of a tile may have of their own. asks_pair: the config has cta_pair=True.
     """
 
     head_dim: int
@@ -48,6 +48,7 @@ class CallFacts(NamedTuple):
     has_lists: bool = False
     token_lists: int = 0
     own_lists: tuple[int, int] | None = None
+    asks_pair: bool = False
 
     @property
     def splits_sectors(self) -> bool:
@@ -195,11 +196,12 @@ class BwdRow(NamedTuple):
 
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums. Rows with
-    cta_pair or splits_keys are also only for unmodified scores, those with cta_pair for devices
-    with two SMs. min_window: of windows that are closed on both sides, those with at least so many
-    keys. without_lists: no block lists or choices leave out blocks. token_lists: only for choices
-    that are taken as token lists, with so many keys of a work tile.
+    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums, except those
+    of token lists. Rows with cta_pair or splits_keys are also only for unmodified scores, those
+    with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
+    min_window: of windows that are closed on both sides, those with at least so many keys.
+    without_lists: no block lists or choices leave out blocks. token_lists: only for choices that
+    are taken as token lists, with so many keys of a work tile.
     """
 
     max_dim: int
@@ -220,6 +222,7 @@ class BwdRow(NamedTuple):
     min_window: int = 0
     without_lists: bool = False
     token_lists: int = 0
+    if_asked: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -234,7 +237,7 @@ class BwdRow(NamedTuple):
         if self.token_lists:
             keys = self.token_lists
             yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
-        if self.clears_dq:
+        elif self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.min_window:
             narrowest = self.min_window
@@ -246,6 +249,8 @@ class BwdRow(NamedTuple):
             yield Condition("no block lists", lambda call: not call.has_lists)
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+        if self.if_asked:
+            yield Condition("config cta_pair=True", lambda call: call.asks_pair)
         if self.splits_keys:
             yield Condition("scores that nothing modifies", lambda call: call.may_split_keys)
 
@@ -614,8 +619,29 @@ _SM100_PAIR = BwdRow(
     min_window=512,
     without_lists=True,
 )
+# By the same model, a pair at 192/128 columns keeps them busy for 72 %, and single CTAs for 51 %.
+_SM100_WIDE_PAIR = _SM100_PAIR._replace(
+    max_dim=192,
+    reason="two CTAs have room for blocks of 128 queries, and add half as much of dQ to memory",
+    above_dim=128,
+)
+_SM100_FOLDED_PAIR = _SM100_WIDE_PAIR._replace(
+    max_dim=256,
+    max_dim_v=256,
+    reason="CTAs of 64 keys have room for all sums in one launch",
+    above_dim=192,
+)
 # On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
-SM100_BWD = (_SM100_PAIR,) + tuple(
+SM100_BWD = (
+    _SM100_PAIR,
+    _SM100_WIDE_PAIR,
+    _SM100_FOLDED_PAIR,
+    # for whoever asks: the rows of single CTAs have blocks of 64 queries, which no pair has
+    *(
+        row._replace(if_asked=True, min_seqlen_k=0, min_window=0, without_lists=False)
+        for row in (_SM100_WIDE_PAIR, _SM100_FOLDED_PAIR)
+    ),
+) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
         (64, 64, 128, 2, 2, "two query blocks in flight"),

@@ -8,7 +8,8 @@ which of both it is, and why.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.choose.arch import ArchSpec
@@ -18,8 +19,8 @@ from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
-# as `BwdTraits` says: query heads of a group
-GROUPS = (4, 8, 16, 32, 64)
+# query heads of a group at most: the rows of a block
+MOST_HEADS = 64
 # keys of a work tile, more of them first: each warpgroup has 64, or both have the same
 TILES_N = (128, 64)
 # a warpgroup sums half of the columns, in one part
@@ -47,43 +48,28 @@ def why_bits(
         entries *= shapes.batch
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_tokens,
-        "deterministic=True": problem.deterministic,
-        f"groups of {group} query heads, not {', '.join(map(str, GROUPS))}": group not in GROUPS,
+        f"groups of {group} query heads, more than {MOST_HEADS}": group > MOST_HEADS,
         "a choice by query head": selected.heads not in (1, shapes.heads_kv),
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
             selected.block_size < TILES_N[-1]
         ),
         f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
-        "a score_mod": problem.score_mod is not None,
-        "column intervals of other heads than the choice's": not _share_columns(masks),
-        "a mask_mod or column intervals beside a sink": (
-            reads_lse(problem) and call.tensors.learnable_sink is not None
-        ),
         "one batch entry of keys for all sequences": problem.common_kv,
         "config": bool(given_fields(call.config)),
         f"{entries} entries": entries >= _MOST_ENTRIES,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if (
-        reason is None
-        and masks.mask_mod is not None
-        and find_reliance(masks.mask_mod, problem).head
-    ):
-        return "a mask_mod that uses its head"
-    return reason
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _share_columns(masks: ResolvedMasks) -> bool:
-    """Whether all heads with a list see the same of its keys by column intervals, if there are
-    any."""
-    if masks.column_mask is None or masks.selected is None:
-        return True
-    return masks.column_mask.startend_row_indices.shape[1] in (1, masks.selected.heads)
-
-
-def reads_lse(problem: AttentionProblem) -> bool:
-    """Whether only LSE tells which queries see something, so that others are in no list."""
-    return problem.mask_mod is not None or problem.intervals is not None
+def _heads_of_masks(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> int:
+    """How many heads there are, neighbours together, each of which sees other keys by a mask_mod
+    or column intervals: 1, heads_kv or heads_q."""
+    heads = 1
+    if masks.column_mask is not None:
+        heads = masks.column_mask.startend_row_indices.shape[1]
+    if masks.mask_mod is not None and find_reliance(masks.mask_mod, problem).head:
+        heads = shapes.heads_q
+    return heads
 
 
 def with_token_lists(
@@ -96,26 +82,32 @@ def with_token_lists(
     """The problem of a backward with a choice, which it takes as token lists if it can."""
     if why_bits(call, problem, shapes, masks, spec) is not None:
         return problem
-    # a query in a list sees something
-    group = shapes.heads_q // shapes.heads_kv
-    assert masks.selected is not None
-    tile_n = next(n for n in TILES_N if masks.selected.block_size % n == 0)
-    return replace(problem, token_lists=tile_n, packed_heads=group, may_empty_rows=False)
+    selected, group = masks.selected, shapes.heads_q // shapes.heads_kv
+    assert selected is not None
+    tile_n = next(n for n in TILES_N if selected.block_size % n == 0)
+    may_hide = problem.mask_mod is not None or problem.intervals is not None
+    heads = _heads_of_masks(problem, shapes, masks) if may_hide else 1
+    # Where LSE of one head tells which queries see nothing, these are in no list. LSE of a sink
+    # does not tell it.
+    lse_tells = heads in (1, selected.heads) and call.tensors.learnable_sink is None
+    return replace(
+        problem,
+        token_lists=tile_n,
+        packed_heads=group,
+        may_empty_rows=problem.may_empty_rows and may_hide and not lse_tells,
+        masks_by_head=heads not in (1, shapes.heads_kv),
+    )
 
 
 def list_facts(problem: AttentionProblem) -> ListFacts:
     """What determines the code of the kernels that make lists."""
-    return ListFacts(
-        is_causal=problem.is_causal,
-        has_window_left=problem.has_window_left,
-        has_window_right=problem.has_window_right,
-        varlen_q=problem.varlen_q,
-        varlen_k=problem.varlen_k,
-        has_seqused_q=problem.has_seqused_q,
-        has_seqused_k=problem.has_seqused_k,
-        q_start=problem.q_start,
-        has_lse=reads_lse(problem),
-    )
+    may_hide = problem.mask_mod is not None or problem.intervals is not None
+    own: dict[str, Any] = {
+        "has_lse": may_hide and not problem.may_empty_rows,
+        "is_ordered": problem.deterministic,
+    }
+    names = (x.name for x in fields(ListFacts) if x.name not in own)
+    return ListFacts(**{name: getattr(problem, name) for name in names}, **own)
 
 
 def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> ListExtents:

@@ -7,6 +7,8 @@ run the call over 16 bits. Results are those of that call, which is what a cache
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.runtime.dtypes import FP8
@@ -23,7 +25,8 @@ MOST_BYTES = 512 << 20
 def call_in_16_bits(call: AttentionCall, shapes: FwdShapes) -> AttentionCall | None:
     """The call over converted keys and values, if they are converted before attention.
 
-    Its k and v are (batch, keys, heads, d) of the capacity, and have no contents.
+    Its k and v are (batch, keys, heads, d) of the capacity, for plans alone: on a GPU they hold no
+    memory.
     """
     x = call.tensors
     if x.k.dtype != FP8 or shapes.is_empty:
@@ -38,10 +41,16 @@ def call_in_16_bits(call: AttentionCall, shapes: FwdShapes) -> AttentionCall | N
     keys = shapes.batch * shapes.seqlen_k * shapes.heads_kv
     if rows < LEAST_ROWS or keys * width * x.q.itemsize > MOST_BYTES:
         return None
-    k, v = (
-        x.q.new_empty((shapes.batch, shapes.seqlen_k, shapes.heads_kv, dim))
-        for dim in (shapes.head_dim, shapes.head_dim_v)
-    )
+    of_cache = shapes.batch, shapes.seqlen_k, shapes.heads_kv
+    k, v = (_without_memory(x.q, (*of_cache, dim)) for dim in (shapes.head_dim, shapes.head_dim_v))
     lengths = replaced(x.lengths, page_table=None)
     optional = replaced(x.optional, k_descale=None, v_descale=None)
     return replaced(call, tensors=replaced(x, k=k, v=v, lengths=lengths, optional=optional))
+
+
+def _without_memory(q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor as one of q, whose memory is given back before another one is made."""
+    tensor = q.new_empty(shape)
+    if tensor.is_cuda:
+        tensor.untyped_storage().resize_(0)
+    return tensor

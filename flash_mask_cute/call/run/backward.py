@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Masks, Tensors
+from flash_mask_cute.call.arguments import Lengths, Masks, Tensors
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
@@ -28,6 +28,7 @@ from flash_mask_cute.call.run.forward import (
     unused_rows,
 )
 from flash_mask_cute.call.run.mask_arguments import MaskArguments
+from flash_mask_cute.call.run.shared_sums import MakeSharedSums
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
@@ -43,10 +44,11 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
-        "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_tables",
-        "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape", "_q_start",
-        "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap", "_stats_shape",
-        "_wants_aux", "_window_left", "_window_right",
+        "_kernels", "_key_turns", "_lists_read_lse", "_make_lists", "_make_mask_bits",
+        "_make_shared", "_make_tables", "_mask_arguments", "_padding", "_partial_shapes",
+        "_parts_shape", "_q_start", "_query_turns", "_reads_q_starts", "_reads_query_early",
+        "_scale", "_scale_dq", "_softcap", "_stats_shape", "_tiles_per_block", "_wants_aux",
+        "_window_left", "_window_right", "_written",
     )  # fmt: skip
 
     def __init__(
@@ -55,8 +57,10 @@ class KernelBackward:
         kernels: BwdKernels,
         make_mask_bits: MakeMaskBits | None = None,
         make_tables: MakeDifferenceTables | None = None,
+        make_shared: MakeSharedSums | None = None,
     ) -> None:
         self._make_tables = make_tables
+        self._make_shared = make_shared
         problem, facts, scratch = plan.problem, plan.gradients, BwdScratch.of(plan)
         assert facts is not None
         self._kernels = kernels
@@ -68,9 +72,12 @@ class KernelBackward:
             facts_of_lists = list_facts(problem)
             self._make_lists = TokenListMaker(facts_of_lists, extents, arch)
             self._lists_read_lse = facts_of_lists.has_lse
+            self._tiles_per_block = extents.block_size // extents.tile_n
         self._has_aux = bool(problem.aux)
         self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
         self._reads_query_early = problem.may_empty_rows
+        self._query_turns = scratch.semaphores if problem.token_lists else None
+        self._key_turns = scratch.key_turns
         self._parts_shape = scratch.sink_parts
         self._partial_shapes = None
         if scratch.dk_parts is not None and scratch.dv_parts is not None:
@@ -80,6 +87,10 @@ class KernelBackward:
         self._wants_aux = problem.wants_aux
         self._exact_aux = problem.exact_aux
         self._entry_aux = problem.entry_aux
+        self._written = problem.exact_aux, problem.entry_aux
+        if make_shared is not None:
+            shared = make_shared.shared
+            self._written = problem.exact_aux + shared.exact, problem.entry_aux + shared.once
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
@@ -139,16 +150,8 @@ class KernelBackward:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         if self._make_lists is not None:
             assert masks is not None
-            made = self._make_lists(
-                masks.block_sparse_tensors_torch.by_entry,
-                ListLengths(
-                    *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                    *(self._window_left, self._window_right),
-                    q_starts if self._reads_q_starts else self._q_start,
-                    lse if self._lists_read_lse else None,
-                ),
-            )
-            bits = tuple(made)
+            bits = self._token_lists(masks, lengths, lse)
+        own_aux = aux_tensors
         if self._make_tables is not None and aux_tensors is not None:
             aux_tensors = self._make_tables(aux_tensors)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
@@ -162,6 +165,9 @@ class KernelBackward:
             cleared = dq_accum
         else:
             semaphores = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
+        turns = semaphores
+        if self._query_turns is not None:
+            turns = q.new_zeros(self._query_turns, dtype=torch.int32)
         aux_sums: dict[int, Tensor] | None = None
         aux_grads: Any = None
         if daux is not None:
@@ -179,11 +185,16 @@ class KernelBackward:
             q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
         main(
-            q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
+            q, k, v, dout, stats, dq_accum, turns, dk_sums, dv_sums, self._scale, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
             q_starts if self._reads_q_starts else self._q_start,
         )  # fmt: skip
+        if self._make_shared is not None and daux is not None and aux_sums is not None:
+            aux_sums |= self._make_shared(
+                daux, (q, k, v, dout, stats), own_aux, self._scale, self._window_left,
+                self._window_right, mask_bits,
+            )  # fmt: skip
         postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if add_parts is not None:
             add_parts(dk_sums, dv_sums, dk, dv, cu_seqlens_k, seqused_k)
@@ -196,8 +207,25 @@ class KernelBackward:
         if dsink is not None and parts is not None:
             dsink.copy_(parts.sum(dim=1))
         if daux is not None and aux_sums is not None:
-            write_gradients(daux, aux_sums, self._exact_aux, self._entry_aux)
+            write_gradients(daux, aux_sums, *self._written)
         return result
+
+    def _token_lists(
+        self, masks: Masks, lengths: Lengths, lse: Tensor | None
+    ) -> tuple[Tensor | int, ...]:
+        """The lists of this call's choice, new, as the kernel takes them."""
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths
+        assert self._make_lists is not None
+        made = self._make_lists(
+            masks.block_sparse_tensors_torch.by_entry,
+            ListLengths(
+                *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+                *(self._window_left, self._window_right),
+                q_starts if self._reads_q_starts else self._q_start,
+                lse if self._lists_read_lse else None,
+            ),
+        )
+        return made.operands(self._key_turns, self._tiles_per_block)
 
 
 class EmptyBackward:

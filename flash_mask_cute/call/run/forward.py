@@ -113,7 +113,7 @@ class KernelForward:
         if make_mask_bits is not None:
             mask_inputs = MaskInputs(aux_tensors, bits, (cu_seqlens_q, cu_seqlens_k))
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
-        if self._make_tables is not None and aux_tensors is not None:
+        if aux_tensors is not None and self._make_tables is not None:
             aux_tensors = self._make_tables(aux_tensors)
         combine = self._combine
         partials, of_kernel = None, out

@@ -15,9 +15,9 @@ import pytest
 from small_cases import row
 
 import bench
-from bench import DETERMINISTIC, cudnn_cases, everyday, flops, plot, prep, report, sweep, tables
+from bench import DETERMINISTIC, flops, plot, prep, report, sweep, tables
 from bench.cases import CASES
-from bench.everyday import SHAPES, WIDTHS, Width
+from bench.everyday import SHAPES
 from bench.peers import DOCUMENT_MASKS
 from bench.rows import HEAD, RESULTS, append_row, read_rows, row_line
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE
@@ -216,39 +216,6 @@ def test_bars_of_masks_and_callables() -> None:
     assert named | {*report.DETERMINISTIC_SHARE} <= {*CASES} & found.keys()
 
 
-def test_bars_of_what_is_no_rate() -> None:
-    meta, document = "meta-128k-document", "memory-bwd-8k-causal_document"
-    step, plan = "host-step-d128-512", cudnn_cases.plan_name("hstu", "8k")
-    (prepared,) = made_up("a", meta, "wall", ours=99.0)
-    (kept,) = made_up("a", document, "peak", ours=0.0)
-    rows = [prepared | {"bytes": 3_000_000, "launches": 5}, kept | {"bytes": 4 * 8192 * 4096}]
-    steps = made_up("a", step, "step", ours=104.0, fa4=260.0)
-    rows += [each | {"device_us": 100.0} for each in steps]
-    rows += made_up("a", "host-128-train", "warm", ours=60.0, fa4=240.0)
-    rows += made_up("a", plan, "wall", ours=100.0, cudnn_flex=2000.0)
-    seconds = {"torch": 2.0, "import": 2.9, "first_call": 4.1, "first_call_cached": 0.5}
-    for run, factor in (("a", 0.1), ("b", 1.0)):  # the latest run decides
-        of_run = {x: made_up(run, "cold-128", x, ours=1e6 * s * factor) for x, s in seconds.items()}
-        rows += [each for found in of_run.values() for each in found]
-    found = bars(*rows)
-    for name, figure, verdict in (
-        (f"{meta} us", 99.0, "met"),
-        (f"{meta} launches", 5, "short"),
-        (f"{meta} bytes", 3e6, "met"),
-        (document, 4.0, "no bar"),
-        (step, 1.04, "met"),
-        ("host-step-d128-1k", None, "not measured"),
-        ("host-128-train", 0.25, "no bar"),
-        (plan, 0.05, "no bar"),
-        ("cold-128 import", 2.9, "met"),
-        ("cold-128 first_call", 4.1, "short"),
-    ):
-        assert found[name].figure == (figure and pytest.approx(figure)), name
-        assert found[name].verdict() == verdict, name
-    assert "device 100 us, flash-attn-4 2.6, run a" in found[step].remark
-    assert bars(rows[2] | {"us": 106.0})[step].verdict() == "short"
-
-
 def test_bars_of_shapes() -> None:
     rows = made_up("a", SHAPE, ours=1.0, fa4=1.2, cudnn=0.9)
     assert bars(*rows)[SHAPE].figure == pytest.approx(1.2)
@@ -275,33 +242,6 @@ def test_short_calls_are_held_by_short_bursts() -> None:
     short = made_up("a", SMALL_GRID, "short", ours=0.1, fa4=0.09)
     bar = bars(*loop, *short)[SMALL_GRID]
     assert bar.figure == pytest.approx(0.9) and "bursts of ten calls" in bar.remark
-
-
-def test_no_head_dimension_takes_longer_than_a_larger_one() -> None:
-    bounds = {width.label: getattr(everyday.bound(width), "label", None) for width in WIDTHS}
-    assert bounds["d72"] == bounds["d80"] == bounds["d64"] == "d96"
-    assert bounds["d160"] == bounds["d192v128"] == "d192" and bounds["d256"] is None
-    name = Width(72, 72).case_name("full")
-    rows = made_up("a", name, ours=1.5)
-    bar = bars(*rows, *made_up("a", "width-full-d96", ours=1.2))[name]
-    assert bar.figure == pytest.approx(1.25) and bar.verdict() == "short"
-    other = bars(*rows, *made_up("b", "width-full-d96", ours=1.2))[name]
-    assert other.verdict() == "not measured"
-
-
-def test_bars_of_masks_beside_cudnn() -> None:
-    names = cudnn_cases.compared_names(cudnn_cases.WIDTHS[0], "8k", is_backward=False)
-    rows = [x for n in names[:2] for x in made_up("a", n, ours=1.0, cudnn_flex=1.2)]
-    rows += made_up("a", f"bwd-{names[0]}", ours=1.0, cudnn_flex=1.04)
-    rows += made_up("a", names[2], ours=0.1, cudnn_flex=0.4)  # too short a call for loop
-    found = bars(*rows)
-    assert (found[names[0]].bar, found[names[0]].verdict()) == (1.10, "met")
-    assert found[f"bwd-{names[0]}"].verdict() == "short"
-    assert found[names[2]].verdict() == "not measured"
-    mean = found["cudnn mean d128 8k"]
-    assert mean.figure == pytest.approx(1.2) and "2 of 18 masks" in mean.remark
-    grid = report.cudnn_ratios(report.bars(rows, ()), "bwd")
-    assert "1.040* |" in grid and grid.count("*") == 2  # of the mask, and of their mean
 
 
 def test_runs_of_one_commit_decide_together() -> None:

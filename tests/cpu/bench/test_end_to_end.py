@@ -13,9 +13,9 @@ from torch import Tensor
 from bench import Json
 from bench.end_to_end import __main__ as command
 from bench.end_to_end import attentions, training
-from bench.end_to_end.attentions import IMPLEMENTATIONS, bytes_of, sdpa_loop
+from bench.end_to_end.attentions import bytes_of, sdpa_loop
 from bench.end_to_end.documents import ANSWERS, Batch, Documents, draw_documents, make_batch
-from bench.end_to_end.rows import chart, disagreements, table
+from bench.end_to_end.rows import disagreements
 from bench.end_to_end.shapes import SHAPES, attention_share, visible_pairs
 from bench.end_to_end.tasks import TASKS, pair_loss
 from bench.end_to_end.training import LeftOut, Run, make_model, measure
@@ -321,19 +321,6 @@ def row(impl: str, loss: float, **others: Any) -> Json:
     return found | others
 
 
-def test_the_table() -> None:
-    rows = [
-        row("ours", 0.6931),
-        row("fa4", 0.7),
-        row("ours", 0.69312),
-        row("flex", 0.6931, docs=99),
-    ]
-    *_, ours, fa4 = table(rows[:3]).splitlines()
-    assert ours == "| ours | 65536 | 0.500 | 20.0 | 32.0 | 0.262 | 2.0 | 7 % | 40000 | 0.6931 |"
-    assert fa4.startswith("| fa4 |")
-    assert table(rows).count("rm, gemma3, 34 layers, 32768 tokens, documents of") == 2
-
-
 @pytest.mark.parametrize(
     ("task", "dtype", "difference"),
     [("rm", "bfloat16", 1e-2), ("lora", "bfloat16", 1e-3), ("rm", "float32", 1e-4)],
@@ -347,12 +334,6 @@ def test_losses_that_agree(task: str, dtype: str, difference: float) -> None:
     assert not told(0.69) and not told(0.69 * (1 + 0.9 * difference))
     for loss in (0.69 * (1 + 1.1 * difference), 0.69 * (1 - 1.1 * difference), float("nan")):
         assert f"{task}, gemma3: loss of step 0 is 0.69 with ours" in told(loss)[0]
-
-
-def test_the_chart(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: extra `plot`")
-    chart([row("ours", 0.7), row("fa4", 0.7)], tmp_path / "chart.svg")
-    assert "<svg" in (tmp_path / "chart.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -383,7 +364,3 @@ def test_whole_models_need_a_gpu(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert command.main(["--tiny"]) == 2
     assert "needs transformers and peft" in capsys.readouterr().out
-
-
-def test_names_of_implementations() -> None:
-    assert {"ours", "fa4", "sdpa", "flex"} <= IMPLEMENTATIONS.keys()

@@ -22,7 +22,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     dims, kind = (row.max_dim, row.max_dim_v), (row.masks or (TuningClass.EDGES,))[0]
     num_sms = 2 if row.cta_pair else 1
     seqlen_k = row.min_seqlen_k or row.max_seqlen_k or 8192
-    by_tokens = {"token_lists": row.token_lists, "packed_heads": 16} if row.token_lists else {}
+    by_tokens = {"token_lists": row.token_lists, "listed_rows": 16} if row.token_lists else {}
     choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **by_tokens)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
@@ -283,7 +283,7 @@ def test_pairs_of_ctas_that_cannot_run() -> None:
 )
 def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
     choice = select_bwd_config(
-        *(row.max_dim, row.max_dim_v, "full"),
+        *(row.max_dim, row.max_dim_v, "full", BwdConfig(cta_pair=True) if row.if_asked else None),
         seqlen_k=row.min_seqlen_k,
         deterministic=not row.clears_dq,
         kernel=SM100.backward,
@@ -303,9 +303,11 @@ def test_pairs_of_blackwell() -> None:
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
     for kind in ("full", "causal", "other", "edges", "mask_mod"):
         assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
-        assert all(takes_pairs(d, d, kind=kind, **long) for d in (104, 128))
-        assert not takes_pairs(128, 128, kind=kind, seqlen_k=511)
-    for dims in ((96, 96), (128, 64), (64, 128), (192, 128), (256, 256)):
+        assert all(takes_pairs(d, 72, kind=kind, override=asks) for d in (136, 192))
+        for dims in ((104, 104), (128, 128), (136, 128), (192, 72)):
+            assert takes_pairs(*dims, kind=kind, **long)
+            assert not takes_pairs(*dims, kind=kind, seqlen_k=511)
+    for dims in ((96, 96), (128, 64), (64, 128), (192, 192), (256, 128), (256, 256)):
         assert not takes_pairs(*dims, **long)
     for walk, in_pairs in (
         (BwdWalkFacts(window=512), True),
@@ -313,15 +315,17 @@ def test_pairs_of_blackwell() -> None:
         (BwdWalkFacts(has_lists=True), False),
         (BwdWalkFacts(common_kv=True), False),
     ):
-        assert takes_pairs(128, 128, **long, walk=walk) == in_pairs
-        if not walk.common_kv:
-            assert takes_pairs(128, 128, walk=walk, override=asks)
-    with pytest.raises(ValueError, match="cta_pair=True is not for keys of one batch entry"):
-        takes_pairs(128, 128, walk=BwdWalkFacts(common_kv=True), override=asks)
-    for more in ALONE.values():
-        given = {"kind": more.get("tuning_class", "full")} | more
-        given.pop("tuning_class", None)
-        assert not takes_pairs(128, 128, **long, **given)
+        for d in (128, 192):
+            assert takes_pairs(d, 128, **long, walk=walk) == in_pairs
+            if not walk.common_kv:
+                assert takes_pairs(d, 128, walk=walk, override=asks)
+    for d in (128, 192):
+        with pytest.raises(ValueError, match="cta_pair=True is not for keys of one batch entry"):
+            takes_pairs(d, 128, walk=BwdWalkFacts(common_kv=True), override=asks)
+        for more in ALONE.values():
+            given = {"kind": more.get("tuning_class", "full")} | more
+            given.pop("tuning_class", None)
+            assert not takes_pairs(d, 128, **long, **given)
     for what, more in ALONE.items():
         given = replace(more.get("override", BwdConfig()), cta_pair=True)
         if what != "cta_pair=False":
@@ -332,9 +336,9 @@ def test_pairs_of_blackwell() -> None:
                     | more
                     | {"override": given},
                 )
-    for d in (64, 192):
-        with pytest.raises(ValueError, match=f"for tiles of 128 columns on Blackwell, got {d}/{d}"):
-            takes_pairs(d, d, override=BwdConfig(cta_pair=True))
+    for dims in ((64, 64), (192, 192), (96, 128), (200, 128), (128, 136)):
+        with pytest.raises(ValueError, match=f"on Blackwell, got {dims[0]}/{dims[1]}"):
+            takes_pairs(*dims, override=BwdConfig(cta_pair=True))
     with pytest.raises(ValueError, match="stages_do must be 1 with cta_pair=True"):
         takes_pairs(128, 128, override=BwdConfig(cta_pair=True, stages_do=2))
 

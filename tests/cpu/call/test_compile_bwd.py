@@ -185,6 +185,10 @@ BLACKWELL = {
         for name in ("window", "causal-more-queries", "seqused", "columns-1-causal-bits",
                      "mask-aux")
     },
+    **{
+        f"pair-d192-{name}": VARIANTS[name] | {"head_dim": 192, "head_dim_v": 128}
+        for name in ("full", "window", "causal-more-queries", "seqused", "mask-aux")
+    },
 }  # fmt: skip
 # Bytes; the others have none. Of the launch for dK and dQ where scores are modified: the number of
 # the thread, stored once and loaded again where it is needed. More registers for a role, or fewer,

@@ -98,7 +98,7 @@ def unpacked(function: Callable[..., Any]) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     "function",
-    [lookup.key_of_fwd, lookup.key_of_bwd, KernelForward.__call__, KernelBackward.__call__],
+    [lookup.find_fwd, lookup.find_bwd, KernelForward.__call__, KernelBackward.__call__],
 )
 def test_tensors_are_unpacked_in_their_order(function: Callable[..., Any]) -> None:
     seen = 0

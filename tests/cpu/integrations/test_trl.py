@@ -39,8 +39,10 @@ def row_of(parents: list[int], lengths: list[int]) -> dict[str, Any]:
     }
 
 
-def by_paths(q: Tensor, k: Tensor, v: Tensor, row: dict[str, Any], window: int | None) -> Tensor:
-    """(tokens, heads, d) each: segment by segment, over the keys of its path."""
+def by_paths(
+    q: Tensor, k: Tensor, v: Tensor, row: dict[str, Any], window: int | None, sink: Tensor | None
+) -> Tensor:
+    """(tokens, heads, d) each: segment by segment, over the keys of its path. sink: (heads,)."""
     starts, ends = row["tree_cu_seqlens_q"].tolist(), row["tree_cu_seqlens_k"].tolist()
     parts = []
     for i in range(len(starts) - 1):
@@ -51,36 +53,47 @@ def by_paths(q: Tensor, k: Tensor, v: Tensor, row: dict[str, Any], window: int |
         distance = place - torch.arange(len(path))
         visible = (distance >= 0) & (distance < (window or len(path) + 1))
         scores = torch.einsum("qhd,khd->hqk", of_rows, keys) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sink is not None:
+            scores = torch.cat((scores, sink[:, None, None].expand(-1, len(of_rows), 1)), -1)
+        weights = scores.softmax(-1)[..., : len(path)]
         parts.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(parts)
 
 
-def check(row: dict[str, Any], window: int | None = None) -> None:
+def check(row: dict[str, Any], window: int | None = None, has_sink: bool = False) -> None:
     tokens = int(row["tree_cu_seqlens_q"][-1])
     generator = torch.Generator().manual_seed(tokens)
     q, k, v = (
         torch.randn(tokens, heads, 16, dtype=torch.float64, generator=generator).requires_grad_()
         for heads in (4, 2, 2)
     )
-    expected = by_paths(q, k, v, row, window)
+    given = [q, k, v]
+    sink = torch.randn(4, dtype=torch.float64, generator=generator) if has_sink else None
+    if sink is not None:
+        given.append(sink.requires_grad_())
+    expected = by_paths(q, k, v, row, window, sink)
     heads_first = (x[None].transpose(1, 2) for x in (q, k, v))
-    out, weights = trl.tree_attention(MODULE, *heads_first, None, **row, sliding_window=window)
+    out, weights = trl.tree_attention(
+        MODULE, *heads_first, None, **row, sliding_window=window, s_aux=sink
+    )
     assert weights is None
     assert torch.allclose(out[0], expected, atol=1e-12)
     dout = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
-    gradients = (torch.autograd.grad(x, (q, k, v), dout) for x in (out[0], expected))
+    gradients = (torch.autograd.grad(x, given, dout) for x in (out[0], expected))
     for found, right in zip(*gradients, strict=True):
         assert torch.allclose(found, right, atol=2e-6)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_random_rows(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "has_sink"), [(None, False), (5, False), (5, True)])
+def test_random_rows(window: int | None, has_sink: bool) -> None:
     rng = random.Random(7)
     for _ in range(12):
         segments = rng.randint(1, 9)
         check(
-            row_of(draw_tree(rng, segments), [rng.randint(1, 9) for _ in range(segments)]), window
+            row_of(draw_tree(rng, segments), [rng.randint(1, 9) for _ in range(segments)]),
+            window,
+            has_sink,
         )
 
 
@@ -125,6 +138,8 @@ def test_refusals() -> None:
         trl.tree_attention(MODULE, x[:1], x[:1], x[:1], x, **row)
     with pytest.raises(NotImplementedError, match="dropout=0.5 in training"):
         trl.tree_attention(MODULE.train(), x[:1], x[:1], x[:1], None, **row, dropout=0.5)
+    with pytest.raises(NotImplementedError, match="Module gives position_bias, which tree attent"):
+        trl.tree_attention(MODULE, x[:1], x[:1], x[:1], None, **row, position_bias=x)
 
 
 def their_packing() -> Any:

@@ -257,6 +257,44 @@ def test_whether_a_derivative_needs_the_score() -> None:
     assert reads_of(capped, table, [0]).tensors[0].needs_score
 
 
+def _pair_of(aux: Any, h: Any, q: Any, k: Any) -> Any:
+    return Float32(aux[0][h[0], q[0], k[0]])
+
+
+# Of a table by head, query and key; the other tensors are by head, and by batch entry.
+SHARED: dict[str, Callable[..., Any]] = {
+    "sum": lambda s, b, h, q, k, x: s + _pair_of(x, h, q, k),
+    "sum, the score last": lambda s, b, h, q, k, x: _pair_of(x, h, q, k) + s,
+    "difference": lambda s, b, h, q, k, x: s - _pair_of(x, h, q, k) * 0.5,
+    "beside a slope": lambda s, b, h, q, k, x: (
+        s + (_pair_of(x, h, q, k) - x[1][h[0]] * (q - k).to(Float32))
+    ),
+}
+NOT_SHARED: dict[str, Callable[..., Any]] = {
+    # rounded twice, not once
+    "two sums": lambda s, b, h, q, k, x: s + _pair_of(x, h, q, k) + x[1][h[0]],
+    "by batch entry": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + x[2][b[0]]),
+    "an index by batch entry": lambda s, b, h, q, k, x: s + x[0][b[0], q[0], k[0]],
+    "all heads": lambda s, b, h, q, k, x: s + x[0][0, q[0], k[0]],
+    "the negative score": lambda s, b, h, q, k, x: _pair_of(x, h, q, k) - s,
+    "half of the score": lambda s, b, h, q, k, x: s * 0.5 + _pair_of(x, h, q, k),
+    "the score twice": lambda s, b, h, q, k, x: s + (s + _pair_of(x, h, q, k)),
+    "a gain": lambda s, b, h, q, k, x: s * _pair_of(x, h, q, k),
+    "a cap": lambda s, b, h, q, k, x: cute.math.tanh(s + _pair_of(x, h, q, k)),
+    "a factor": lambda s, b, h, q, k, x: s + _pair_of(x, h, q, k) * x[1][h[0]],
+    "a function": lambda s, b, h, q, k, x: s + cute.math.exp2(_pair_of(x, h, q, k)),
+    "two reads": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + _pair_of(x, h, q, k)),
+    "transposed, too": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + _pair_of(x, h, k, q)),
+}
+
+
+@pytest.mark.parametrize("name", [*SHARED, *NOT_SHARED])
+def test_which_tables_all_batch_entries_share(name: str) -> None:
+    mod = (SHARED | NOT_SHARED)[name]
+    tables = [torch.zeros(8, 8, 8), torch.zeros(8), torch.zeros(8)]
+    assert reads_of(mod, tables, [0]).shared == ((0,) if name in SHARED else ())
+
+
 def test_which_derivatives_are_finite_and_which_constant() -> None:
     """Where a score is hidden, anything else times a gradient of 0 might be NaN."""
 

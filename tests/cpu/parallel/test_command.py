@@ -48,6 +48,8 @@ def test_other_masks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seqlen", "1000"], "pad the sequence to 1024 tokens"),
         (["--seqlen", "1024", "--docs", "2000"], "lengths adds up to 2000, more than seqlen=1024"),
         (["--seqlen", "1024", "--full", "--window", "3"], "--full rules it out"),
+        (["--seqlen", "1024", "--docs", "5,x"], "'5,x' is no list of lengths: 40000,25072"),
+        (["--seqlen", "1024", "--bytes-per-key", "0"], "--bytes-per-key=0 is less than 1"),
         ([], "--seqlen"),
     ],
 )

@@ -143,7 +143,10 @@ def _call(**changed: Any) -> Tensor:
             "mask has 2 batch entries and 1 heads, not 1 or 1",
         ),
         ({"mask": builders.causal(32, device="meta")}, ValueError, "mask is on meta, q on cpu"),
-        ({"learnable_sink": torch.zeros(3)}, ValueError, r"learnable_sink must have shape \(2,\)"),
+        ({"learnable_sink": torch.zeros(3)}, ValueError, r"learnable_sink must have .*\(2,\)"),
+        ({"learnable_sink": [0.0, 0.0]}, TypeError, "learnable_sink must be a torch.Tensor"),
+        ({"softcap": -1.0}, ValueError, "softcap must be 0 .off. or positive, got -1.0"),
+        ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite"),
         ({"causal": 1}, TypeError, "causal"),
         ({"window_size": 3}, ValueError, "window_size must be"),
         (

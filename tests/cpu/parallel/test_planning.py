@@ -131,7 +131,11 @@ def test_a_rank_without_keys_of_others_needs_none() -> None:
         (lambda: Plan([]), ValueError, "rows has no ranks"),
         (lambda: Plan([[(0, 4)]]).index(1), ValueError, "rank=1 of a plan for 1 ranks"),
         (lambda: Plan([[(0, 4)]]).shard(torch.zeros(1, 5), 0), ValueError, "not 4 rows in dim=1"),
+        (lambda: Plan([[(0, 4)]]).shard(torch.zeros(1, 4), 0, 2), ValueError, "4 rows in dim=2"),
+        (lambda: Plan([[(0, 4)]]).shard([1], 0), TypeError, "x is a list, not a tensor"),
         (lambda: Plan([[(0, 4)]]).unshard([]), ValueError, "0 parts of a plan for 1 ranks"),
+        (lambda: Plan([[(0, 4)], [(4, 8)]]).unshard([torch.zeros(1, 5), torch.zeros(1, 3)]),
+         ValueError, r"parts\[0\] has shape \(1, 5\), not 4 rows in dim=1"),
         (lambda: Plan([[(0, 4)]]).load(None), ValueError, "not of whole blocks of 128 rows"),
     ],
 )  # fmt: skip

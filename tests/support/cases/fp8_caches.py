@@ -17,7 +17,8 @@ class Fp8Case:
     """heads: of queries and keys. lengths: rows in use of each sequence, or of each entry if `used`
     says how many keys a sequence has. scales: the forms of k_descale and v_descale, "none", "head",
     "expanded" (of strides 0) or "token". page_size: None for keys in rows. keywords: of the call,
-    beside what this class makes."""
+    beside what this class makes. is_hard: scales from 1e-4 to 1e4 (in fp16 to 100) and some of 0,
+    and a NaN code in a row in use."""
 
     name: str
     head_dim: int = 128
@@ -31,6 +32,14 @@ class Fp8Case:
     dtype: torch.dtype = torch.bfloat16
     keywords: dict[str, Any] = field(default_factory=dict)
     used: tuple[int, ...] | None = None
+    is_hard: bool = False
+
+    @property
+    def decades(self) -> tuple[float, float]:
+        """Logarithms of the least scale and of the largest one."""
+        if self.is_hard:
+            return -4, 4 if self.dtype == torch.bfloat16 else 2
+        return -1.2, 0.6
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,15 @@ class Fp8Call:
     keywords: dict[str, Any]
 
 
+def assert_same_bits(one: Tensor, other: Tensor, has_nan: bool) -> None:
+    """Of results, of which those of the last sequence may have NaN, whose bits say nothing."""
+    kind = torch.int16 if one.dtype.itemsize == 2 else torch.int32
+    assert bool(one.isnan().any()) == has_nan
+    assert (one[:-1] if has_nan else one).isfinite().all()
+    assert torch.equal(one.isnan(), other.isnan())
+    assert torch.equal(*(x.nan_to_num(0.0).contiguous().view(kind) for x in (one, other)))
+
+
 def draw_codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Codes of numbers of every size, zeros of both signs and subnormal ones too, without NaN."""
     codes = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
@@ -55,12 +73,19 @@ def draw_codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def draw_descale(
-    form: str, batch: int, rows: tuple[int, ...], generator: torch.Generator
+    form: str,
+    batch: int,
+    rows: tuple[int, ...],
+    generator: torch.Generator,
+    decades: tuple[float, float] = (-1.2, 0.6),
+    zeros: float = 0.0,
 ) -> Tensor | None:
-    """rows: the cache's shape without head_dim."""
+    """rows: the cache's shape without head_dim. zeros: the share of scales that are 0."""
 
     def numbers(*shape: int) -> Tensor:
-        return torch.exp2(torch.rand(shape, generator=generator) * 6 - 4)
+        low, high = decades
+        drawn = 10 ** (torch.rand(shape, generator=generator) * (high - low) + low)
+        return drawn if zeros == 0 else drawn * (torch.rand(shape, generator=generator) >= zeros)
 
     if form == "none":
         return None
@@ -109,7 +134,12 @@ def make_call(case: Fp8Case, seed: int = 0) -> Fp8Call:
     for dim, form in zip((case.head_dim, d_v), case.scales, strict=True):
         x = draw_codes((*shape, dim), generator)
         x.view(torch.uint8)[~in_use] = NAN_CODE
-        descale = draw_descale(form, batch, shape, generator)
+        if case.is_hard and used[-1] > 0:
+            # of the last sequence, whose entry has a row that is in use
+            entry = int((owners == batch - 1).logical_and(in_use.any(1)).nonzero()[0])
+            x.view(torch.uint8)[entry, 0, -1, dim // 2] = NAN_CODE
+        zeros = 0.05 if case.is_hard else 0.0
+        descale = draw_descale(form, batch, shape, generator, case.decades, zeros)
         if form == "token" and descale is not None:
             descale[~in_use] = float("nan")
         codes.append(x)

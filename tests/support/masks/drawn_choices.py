@@ -52,10 +52,18 @@ def draw_choice(
     return choice
 
 
-def draw(seed: int, head_dim: int = 8, sizes: tuple[int, ...] = (16, 32), most: int = 90) -> Drawn:
-    """A call of up to three sequences of `most` keys, packed or not."""
+def draw(
+    seed: int,
+    head_dim: int = 8,
+    sizes: tuple[int, ...] = (16, 32),
+    most: int = 90,
+    kind: int | None = None,
+) -> Drawn:
+    """A call of up to three sequences of `most` keys, packed or not. kind: draws of one kind run
+    the same kernels."""
     gen = torch.Generator().manual_seed(seed)
-    is_packed = _pick(gen, True, False)
+    kinds = gen if kind is None else torch.Generator().manual_seed(kind)
+    is_packed = _pick(kinds, True, False)
     batch = _pick(gen, 1, 1, 2, 3)
     lens_q = [int(torch.randint(0, most // 2, (), generator=gen)) for _ in range(batch)]
     lens_q[0] += 1
@@ -65,24 +73,24 @@ def draw(seed: int, head_dim: int = 8, sizes: tuple[int, ...] = (16, 32), most: 
     if not is_packed:
         lens_q = [lens_q[0]] * batch
     longest = max(lens_k)
-    block, k = _pick(gen, *sizes), _pick(gen, 1, 2, 3, 5)
-    heads_kv, group = _pick(gen, 1, 2), _pick(gen, 1, 2, 3, 4)
+    block, k = _pick(kinds, *sizes), _pick(gen, 1, 2, 3, 5)
+    heads_kv, group = _pick(kinds, 1, 2), _pick(kinds, 1, 2, 3, 4)
     heads_q = heads_kv * group
-    heads = _pick(gen, 1, heads_kv, heads_q)
+    heads = _pick(kinds, 1, heads_kv, heads_q)
     num_blocks = -(-longest // block)
-    dtype = _pick(gen, torch.int32, torch.int64)
+    dtype = _pick(kinds, torch.int32, torch.int64)
     rows = (sum(lens_q),) if is_packed else (lens_q[0],)
     entries = () if is_packed else (_pick(gen, 1, batch),)
     choice = draw_choice(gen, (*entries, heads, *rows, k), num_blocks, dtype)
     if _pick(gen, True, False):
         # other strides
         choice = choice.transpose(-1, -2).contiguous().transpose(-1, -2)
-    keywords: dict[str, Any] = {"causal": _pick(gen, True, False)}
-    if _pick(gen, True, False, False):
+    keywords: dict[str, Any] = {"causal": _pick(kinds, True, False)}
+    if _pick(kinds, True, False, False):
         keywords["window_size"] = (13, None)
-    if _pick(gen, True, False, False):
+    if _pick(kinds, True, False, False):
         keywords["softcap"] = 3.0
-    if _pick(gen, True, False, False):
+    if _pick(kinds, True, False, False):
         keywords["learnable_sink"] = torch.randn(heads_q, dtype=torch.float64, generator=gen)
     if is_packed:
         starts = [torch.tensor([0, *x]).cumsum(0).int() for x in (lens_q, lens_k)]

@@ -107,6 +107,14 @@ def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[-1][h[0], q[0], k[0]]
 
 
+def _pair_minus_slope(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """The order of indices is another one; the other tensor is summed along a walk."""
+    from cutlass import Float32
+
+    pair = Float32(aux[-1][q[0], k[0], h[0]])
+    return score - (aux[-2][h[0]] * abs(q - k).to(Float32) - pair)
+
+
 def _by_axes(side: int) -> TrainedRecipe:
     """Two tables, of the distance in rows of a grid and in columns; one of them is read twice."""
 
@@ -222,6 +230,11 @@ TRAINED_MODS = {
     "swin": TrainedRecipe(
         _swin, _dense_swin, lambda x: [((x.heads_q, (2 * WINDOW - 1) ** 2), FP32)]
     ),
+    "pair_minus_slope": TrainedRecipe(
+        _pair_minus_slope,
+        lambda score, b, h, q, k, slopes, pair: score - (slopes[h] * (q - k).abs() - pair[q, k, h]),
+        lambda x: [((x.heads_q,), FP32), ((x.seqlen_q, x.seqlen_k, x.heads_q), BF16)],
+    ),
     "squared": TrainedRecipe(
         _squared,
         lambda score, b, h, q, k, x: score + x[h].square() * x[(h + k) % 2],
@@ -301,7 +314,7 @@ LINE_CASES = (
     (Case("t5-d256", 1, 70, 140, 2, 1, head_dim=256, causal=True), "t5"),
     (Case("buckets", 2, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets"),
     (Case("buckets-softcap", 1, 100, 129, 1, 1, causal=True, softcap=12.0), "buckets"),
-    (Case("pair-batch3", 3, 140, 130, 2, 2, head_dim=32), "pair"),
+    (Case("pair-seqused", 3, 140, 130, 2, 2, head_dim=32, seqused_k=(130, 60, 0)), "pair"),
     (Case("axial", 2, 144, 170, 2, 2, head_dim=64), "axial"),
     (
         Case(
@@ -312,6 +325,20 @@ LINE_CASES = (
     ),
     (Case("axial-d192", 1, 70, 140, 1, 1, head_dim=192, head_dim_v=64), "axial"),
     (Case("windows", 2, 144, 144, 2, 2, head_dim=64), "windows"),
+)  # fmt: skip
+
+
+# Of biases that all batch entries share, whose gradients a kernel of its own sums: both halves of a
+# tile and a part of one, heads of a group, bands that hide tiles and cut them, bits of a mask_mod
+# for all heads, queries that see nothing, head dimensions of few stages.
+SHARED_CASES = (
+    (Case("pair-batch3", 3, 140, 130, 2, 2, head_dim=32), "pair"),
+    (Case("pair-batch2-gqa2-causal", 2, 200, 270, 4, 2, head_dim=64, causal=True), "pair"),
+    (Case("pair-window", 2, 300, 290, 1, 1, head_dim=40, window_left=60, window_right=20), "pair"),
+    (Case("pair-documents", 3, 150, 150, 4, 4, head_dim=32, mask_mod="documents"), "pair"),
+    (Case("pair-empty-rows-sink", 2, 150, 65, 2, 1, head_dim=128, causal=True, sink=FP32), "pair"),
+    (Case("pair-d96", 2, 70, 140, 1, 1, head_dim=96, head_dim_v=64), "pair_minus_slope"),
+    (Case("swin-batch17", 17, 30, 45, 2, 2, head_dim=32), "swin"),
 )  # fmt: skip
 
 

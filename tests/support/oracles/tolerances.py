@@ -39,8 +39,9 @@ def assert_close_to_oracle(
     *,
     lse_atol: float | None = None,
     unused_rows: bool = True,
-) -> None:
-    """The error bound of the project, on O and on LSE.
+) -> float:
+    """The error bound of the project, on O and on LSE; returns the largest error as a share of what
+    is allowed.
 
     Errors of O are measured in units of the largest value of their row (batch, query, head), so
     that a row over a thousand keys is held to as much as a row over one. In these units the
@@ -72,10 +73,10 @@ def assert_close_to_oracle(
     lse_error, size = (lse - ref_lse)[~no_terms].abs(), ref_lse[~no_terms].abs()
     own_ulp = torch.exp2(size.clamp(min=1.0).log2().floor()) * torch.finfo(FP32).eps
     # how often the allowed error
-    worst = (lse_error / own_ulp.clamp(min=lse_atol)).amax().item() if lse_error.numel() else 0.0
-    assert worst <= 1.0, f"{name}: lse is off by {worst:.3g} times what is allowed"
+    share = (lse_error / own_ulp.clamp(min=lse_atol)).amax().item() if lse_error.numel() else 0.0
+    assert share <= 1.0, f"{name}: lse is off by {share:.3g} times what is allowed"
     if empty.all():
-        return
+        return share
 
     row_scale = ref_out[~empty].abs().amax(dim=-1, keepdim=True)
     error = ((out - ref_out)[~empty] / row_scale).abs()
@@ -86,6 +87,7 @@ def assert_close_to_oracle(
     rms_allowed = 2 * eager_error.square().mean().sqrt().item() + 0.3 * ulp
     assert worst <= worst_allowed, f"{name}: out off by {worst:.3g}, allowed {worst_allowed:.3g}"
     assert rms <= rms_allowed, f"{name}: RMS error of out {rms:.3g}, allowed {rms_allowed:.3g}"
+    return max(share, worst / worst_allowed, rms / rms_allowed)
 
 
 def assert_output_as_good(

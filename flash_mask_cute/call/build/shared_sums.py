@@ -1,0 +1,95 @@
+"""Compile the kernel that sums gradients of aux tensors over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flash_mask_cute.call.build.kernel_operands import BACKWARD
+from flash_mask_cute.call.choose.config import BwdChoice
+from flash_mask_cute.call.choose.shared_sums import SharedSums
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.fake_tensors import strided
+from flash_mask_cute.runtime.target import Target
+
+NAME = "bwd_shared"
+
+
+def compile_shared_sums(
+    score_mod: Callable[..., Any],
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    shared: SharedSums,
+    target: Target,
+    cache: CompileCache = CACHE,
+) -> Compiled:
+    """The compiled kernel, from the cache or built now. `function` takes q, k, v, dout and stats as
+    the main kernel does, the sums and the aux tensors, as tuples, the scale, the number of
+    parts, both sides of the window, and mask bits."""
+    facts = {
+        "dtype": problem.dtype,
+        "head_dims": (problem.head_dim, problem.head_dim_v),
+        "tile_m": choice.tiles.tile_m,
+        "score_mod": problem.score_mod,
+        "aux": problem.aux,
+        "sums": (shared.numbers, shared.once, shared.exact),
+        "is_causal": problem.is_causal,
+        "window": (problem.has_window_left, problem.has_window_right),
+        "reads_mask_bits": problem.reads_mask_bits,
+        "may_empty_rows": problem.may_empty_rows,
+    }
+    return cache.get(
+        NAME,
+        lambda: facts,
+        lambda: build_shared_sums(score_mod, problem, choice, shared, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=tuple(facts.values()),
+    )
+
+
+def build_shared_sums(
+    score_mod: Callable[..., Any],
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    shared: SharedSums,
+    target: Target,
+) -> Compiled:
+    """Compile now."""
+    import cutlass
+
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
+
+    kernel = SharedGradientsSm90(
+        fake_tensors.cutlass_dtype(problem.dtype),
+        problem.head_dim,
+        problem.head_dim_v,
+        choice.tiles.tile_m,
+        score_mod,
+        shared.numbers,
+        shared.once,
+        problem.is_causal,
+        problem.is_local,
+        problem.may_empty_rows,
+    )
+    # this kernel reads no tables of differences
+    problem = replace(problem, tables=())
+    of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
+
+    def sums_of(i: int) -> Any:
+        _, rank = problem.aux[i]
+        if i in shared.exact:
+            return strided(rank + 1, "int64")
+        return strided(rank + int(i in shared.once), "float32")
+
+    arguments = [
+        *(of[name] for name in ("q", "k", "v", "dout", "stats")),
+        *(tuple(map(sums_of, shared.numbers)), of["aux_tensors"], of["scale"]),
+        *(cutlass.Int32(1), of["stream"]),
+        *(of["window_left"], of["window_right"], of["mask_bits"]),
+    ]
+    return compile_object(kernel, arguments, options_of(target))

@@ -1,0 +1,121 @@
+"""Which gradients of aux tensors a kernel of its own sums over the batch, and in how many parts.
+
+`sm90/flash_bwd_shared.py` sums gradients of scores over the batch. So a table that scores of all
+batch entries share gets an addition for each query and key, and not for each score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.config import BwdChoice
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.mods.exact_words import NUM_WORDS
+from flash_mask_cute.mods.read_classes import ReadClass
+from flash_mask_cute.mods.traits import find_reads
+from flash_mask_cute.runtime.target import Target
+
+# queries and keys of a tile (`sm90/flash_bwd_shared.py`)
+TILE = 128
+# With one entry, no two scores add to an element.
+LEAST_BATCH = 2
+MOST_PARTS = 32
+# Of a part, where several scores of an entry add to an element: with fewer, the main kernel sums
+# along lines and walks in less time.
+LEAST_ENTRIES = 16
+# Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
+# as, and clocks for which an SM writes and reads a byte of a part's sums.
+ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
+
+
+class SharedSums(NamedTuple):
+    """numbers: of the aux tensors. parts: of the batch. once: those of which no two scores of an
+    entry read the same element: they have one owner, and sums for each part. The others have sums
+    to which CTAs add; exact: those of them with exact sums (`mods/exact_words.py`)."""
+
+    numbers: tuple[int, ...]
+    parts: int
+    once: tuple[int, ...]
+    exact: tuple[int, ...] = ()
+
+    def num_bytes(self, sizes: Sequence[int]) -> int:
+        """Of the sums. sizes: elements of each aux tensor."""
+
+        def of_element(i: int) -> int:
+            if i in self.exact:
+                return 8 * NUM_WORDS
+            return 4 * self.parts if i in self.once else 4
+
+        return sum(of_element(i) * sizes[i] for i in self.numbers)
+
+    def problem_fields(self, problem: AttentionProblem) -> dict[str, Any]:
+        """The fields of the problem that is left to the main kernel."""
+        fields = "wants_aux", "exact_aux", "entry_aux"
+        return {x: tuple(i for i in getattr(problem, x) if i not in self.numbers) for x in fields}
+
+
+def choose_shared_sums(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    choice: BwdChoice,
+    target: Target,
+) -> SharedSums | None:
+    """None: the main kernel sums all gradients."""
+    score_mod = masks.score_mod
+    if score_mod is None or not problem.wants_aux or not _is_possible(problem, choice, target):
+        return None
+    reads = find_reads(score_mod, problem, problem.wants_aux)
+    if shapes.batch < LEAST_BATCH or not reads.shared:
+        return None
+    parts, once = num_parts(shapes, target.num_sms), reads.shared_once
+    if not once:
+        parts = max(min(parts, shapes.batch // LEAST_ENTRIES), 1)
+    numbers = once
+    if shapes.batch >= LEAST_ENTRIES * parts:
+        slow = (i for i in reads.shared if reads.tensors[i].read_class in _ADDED_BY_SCORE)
+        numbers = tuple(sorted({*once, *slow}))
+    exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
+    return SharedSums(numbers, parts, once, exact) if numbers else None
+
+
+# Classes of which the main kernel adds scores, or lines of scores, one by one.
+_ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
+
+
+def _is_possible(problem: AttentionProblem, choice: BwdChoice, target: Target) -> bool:
+    """Whether the kernel can compute the scores of a problem."""
+    if not arch_spec(target).backward.owns_shared or choice.tile_n != TILE:
+        return False
+    others = (
+        *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
+        *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),
+        *(problem.common_kv, problem.tables, problem.summed, problem.token_lists),
+    )
+    absent = problem.intervals, problem.mask_mod, problem.score_mod_bwd, problem.q_start
+    if any(others) or any(x is not None for x in absent):
+        return False
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
+
+    dims = problem.head_dim, problem.head_dim_v
+    traits = SharedTraits(
+        cutlass_dtype(problem.dtype), *dims, choice.tiles.tile_m, problem.may_empty_rows
+    )
+    return traits.fits
+
+
+def num_parts(shapes: FwdShapes, num_sms: int) -> int:
+    """The parts of the batch by which the kernel is estimated to take least time."""
+    tiles = shapes.heads_q * -(-shapes.seqlen_q // TILE) * -(-shapes.seqlen_k // TILE)
+    num_bytes = 8 * shapes.heads_q * shapes.seqlen_q * shapes.seqlen_k
+
+    def clocks(parts: int) -> float:
+        waves = -(-tiles * parts // num_sms)
+        entries = -(-shapes.batch // parts) + ENTRIES_OF_ENDS
+        return waves * entries * ENTRY_CLOCKS + parts * num_bytes / num_sms * BYTE_CLOCKS
+
+    return min(range(1, min(shapes.batch, MOST_PARTS) + 1), key=clocks)

@@ -1,0 +1,47 @@
+"""Gradients of aux tensors that a kernel of its own sums over the batch, each time a call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.choose.shared_sums import SharedSums
+from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.call.run.aux_sums import new_sums
+
+
+class MakeSharedSums:
+    """Makes the sums of a plan. function: `call/build/shared_sums.py`."""
+
+    __slots__ = "_count", "_function", "shared"
+
+    def __init__(self, shared: SharedSums, shapes: FwdShapes, function: Callable[..., Any]) -> None:
+        self.shared, self._function = shared, function
+        self._count = shapes.heads_q * shapes.seqlen_q * shapes.seqlen_k
+
+    def __call__(
+        self,
+        daux: Sequence[Tensor | None],
+        operands: tuple[Tensor | None, ...],
+        aux_tensors: Sequence[Tensor] | None,
+        scale: float,
+        *more: Any,
+    ) -> dict[int, Tensor]:
+        """The sums by number of the tensor, with the parts as the first dimension, or as
+        `new_sums` makes them. operands: q, k, v, dout, stats; more: both sides of the
+        window, and mask bits."""
+        numbers, parts, once, exact = self.shared
+        others = tuple(i for i in numbers if i not in once)
+        sums = new_sums(daux, others, torch.float32, exact)
+        for i in once:
+            gradient = daux[i]
+            assert gradient is not None
+            # no two scores read the same element, so as many scores read all
+            new = gradient.new_empty if gradient.numel() == self._count else gradient.new_zeros
+            sums[i] = new((parts, *gradient.shape), dtype=torch.float32)
+        in_order = tuple(sums[i] for i in numbers)
+        self._function(*operands, in_order, tuple(aux_tensors or ()), scale, parts, *more)
+        return sums

@@ -1,0 +1,662 @@
+"""Gradients of tables that all batch entries share, as a bias of pairs or of windows has them.
+
+If a score_mod adds a number of query, key and head to the score, the gradient of an element is a
+sum of dS over the batch. In the main kernel each score would be an addition to memory. Here a CTA
+owns 128 queries by 128 keys of a head, and walks over batch entries: it computes
+
+    S^T = K Q^T        dP^T = V dO^T        dS = exp(S + bias - LSE) * (dP - delta)
+
+again and sums dS in registers. What the score_mod adds stays in registers, too, because it is the
+same for all entries. If no two scores of an entry read the same element of a tensor, its sums are
+stored, and their order is fixed. Others are added to memory, once for a query and a key.
+
+| warps             | role | work                                                   |
+|-------------------|------|--------------------------------------------------------|
+| 0 of warpgroup 0  | load | TMA of Q, K, dO, V, and copies of LSE and delta        |
+| warpgroups 1, 2   | mma  | 64 keys each, by two halves of 64 queries              |
+
+A batch entry is two fills: Q, K and statistics for S, and dO and V for dP. Few tiles would leave
+SMs idle, so the batch may have parts, which have stored sums of their own
+(`call/choose/shared_sums.py`).
+
+Elements outside the sequences are computed from whatever lies there, and not stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    registers_left,
+    swizzled,
+    thread_in_warpgroup,
+)
+from flash_mask_cute.core.row_blocks import mark_words
+from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
+from flash_mask_cute.core.tile_state import PARTIAL, has_visible
+from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
+from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.derivative import differentiate
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.band import Band
+from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD
+from flash_mask_cute.rules.mask_rules import MaskBitsArgs, WindowArgs
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+NUM_MMA_WARPGROUPS = 2
+MMA_REGISTERS = 240
+# queries and keys of a CTA, and in how many halves of 64
+TILE, HALVES = 128, 2
+# boxes of 64 rows in a stage: two of keys, two of queries
+BOXES = 4
+MOST_STAGES = 4
+# of a query: LSE, delta and reference
+STATS = 3
+
+
+@dataclass(frozen=True)
+class SharedTraits:
+    """Shape of the work of a CTA. tile_m: queries of a row block and of a bit tile, 64 or 128.
+    has_marks: rows of queries that see nothing may be marked."""
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    has_marks: bool
+
+    @property
+    def cols(self) -> tuple[int, int]:
+        """Columns of Q and K, and of dO and V, in shared memory."""
+        return wgmma.tile_columns(self.head_dim), wgmma.tile_columns(self.head_dim_v)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps of 16 columns, without those that are zeros."""
+        return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
+
+    @property
+    def box_bytes(self) -> tuple[int, int]:
+        cols, cols_v = self.cols
+        return ROWS_PER_WARPGROUP * cols * 2, ROWS_PER_WARPGROUP * cols_v * 2
+
+    @property
+    def mark_words(self) -> int:
+        """Words of marks of a row block."""
+        return mark_words(self.tile_m) if self.has_marks else 0
+
+    @property
+    def half_words(self) -> int:
+        """Words of the statistics of 64 queries, and of the marks of their row block."""
+        return STATS * ROWS_PER_WARPGROUP + self.mark_words
+
+    @property
+    def bytes_stats(self) -> int:
+        return HALVES * self.half_words * 4
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Of the operands of S, and of those of dP: as many as there is room for."""
+        for_s, for_dp = (BOXES * size for size in self.box_bytes)
+        room = SMEM_CAPACITY - SMEM_BOOKKEEPING - MOST_STAGES * self.bytes_stats
+        fitting = (
+            (a, b)
+            for a in range(MOST_STAGES, 0, -1)
+            for b in (a, a - 1)
+            if b > 0 and a * for_s + b * for_dp <= room
+        )
+        return next(fitting, (0, 0))
+
+    @property
+    def fits(self) -> bool:
+        return min(self.stages) > 0
+
+    @property
+    def num_threads(self) -> int:
+        return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
+
+    def mma(self) -> cute.TiledMma:
+        """64 keys by 64 queries."""
+        kind = self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32
+        return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP,) * 2)
+
+    def layout(self, i: int) -> cute.ComposedLayout:
+        """(64, columns, boxes of all stages) of the operands of S, or of dP."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.cols[i])
+        atom = hopper.make_smem_layout_atom(kind, self.dtype)
+        shape = ROWS_PER_WARPGROUP, self.cols[i], BOXES * self.stages[i]
+        return cute.tile_to_shape(atom, shape, order=(0, 1, 2))
+
+    def storage(self) -> cute.struct:
+        def elements(i: int) -> type:
+            size = cute.cosize(self.layout(i))
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+
+        for_s, for_dp = self.stages
+
+        @cute.struct
+        class Storage:
+            s: elements(0)
+            dp: elements(1)
+            stats: cute.struct.Align[
+                cute.struct.MemRange[Float32, HALVES * self.half_words * for_s], 128
+            ]
+            s_barriers: cute.struct.MemRange[Int64, 2 * for_s]
+            dp_barriers: cute.struct.MemRange[Int64, 2 * for_dp]
+
+        return Storage
+
+
+class Sources(NamedTuple):
+    """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads_q,
+    row_blocks, words)."""
+
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    do_atom: cute.CopyAtom
+    do: cute.Tensor
+    stats: cute.Tensor
+
+
+class Extents(NamedTuple):
+    seqlen_q: Int32
+    seqlen_k: Int32
+    batch: Int32
+    group: Int32
+    """Query heads of a KV head."""
+    m_tiles: Int32
+    n_tiles: Int32
+
+
+class Part(NamedTuple):
+    """The work of a CTA: a tile of a head, and the batch entries that it visits."""
+
+    number: Int32
+    head_idx: Int32
+    m_tile: Int32
+    n_tile: Int32
+    first: Int32
+    count: Int32
+
+
+class Tiles(NamedTuple):
+    """s, dp: (64, columns, boxes); stats (words, halves * stages)."""
+
+    s: cute.Tensor
+    dp: cute.Tensor
+    stats: cute.Tensor
+
+
+class SharedGradientsSm90:
+    """Kernel for Hopper, to be passed to `cute.compile`.
+
+    :param dtype: of Q, K, V and dO, 16 bits
+    :param head_dim, head_dim_v: those for which `SharedTraits.fits`
+    :param tile_m: see `SharedTraits`
+    :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
+    :param wants_aux: numbers of the tensors to sum for, which are among `ModReads.shared`
+    :param once: those of them whose sums are stored, of `ModReads.shared_once`
+    :param is_causal, is_local: as in the main kernel
+    :param may_empty_rows: as in the main kernel
+    """
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        head_dim_v: int,
+        tile_m: int,
+        score_mod: Callable[..., Any],
+        wants_aux: tuple[int, ...],
+        once: tuple[int, ...],
+        is_causal: bool,
+        is_local: bool,
+        may_empty_rows: bool,
+    ):
+        self.traits = SharedTraits(dtype, head_dim, head_dim_v, tile_m, may_empty_rows)
+        if not self.traits.fits:
+            raise ValueError(f"head dimensions {head_dim}/{head_dim_v} are too wide")
+        self.score_mod = score_mod
+        self.wants_aux = wants_aux
+        self.once = once
+        self.is_causal = is_causal
+        self.is_local = is_local
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mStats: cute.Tensor,
+        sums: tuple,
+        aux_tensors: tuple,
+        softmax_scale: Float32,
+        num_parts: Int32,
+        stream,
+        window_size_left: Int32 | None = None,
+        window_size_right: Int32 | None = None,
+        mask_bit_tensors: tuple | None = None,
+    ):
+        """Launch on `stream`.
+
+        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense
+        :param sums: of each wanted tensor, fp32 (parts, *its shape), of which elements that some
+            query, key and head read are written; or those to which terms are added (`AuxSums`)
+        :param num_parts: of the batch
+        :param window_size_left, window_size_right, mask_bit_tensors: as in the main kernel
+        """
+        traits = self.traits
+        load, operands = cpasync.CopyBulkTensorTileG2SOp(), []
+        for tensor, i in ((mK, 0), (mQ, 0), (mV, 1), (mdO, 1)):
+            box = (1, ROWS_PER_WARPGROUP), traits.cols[i]
+            in_box = tma.one_stage(traits.layout(i))
+            view = tma.sequence_rows(tensor, False)
+            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        batch, seqlen_q, heads, _ = mQ.shape
+        seqlen_k, heads_kv = mK.shape[1], mK.shape[2]
+        m_tiles, n_tiles = cute.ceil_div(seqlen_q, TILE), cute.ceil_div(seqlen_k, TILE)
+        extents = Extents(seqlen_q, seqlen_k, batch, heads // heads_kv, m_tiles, n_tiles)
+        mask_bits = None
+        if const_expr(mask_bit_tensors is not None):
+            mask_bits = MaskBitsArgs(*mask_bit_tensors)
+        self.kernel(
+            Sources(*operands, mStats),
+            extents,
+            sums,
+            aux_tensors,
+            ScoreScales.create(softmax_scale, None, True),
+            WindowArgs(window_size_left, window_size_right),
+            mask_bits,
+        ).launch(
+            grid=(heads * m_tiles * n_tiles, num_parts, 1),
+            block=(traits.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        sources: Sources,
+        extents: Extents,
+        sums: tuple,
+        aux_tensors: tuple,
+        scales: ScoreScales,
+        window: WindowArgs,
+        mask_bits: MaskBitsArgs | None,
+    ):
+        traits = self.traits
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        for_s, for_dp = traits.stages
+        mma_warps = NUM_MMA_WARPGROUPS * WARPS_PER_WARPGROUP
+        channels = (
+            Channel.create(storage.s_barriers.data_ptr(), for_s, 1, mma_warps),
+            Channel.create(storage.dp_barriers.data_ptr(), for_dp, 1, mma_warps),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        stats = cute.make_layout((traits.half_words, HALVES * for_s))
+        tiles = Tiles(
+            swizzled(storage.s, traits.layout(0)),
+            swizzled(storage.dp, traits.layout(1)),
+            storage.stats.get_tensor(stats),
+        )
+        part = self._part(extents, window)
+        if warp_idx < Role.MMA:
+            taken = NUM_MMA_WARPGROUPS * MMA_REGISTERS
+            cute.arch.setmaxregister_decrease(registers_left(1 + NUM_MMA_WARPGROUPS, taken))
+            if warp_idx == Role.LOAD:
+                self.load(part, sources, extents, tiles, channels)
+        else:
+            cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            self.mma(part, extents, tiles, channels, sums, aux_tensors, scales, window, mask_bits)
+
+    @cute.jit
+    def _part(self, extents: Extents, window: WindowArgs) -> Part:
+        tile, number, _ = cute.arch.block_idx()
+        _, num_parts, _ = cute.arch.grid_dim()
+        rest = tile // extents.n_tiles
+        head_idx = rest // extents.m_tiles
+        m_tile, n_tile = rest - head_idx * extents.m_tiles, tile - rest * extents.n_tiles
+        of_part = cute.ceil_div(extents.batch, num_parts)
+        first = cutlass.min(number * of_part, extents.batch)
+        count = cutlass.min(of_part, extents.batch - first)
+        if const_expr(self.is_causal or self.is_local):
+            band = self._band(extents, window)
+            lo, _ = band.k_range(m_tile * TILE)
+            _, hi = band.k_range(cutlass.min((m_tile + 1) * TILE, extents.seqlen_q) - 1)
+            sees = (lo < (n_tile + 1) * TILE) & (hi > n_tile * TILE)
+            count = cutlass.select_(sees, count, Int32(0))
+        return Part(number, head_idx, m_tile, n_tile, first, count)
+
+    def _band(self, extents: Extents, window: WindowArgs) -> Band:
+        right = Int32(0) if self.is_causal else window.right
+        return Band(extents.seqlen_q, extents.seqlen_k, window.left, right)
+
+    # -- load -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, part: Part, sources: Sources, extents: Extents, tiles: Tiles, channels: tuple):
+        """The load warp."""
+        for_s, for_dp = channels
+        bytes_s, bytes_dp = self.traits.box_bytes
+        for i in cutlass.range(part.count, unroll=1):
+            place = part, extents, part.first + i
+            for_s.acquire(i)
+            for_s.expect(i, BOXES * bytes_s + self.traits.bytes_stats)
+            self._load_boxes(0, sources[:4], tiles.s, for_s, i, place)
+            self._load_stats(sources.stats, tiles.stats, for_s, i, place)
+            for_dp.acquire(i)
+            for_dp.expect(i, BOXES * bytes_dp)
+            self._load_boxes(1, sources[4:8], tiles.dp, for_dp, i, place)
+
+    def _load_boxes(
+        self,
+        operand: int,
+        sources: tuple,
+        smem: cute.Tensor,
+        channel: Channel,
+        number: Int32,
+        place: tuple[Part, Extents, Int32],
+    ) -> None:
+        """Two boxes of keys, and two of queries."""
+        part, extents, batch_idx = place
+        head_kv = part.head_idx // extents.group
+        of_keys = sources[0], sources[1], head_kv, part.n_tile, extents.seqlen_k
+        of_queries = sources[2], sources[3], part.head_idx, part.m_tile, extents.seqlen_q
+        barrier = channel.barrier(number)
+        for side, (atom, tensor, head_idx, tile, length) in enumerate((of_keys, of_queries)):
+            for half in range(HALVES):
+                # TMA takes no box that lies behind the last row
+                row = cutlass.min(tile * TILE + half * ROWS_PER_WARPGROUP, length - 1)
+                box = (1, ROWS_PER_WARPGROUP), self.traits.cols[operand]
+                gmem = tensor[None, None, batch_idx]
+                src, dst = tma.tile_of(atom, gmem, (head_idx, row), box, smem)
+                unit = channel.index(number) * BOXES + side * HALVES + half
+                cute.copy(atom, src, dst[None, unit], tma_bar_ptr=barrier)
+
+    def _load_stats(
+        self,
+        stats: cute.Tensor,
+        smem: cute.Tensor,
+        channel: Channel,
+        number: Int32,
+        place: tuple[Part, Extents, Int32],
+    ) -> None:
+        part, extents, batch_idx = place
+        tile_m, barrier = self.traits.tile_m, channel.barrier(number)
+        of_entry = cute.ceil_div(extents.seqlen_q, tile_m)
+        for half in range(HALVES):
+            first = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
+            block = batch_idx * of_entry + cutlass.min(first // tile_m, of_entry - 1)
+            source = stats[part.head_idx, block, None]
+            target = smem[None, channel.index(number) * HALVES + half]
+            pieces = [
+                (i * tile_m + first % tile_m, i * ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP)
+                for i in range(STATS)
+            ]
+            if self.traits.has_marks:
+                pieces.append((STATS * tile_m, STATS * ROWS_PER_WARPGROUP, self.traits.mark_words))
+            for start, at, count in pieces:
+                layout = cute.make_layout(count)
+                src = cute.make_tensor((source.iterator + start).align(16), layout)
+                dst = cute.make_tensor((target.iterator + at).align(16), layout)
+                tma.copy_bulk(src, dst, barrier)
+
+    # -- mma ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma(
+        self,
+        part: Part,
+        extents: Extents,
+        tiles: Tiles,
+        channels: tuple,
+        sums: tuple,
+        aux_tensors: tuple,
+        scales: ScoreScales,
+        window: WindowArgs,
+        mask_bits: MaskBitsArgs | None,
+    ):
+        """MMA warpgroup: 64 keys of the tile."""
+        mma, (for_s, for_dp) = self.traits.mma(), channels
+        operands = tuple(
+            (wgmma.operand_a(mma, x), wgmma.operand_b(mma, x)) for x in (tiles.s, tiles.dp)
+        )
+        # of each half, as accumulators: what the score_mod adds, and the sums of dS
+        added, totals = (
+            [wgmma.make_accumulator(ROWS_PER_WARPGROUP) for _ in range(HALVES)] for _ in range(2)
+        )
+        for acc in totals:
+            acc.fill(0.0)
+        words = cute.make_rmem_tensor(HALVES * wgmma.ROWS_PER_THREAD, Int32)
+        words.fill(ALL)
+        if part.count > 0:
+            self._evaluate(part, extents, aux_tensors, added)
+            self._load_words(part, extents, window, mask_bits, Int32(0), words)
+        for i in cutlass.range(part.count, unroll=1):
+            bits = [words[j] for j in range(cute.size(words))]
+            self._load_words(part, extents, window, mask_bits, i + 1, words)
+            for_s.wait(i)
+            for_dp.wait(i)
+            for half in cutlass.range_constexpr(HALVES):
+                acc_S, acc_dP = (wgmma.make_accumulator(ROWS_PER_WARPGROUP) for _ in range(2))
+                for acc, channel, (a, b), steps in zip(
+                    (acc_S, acc_dP), channels, operands, self.traits.steps, strict=True
+                ):
+                    first = channel.index(i) * BOXES
+                    keys = a[None, None, None, first + mma_warpgroup_idx()]
+                    queries = b[None, None, None, first + HALVES + half]
+                    wgmma.issue(mma, acc, keys, queries, False, steps)
+                warpgroup.wait_group(0)
+                stats = tiles.stats[None, for_s.index(i) * HALVES + half]
+                first = half * wgmma.ROWS_PER_THREAD
+                of_half = tuple(bits[first : first + wgmma.ROWS_PER_THREAD])
+                if const_expr(mask_bits is None and not (self.is_causal or self.is_local)):
+                    of_half = None
+                self._add(half, stats, of_half, scales, added[half], acc_S, acc_dP, totals[half])
+            for_s.release(i)
+            for_dp.release(i)
+        self._store(part, extents, sums, aux_tensors, totals)
+
+    @cute.jit
+    def _add(
+        self,
+        half: cutlass.Constexpr[int],
+        stats: cute.Tensor,
+        bits: tuple | None,
+        scales: ScoreScales,
+        added: cute.Tensor,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        total: cute.Tensor,
+    ):
+        """Add dS of 64 queries to their sums. bits: of each of the thread's keys; None: all
+        count."""
+        scores, grads, more, sums = (wgmma.rows_by_cols(x) for x in (acc_S, acc_dP, added, total))
+        if const_expr(self.traits.has_marks):
+            self._clear_marked(half, stats, scores, grads)
+        statistics = [self._statistic(stats, i) for i in range(STATS)]
+        for first in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
+            # loaded pair by pair: all would take 48 registers
+            lse, delta, reference = (x[None, first // 2].load() for x in statistics)
+            for i in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
+                    c = first + i
+                    score = cute.math.fma(scores[r, c], scales.scale_mod, more[r, c])
+                    score = rounded_difference(score, reference[i])
+                    exponent = cute.math.fma(score, scales.scale_log2, -lse[i])
+                    prob = cute.math.exp2(exponent, fastmath=True)
+                    if const_expr(bits is not None):
+                        prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
+                    sums[r, c] = cute.math.fma(prob, grads[r, c] - delta[i], sums[r, c])
+
+    def _statistic(self, stats: cute.Tensor, i: int) -> cute.Tensor:
+        """A statistic of the queries of a thread's columns, in pairs."""
+        first = i * ROWS_PER_WARPGROUP + wgmma.first_col_of(thread_in_warpgroup())
+        layout = cute.make_layout((2, ROWS_PER_WARPGROUP // 8), stride=(1, 8))
+        return cute.make_tensor((stats.iterator + first).align(8), layout)
+
+    @cute.jit
+    def _clear_marked(
+        self,
+        half: cutlass.Constexpr[int],
+        stats: cute.Tensor,
+        scores: cute.Tensor,
+        grads: cute.Tensor,
+    ):
+        """Clear the columns of marked queries, whose Q or dO is not finite (`core.row_blocks`)."""
+        marks = cute.recast_tensor(
+            cute.make_tensor(
+                stats.iterator + STATS * ROWS_PER_WARPGROUP,
+                cute.make_layout(self.traits.mark_words),
+            ),
+            Int32,
+        )
+        # a row block of 128 queries has the marks of both halves
+        first = half * 2 if const_expr(self.traits.tile_m == TILE) else 0
+        low, high = marks[first], marks[first + 1]
+        if (low | high) != 0:
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                at = wgmma.first_col_of(thread_in_warpgroup()) + wgmma.col_offset(c)
+                word = low if const_expr(wgmma.col_offset(c) < bit_tile.WORD) else high
+                is_marked = ((word >> (at % bit_tile.WORD)) & 1) != 0
+                for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
+                    scores[r, c] = cutlass.select_(is_marked, Float32(0.0), scores[r, c])
+                    grads[r, c] = cutlass.select_(is_marked, Float32(0.0), grads[r, c])
+
+    # -- what is the same for all entries -------------------------------------------------------
+
+    def _place(self, part: Part, half: int, r: int, c: int) -> tuple[Int32, Int32]:
+        """The query and the key of a thread's score."""
+        thread = thread_in_warpgroup()
+        query = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
+        query += wgmma.first_col_of(thread) + wgmma.col_offset(c)
+        return query, self._key(part, r)
+
+    def _key(self, part: Part, r: int) -> Int32:
+        line = mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread_in_warpgroup(), r)
+        return part.n_tile * TILE + line
+
+    def _evaluate(
+        self, part: Part, extents: Extents, aux_tensors: tuple, added: list[cute.Tensor]
+    ) -> None:
+        """What the score_mod adds to each score."""
+        for half, acc in enumerate(added):
+            values = wgmma.rows_by_cols(acc)
+            for c in range(cute.size(values, mode=[1])):
+                for r in range(wgmma.ROWS_PER_THREAD):
+                    q_idx, k_idx = self._place(part, half, r, c)
+                    place = (
+                        *(Int32(0), part.head_idx),
+                        *(cutlass.min(q_idx, extents.seqlen_q - 1),
+                          cutlass.min(k_idx, extents.seqlen_k - 1)),
+                    )  # fmt: skip
+                    values[r, c] = call_score_mod(self.score_mod, Float32(0.0), *place, aux_tensors)
+
+    def _load_words(
+        self,
+        part: Part,
+        extents: Extents,
+        window: WindowArgs,
+        mask_bits: MaskBitsArgs | None,
+        number: Int32,
+        words: cute.Tensor,
+    ) -> None:
+        """The bits of the scores that count in a batch entry: of each half and key, of 16
+        queries."""
+        if mask_bits is None and not (self.is_causal or self.is_local):
+            return
+        batch_idx = cutlass.min(part.first + number, extents.batch - 1)
+        word = thread_in_warpgroup() % wgmma.COLUMNS.num_words
+        for half in range(HALVES):
+            for r in range(wgmma.ROWS_PER_THREAD):
+                bits = Int32(ALL)
+                if self.is_causal or self.is_local:
+                    lo, hi = self._band(extents, window).q_range(self._key(part, r))
+                    first = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
+                    ends = (wgmma.COLUMNS.count_below(word, x - first) for x in (lo, hi))
+                    bits = bit_tile.bits_of(tuple(ends))
+                if mask_bits is not None:
+                    bits = bits & self._stored_bits(part, mask_bits, batch_idx, half, r)
+                words[half * wgmma.ROWS_PER_THREAD + r] = bits
+
+    def _stored_bits(
+        self, part: Part, mask_bits: MaskBitsArgs, batch_idx: Int32, half: int, r: int
+    ) -> Int32:
+        tile_m, word = self.traits.tile_m, thread_in_warpgroup() % wgmma.COLUMNS.num_words
+        first = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
+        last = cute.size(mask_bits.states, mode=[1]) - 1
+        place = batch_idx, cutlass.min(first // tile_m, last), part.n_tile
+        lines = mask_bits.tile(*place)
+        line = self._key(part, r) - part.n_tile * TILE
+        if tile_m == TILE:
+            bits = lines[word, line] >> (half * HALF_WORD)
+        else:
+            # two words of 16 bits are stored in one
+            bits = lines[word // 2, line] >> (word % 2 * HALF_WORD)
+        state = mask_bits.state(*place)
+        uncut = cutlass.select_(has_visible(state), Int32(ALL), Int32(0))
+        return cutlass.select_(state == PARTIAL, bits, uncut)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _store(
+        self,
+        part: Part,
+        extents: Extents,
+        sums: tuple,
+        aux_tensors: tuple,
+        totals: list[cute.Tensor],
+    ) -> None:
+        """Write the sums, times the derivatives by the elements, or add them."""
+        targets = dict(zip(self.wants_aux, sums, strict=True))
+        added = AuxSums({i: x for i, x in targets.items() if i not in self.once})
+        for half, acc in enumerate(totals):
+            values = wgmma.rows_by_cols(acc)
+            for c in range(cute.size(values, mode=[1])):
+                for r in range(wgmma.ROWS_PER_THREAD):
+                    q_idx, k_idx = self._place(part, half, r, c)
+                    exists = (q_idx < extents.seqlen_q) & (k_idx < extents.seqlen_k)
+                    q_idx = cutlass.min(q_idx, extents.seqlen_q - 1)
+                    k_idx = cutlass.min(k_idx, extents.seqlen_k - 1)
+                    place = Int32(0), part.head_idx, q_idx, k_idx
+                    _, _, terms = differentiate(
+                        self.score_mod, Float32(0.0), *place, aux_tensors, self.wants_aux
+                    )
+                    added.add([x for x in terms if x[0] not in self.once], values[r, c], exists)
+                    for number, coordinates, factor in terms:
+                        if number in self.once:
+                            target = targets[number]
+                            at = offset_in(target, (part.number, *coordinates))
+                            _store_if(exists, target.iterator + at, values[r, c] * factor)
+        added.flush()
+
+
+def _store_if(condition: Boolean, place: cute.Pointer, value: Float32) -> None:
+    """Written as PTX: in a branch, each address would be computed anew
+    (docs/facts/compiler.md#memory-accesses)."""
+    cute.arch.inline_ptx(
+        "@{$r2} st.global.f32 [{$r0}], {$r1};", read_only_args=[place, value, condition]
+    )

@@ -1,0 +1,162 @@
+"""Which gradients of aux tensors a kernel of its own sums over the batch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import BF16, FP32, Case
+from compiled_code import SWEEP
+from planned import planned
+from torch import Tensor
+from trained_mods import TRAINED_MODS, make_trained
+
+from flash_mask_cute import explain
+from flash_mask_cute.call.arguments import Direction
+from flash_mask_cute.call.build.shared_sums import build_shared_sums
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.shared_sums import MOST_PARTS, TILE, num_parts
+from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.target import Target
+
+HOPPER, BLACKWELL = Target("sm_90a", 132), Target("sm_100a", 148)
+
+
+def plan_of(case: Case, name: str = "pair", target: Target = HOPPER, **more: Any) -> ExecutionPlan:
+    given = make_trained(case, name)
+    daux = [torch.empty_like(x) if i in given.wants_aux else None
+            for i, x in enumerate(given.aux_tensors)]  # fmt: skip
+    return planned(given.inputs, target, direction=Direction.BACKWARD, daux=daux, **more)
+
+
+def pair_case(name: str, **more: Any) -> Case:
+    fields: dict[str, Any] = {"batch": 3, "seqlen_q": 70, "seqlen_k": 140, "head_dim": 32}
+    return Case(name, **fields | {"heads_q": 4, "heads_kv": 4} | more)
+
+
+OWNED = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_left": 20},
+    "sink": {"sink": FP32, "causal": True},
+    "gqa": {"heads_kv": 2},
+    "bits of a mask_mod": {"mask_mod": "documents", "seqlen_q": 140},
+    "d128": {"head_dim": 128},
+}
+ADDED = {
+    "one entry": {"batch": 1},
+    "wide": {"head_dim": 192},
+    "softcap": {"softcap": 10.0},
+    "used": {"seqused_k": (10, 20, 30)},
+    "intervals": {"column": "stepped2"},
+}
+
+
+@pytest.mark.parametrize("name", [*OWNED, *ADDED])
+def test_which_calls_have_an_owner(name: str) -> None:
+    fields = (OWNED | ADDED)[name]
+    case = pair_case(name, **fields)
+    for in_order in (False, True):
+        found = plan_of(case, deterministic=in_order)
+        table = len(found.problem.aux) - 1
+        if name in OWNED:
+            assert found.shared is not None and found.shared.numbers == (table,)
+            assert not found.problem.wants_aux and not found.problem.exact_aux
+        else:
+            assert found.shared is None and found.problem.wants_aux == (table,)
+
+
+def test_the_main_kernel_keeps_other_tensors() -> None:
+    found = plan_of(pair_case("both"), "pair_minus_slope", deterministic=True)
+    assert found.shared is not None and found.shared.numbers == (1,)
+    assert (found.problem.wants_aux, found.problem.exact_aux) == ((0,), (0,))
+
+
+@pytest.mark.parametrize(("name", "batch", "is_summed"), [
+    ("swin", 64, True), ("swin", 15, False), ("t5", 64, True), ("key_bias", 64, False),
+    ("query_gain", 64, False),
+])  # fmt: skip
+def test_tables_that_several_scores_of_an_entry_read(
+    name: str, batch: int, is_summed: bool
+) -> None:
+    """An addition to memory for a query and a key is worth a kernel if it stands for many."""
+    case = pair_case(name, batch=batch, seqlen_q=49, seqlen_k=49)
+    found = plan_of(case, name, deterministic=True)
+    if not is_summed:
+        assert found.shared is None and found.problem.wants_aux
+        return
+    assert found.shared is not None and not found.shared.once
+    assert found.shared.numbers == found.shared.exact and not found.problem.wants_aux
+
+
+def test_blackwell_has_no_owner() -> None:
+    assert plan_of(pair_case("blackwell"), target=BLACKWELL).shared is None
+
+
+@pytest.mark.parametrize("n", [64, 256, 384, 768, 8192])
+def test_parts_of_the_batch(n: int) -> None:
+    """They fill the SMs, and each has entries."""
+    for batch in (2, 3, 384):
+        shapes = FwdShapes(batch, n, n, batch * n, batch * n, 4, 4, 32, 32)
+        parts, tiles = num_parts(shapes, 132), 4 * (-(-n // TILE)) ** 2
+        assert 1 <= parts <= min(batch, MOST_PARTS)
+        if batch == 384 and tiles < 132:
+            last = tiles * parts % 132 or 132
+            assert tiles * parts > 66 and (last > 90 or tiles * parts > 264)
+
+
+def test_it_is_told() -> None:
+    q = torch.zeros(384, 256, 4, 32, dtype=BF16)
+    table = torch.zeros(4, 256, 256, dtype=BF16, requires_grad=True)
+    found = explain(
+        q, q, q, score_mod=TRAINED_MODS["pair"].cute, aux_tensors=[table], target="sm_90a"
+    ).backward
+    assert found is not None
+    (told,) = found.aux_gradients
+    assert told.is_wanted and "one owner for each element" in told.cost
+    (parts,) = re.findall(r"each of (\d+) parts of the batch", told.cost)
+    alone = explain(
+        q, q, q, score_mod=TRAINED_MODS["pair"].cute, aux_tensors=[table.detach()], target="sm_90a"
+    ).backward
+    assert alone is not None and found.scratch_bytes is not None
+    assert found.scratch_bytes - (alone.scratch_bytes or 0) == int(parts) * 4 * table.numel()
+
+
+@SWEEP
+@pytest.mark.parametrize(
+    ("head_dim", "more"),
+    [(32, {"mask_mod": "documents", "seqlen_q": 140}), (64, {"causal": True}), (128, {})],
+    ids=["d32-bits", "d64-causal", "d128"],
+)
+def test_compiles_well(head_dim: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """What is spilled are numbers that stay the same along a walk."""
+    found = plan_of(pair_case("compiled", head_dim=head_dim, **more))
+    score_mod, shared = found.masks.score_mod, found.shared
+    assert score_mod is not None and shared is not None
+    with compile_lock():
+        compiled = build_shared_sums(score_mod, found.problem, found.bwd_choice, shared, HOPPER)
+    assert not compiled.meta["warnings"] and compiled.meta["spill_bytes"] <= 200, compiled.meta
+
+
+def test_sums_are_new_where_all_elements_are_read() -> None:
+    """Otherwise those that nothing reads are 0."""
+    from flash_mask_cute.call.run.shared_sums import MakeSharedSums
+
+    found = plan_of(pair_case("new"))
+    assert found.shared is not None
+    seen: list[Tensor] = []
+
+    def fill(*arguments: Any) -> None:
+        (sums,) = arguments[5]
+        seen.append(sums.clone())
+        sums.fill_(1.0)
+
+    make = MakeSharedSums(found.shared, found.shapes, fill)
+    for shape in ((4, 70, 140), (5, 80, 150)):
+        made = make([torch.zeros(shape)], (None,) * 5, None, 1.0)
+        assert made[0].shape == (found.shared.parts, *shape) and made[0].dtype == FP32
+    assert (seen[1] == 0).all()
