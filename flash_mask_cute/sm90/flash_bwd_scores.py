@@ -39,7 +39,7 @@ from flash_mask_cute.core.score_gradients import (
     probabilities,
     score_gradients,
 )
-from flash_mask_cute.core.walk_ring import Kind
+from flash_mask_cute.core.walk_ring import OWNERS_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
@@ -100,13 +100,13 @@ class Peeked(NamedTuple):
 
 
 @cute.jit
-def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+def by_case(condition: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
+    """A step of a query block, which is told whether a condition holds.
 
     Each case has code of its own: a branch while products are in flight would serialise them.
     """
     peeked = Peeked.nothing()
-    if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
+    if condition:  # noqa: SIM108 (the compiler of the DSL takes branches)
         peeked = step(True)
     else:
         peeked = step(False)
@@ -255,7 +255,41 @@ class BlockScores:
         traits = self.traits
         return marks_of(stats, traits.tile_m, traits.num_stats, traits.packed_heads)
 
-    def is_hidden(self) -> Boolean:
+    def tells_alone(self, kind: Kind) -> bool:
+        """Whether a warpgroup knows that the other one's keys are hidden from a block, and sums dQ
+        over its own alone."""
+        return self.traits.own_lists and kind == Kind.FULL and not self.traits.columns.in_turn
+
+    def is_alone(self, block: Int32) -> Boolean:
+        return self._is_listed(block, 1 - mma_warpgroup_idx()) == Boolean(False)
+
+    def _is_listed(self, block: Int32, warpgroup_idx: Int32) -> Boolean:
+        """Whether block lists have a query block for a warpgroup's keys."""
+        flags = self.tiles.words[0, self.channels.q.index(block)]
+        return ((flags >> (warpgroup_idx + OWNERS_SHIFT)) & 1) != 0
+
+    @cute.jit
+    def is_hidden(
+        self, state: MainloopState, by_bits: cutlass.Constexpr[bool], first_visible: Int32 | None
+    ) -> Boolean:
+        """Whether all keys of this warpgroup are known to be hidden from a query block.
+
+        by_bits: bits may tell. first_visible: the first block that causal masking lets see a key.
+        """
+        is_hidden = Boolean(False)
+        if const_expr(by_bits):
+            if state.peeked.bits_for_all:
+                is_hidden = self._has_no_bits()
+            if const_expr(first_visible is not None):
+                m_block = self.tiles.words[1, self.channels.q.index(state.block)]
+                is_hidden = is_hidden | (m_block < first_visible)
+        if const_expr(self.traits.own_lists):
+            is_hidden = is_hidden | (
+                self._is_listed(state.block, mma_warpgroup_idx()) == Boolean(False)
+            )
+        return is_hidden
+
+    def _has_no_bits(self) -> Boolean:
         """Whether the current bits, which have arrived, hide all keys of this warpgroup."""
         first = mma_warpgroup_idx() * (wgmma.ROWS_PER_WARPGROUP // bit_tile.WORD)
         return (self.tiles.any_bits[first] | self.tiles.any_bits[first + 1]) == 0
@@ -274,13 +308,15 @@ class BlockScores:
         """The value recorded in a block, after both have met."""
         return self.tiles.ready[block % 2] != 0
 
-    def clear(self, state: MainloopState) -> None:
+    def clear(self, kind: Kind, state: MainloopState) -> None:
         """`compute` of a block that is hidden from this warpgroup's keys: its dS is 0."""
-        self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
-        cute.arch.sync_warp()
-        self.channels.bits.release(state.cut)
-        self.grads.fill(0)
-        self._store_own_grads(state.block)
+        if kind == Kind.PARTIAL:
+            self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
+            cute.arch.sync_warp()
+            self.channels.bits.release(state.cut)
+        if not self.tells_alone(kind):
+            self.grads.fill(0)
+            self._store_own_grads(state.block)
         self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
