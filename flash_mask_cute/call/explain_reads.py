@@ -68,17 +68,17 @@ def explain_reads(
     wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
     if wanted:
         together = find_reads(score_mod, run.problem, wanted)
-        return tuple(_told(run, i, reads, True) for i, reads in together.tensors.items())
+        return tuple(_reads_of(run, i, reads, True) for i, reads in together.tensors.items())
     found = []
     for i, tensor in enumerate(aux_tensors):
         if tensor.dtype.is_floating_point:
             alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
             if alone.read_class is not ReadClass.UNREAD:
-                found.append(_told(run, i, alone, False))
+                found.append(_reads_of(run, i, alone, False))
     return tuple(found)
 
 
-def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) -> AuxGradient:
+def _reads_of(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) -> AuxGradient:
     is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
     if is_long and reads.read_class is ReadClass.DIFFERENCE:
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")

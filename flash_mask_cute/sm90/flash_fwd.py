@@ -146,6 +146,8 @@ class FlashAttentionForwardSm90:
     :param common_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
+    :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
+        warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -180,6 +182,7 @@ class FlashAttentionForwardSm90:
         common_kv: bool = False,
         in_fp8: bool = False,
         few_rows: bool = False,
+        own_lists: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -197,7 +200,12 @@ class FlashAttentionForwardSm90:
             page_box=page_box,
             in_fp8=in_fp8,
             few_rows=few_rows,
+            own_lists=own_lists,
         )
+        if own_lists and not (mask_mod is score_mod is None):
+            raise ValueError(
+                f"own_lists=True needs no mask_mod and no score_mod, got {mask_mod}, {score_mod}"
+            )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
             with_warpgroup = replace(traits, mask_warpgroup=True)
@@ -233,7 +241,6 @@ class FlashAttentionForwardSm90:
         self.num_sms = num_sms
         self.split = split
         self.common_kv = common_kv
-        self.copying_warps = 1
 
     @cute.jit
     def __call__(
@@ -296,10 +303,8 @@ class FlashAttentionForwardSm90:
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
-        traits = self.traits
-        if const_expr(self._shares_rows(mKDescale, mVDescale)):
-            self.copying_warps += traits.num_mask_warps
-        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        self.copying_warps = self._num_copying_warps(mKDescale, mVDescale)
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
@@ -349,16 +354,17 @@ class FlashAttentionForwardSm90:
             min_blocks_per_mp=1,
         )
 
-    def _shares_rows(self, *descales: cute.Tensor | None) -> bool:
-        """Whether mask warps copy rows of pages, too: in decoding the address work of one warp
-        takes longer than the bytes. Not where many blocks are cut. Beside converting warps only
-        where that was faster (docs/facts/hopper_forward.md#decoding)."""
+    def _num_copying_warps(self, *descales: cute.Tensor | None) -> int:
+        """Warps that copy rows of pages. Mask warps do, too, in decoding, where the address work of
+        one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
+        only where that was faster (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         few_cuts = self.mask_mod is self.score_mod is self.intervals is None
         of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
         is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
-        return by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        shared = by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
     def kernel(
@@ -390,12 +396,10 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
-        fields = lengths.work_fields
-        if const_expr(self.split not in (None, ONE_SEGMENT)):
-            fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=fields,
+            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
+            chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
@@ -470,6 +474,10 @@ class FlashAttentionForwardSm90:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
 
+    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
+        is_split = self.split not in (None, ONE_SEGMENT)
+        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
+
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:
         """Write zeros to the rows of query tiles, some of which nobody loads."""
@@ -517,8 +525,9 @@ class FlashAttentionForwardSm90:
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
         cuts_overhang = self.score_mod is not None
+        own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
         return ForwardMask.from_kernel(
-            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang
+            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang, own_rows=own_rows
         )
 
     @cute.jit
