@@ -198,6 +198,9 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     with_mod = _variant(128, Mods(mask_mod=sees_prefix), **lists)
     yield "d128-lists-mask_mod", replace(with_mod, block_size=(128, 128))
     yield "d128-list_bits", _variant(128, has_bits=True, **lists)
+    for d in (64, 128):
+        own = _variant(d, own_lists=True, **lists)
+        yield f"d{d}-own_lists", replace(own, block_size=(64, 64))
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
@@ -252,6 +255,7 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
         yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
+    yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
@@ -282,9 +286,11 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
         wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
         yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
-    for mask in ("full", "causal"):
-        wide = replace(_backward(_variant(192, dim_v=128, is_causal=mask == "causal")), arch=arch)
-        yield f"{prefix}-bwd-d192v128-pair-{mask}", replace(wide, cta_pair=True)
+    for d, dim_v in ((192, 128), (256, 256)):
+        for mask in ("full", "causal"):
+            wide = _backward(_variant(d, dim_v=dim_v, is_causal=mask == "causal"))
+            in_pairs = replace(wide, arch=arch, cta_pair=True)
+            yield f"{prefix}-bwd-d{d}v{dim_v}-pair-{mask}", in_pairs
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:

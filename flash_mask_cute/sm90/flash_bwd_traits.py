@@ -29,7 +29,7 @@ from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
-from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
+from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
@@ -132,7 +132,8 @@ class BwdTraits(ListedQueryTraits):
     packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
     few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
     lie together. group_size: how many of a query's rows are heads, the first ones; 0: all.
-    shares_tile: narrower heads share keys, too.
+    shares_tile: narrower heads share keys, too. own_lists: block lists say of each
+    warpgroup's keys what they see (`BackwardMask.own_keys`).
     """
 
     dtype: type[cutlass.Numeric]
@@ -152,6 +153,7 @@ class BwdTraits(ListedQueryTraits):
     packed_heads: int = 1
     group_size: int = 0
     shares_tile: bool = False
+    own_lists: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
@@ -637,12 +639,13 @@ class BwdTraits(ListedQueryTraits):
             work_fields = (*work_fields, *SPLIT_FIELDS)
             shape = (self.tokens_per_block, CHUNK, WALK_STAGES)
             tokens = storage.tokens.get_tensor(cute.make_layout(shape))
+        own_fields = OWN_FIELDS[: self.key_groups] if self.own_lists else ()
         num_walkers = 1 + self.num_mask_warps
         num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
             storage, (num_walkers, mma_warps), ascending=True, uncut_first=False,
             predecessors=predecessors, fields=work_fields,
-            chunk_fields=lengths.chunk_fields, tokens=tokens,
+            chunk_fields=(*lengths.chunk_fields, *own_fields), tokens=tokens,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

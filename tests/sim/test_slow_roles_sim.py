@@ -18,6 +18,7 @@ import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
 import test_mask_bits_sim as mask_bits
+import test_own_lists_sim as own_lists
 import test_page_sizes_sim as page_sizes
 import test_segments_sim as segments
 import test_selected_sim
@@ -146,6 +147,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
             config={"group_splits": 2},
         ),
         ("kernels.bwd_add_parts.kernel",),
+    ),
+    "lists-of-warpgroups": (
+        lambda sim: run_sim(sim, own_lists.make_gaps(), (SEED,), config={"num_stages": 2}),
+        (FORWARD,),
+    ),
+    "lists-of-keys-of-warpgroups": (
+        lambda sim: simulated_backward.run_sim(sim, own_lists.make_gaps(), (SEED,)),
+        (BACKWARD,),
     ),
     "combine": (
         lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
