@@ -144,6 +144,8 @@ class FlashAttentionForwardSm90:
     :param common_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
+    :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
+        warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -178,6 +180,7 @@ class FlashAttentionForwardSm90:
         common_kv: bool = False,
         in_fp8: bool = False,
         few_rows: bool = False,
+        own_lists: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -195,7 +198,12 @@ class FlashAttentionForwardSm90:
             page_box=page_box,
             in_fp8=in_fp8,
             few_rows=few_rows,
+            own_lists=own_lists,
         )
+        if own_lists and not (mask_mod is score_mod is None):
+            raise ValueError(
+                f"own_lists=True needs no mask_mod and no score_mod, got {mask_mod}, {score_mod}"
+            )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
             with_warpgroup = replace(traits, mask_warpgroup=True)
@@ -380,12 +388,10 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
-        fields = lengths.work_fields
-        if const_expr(self.split not in (None, ONE_SEGMENT)):
-            fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=fields,
+            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
+            chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
@@ -460,6 +466,10 @@ class FlashAttentionForwardSm90:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
 
+    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
+        is_split = self.split not in (None, ONE_SEGMENT)
+        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
+
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:
         """Write zeros to the rows of query tiles, some of which nobody loads."""
@@ -507,8 +517,9 @@ class FlashAttentionForwardSm90:
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
         cuts_overhang = self.score_mod is not None
+        own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
         return ForwardMask.from_kernel(
-            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang
+            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang, own_rows=own_rows
         )
 
     @cute.jit
