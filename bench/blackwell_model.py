@@ -331,7 +331,7 @@ def forward_row_of(name: str) -> Json:
     variant, kept, tiles, text = _disassembled(name)
     dims = variant.problem.head_dim, variant.problem.head_dim_v
     plan = {key: tiles[key] for key in ("num_stages", "cta_pair")}
-    plan["early"] = _still_to_come(dims[1])
+    plan["early"] = _still_to_come(dims[1], tiles["polynomial"])
     roles = count_softmax(text, tiles["polynomial"])
     return {"name": name, **kept, "dims": dims, "plan": plan, "roles": roles}
 
@@ -444,11 +444,12 @@ def backward_model(row: Json) -> Backward:
     )  # fmt: skip
 
 
-def _still_to_come(d_v: int) -> float:
-    """Share of the exponentials of a block behind the first part of P: of two halves."""
+def _still_to_come(d_v: int, polynomial: int) -> float:
+    """Share of the exponentials of a block behind the first part of P: of two halves. Those by
+    polynomial, which are others, are in the first part."""
     from flash_mask_cute.sm100.flash_fwd_traits import FIRST_PART
 
-    return 1 - FIRST_PART / BLOCK if d_v <= BLOCK else 0.0
+    return round((BLOCK - FIRST_PART) / (BLOCK - polynomial), 4) if d_v <= BLOCK else 0.0
 
 
 def forward_model(row: Json) -> Forward:

@@ -245,7 +245,7 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
     are_bits = mask_bits is not None or run.q_start.is_given
-    text = run.masks.describe(run.fwd_choice.tiles, are_bits)
+    text = run.masks.describe(run.fwd_choice.tiles, are_bits, run.problem.own_lists)
     if mask_bits is None:
         return text
     parts = mask_bits.num_query_chunks

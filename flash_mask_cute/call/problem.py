@@ -112,7 +112,9 @@ class AttentionProblem:
     heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
     other scores from one head of a group than from another. tables: dtypes of the tables of
     differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
-    (number, size of the sums) of the reads whose gradients it sums by difference.
+    (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
+    warpgroups of a forward, or keys of one in a backward, have block lists of their own
+    (`FwdTraits`, `BackwardMask`).
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -161,6 +163,7 @@ class AttentionProblem:
     masks_by_head: bool = False
     tables: tuple[str, ...] = ()
     summed: tuple[tuple[int, int], ...] = ()
+    own_lists: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""
@@ -171,6 +174,14 @@ class AttentionProblem:
         rows = shapes.seqlen_q * padded_group(self.packed_heads)
         few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
+
+    @property
+    def may_own_lists(self) -> bool:
+        """Whether parts of a tile may have block lists of their own: no other argument depends on
+        lists, and rows begin where these do."""
+        is_plain = self.mask_mod is None and self.score_mod is None and self.q_start is None
+        is_plain = is_plain and not self.in_fp8 and not self.common_kv and self.packed_heads == 1
+        return is_plain and (self.has_lists or self.has_bits)
 
     @property
     def listed_rows(self) -> int:

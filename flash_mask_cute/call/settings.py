@@ -20,7 +20,7 @@ class FwdConfig:
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
     polynomial: on Blackwell, how many of 128 exponentials are computed by a polynomial on the
-    multiply-add pipes: a multiple of 8 up to 64, or 0.
+    multiply-add pipes: a multiple of 4 up to 64, or 0.
     skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
     False visits and masks every block, with the same result as one pass, bit for bit.
 

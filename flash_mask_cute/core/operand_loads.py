@@ -19,7 +19,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
 from flash_mask_cute.core.shares import DECODE_ROWS
-from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block, Kind, WalkRing
+from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
@@ -104,7 +104,7 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
-    of the block (`walk_ring`) and, from bit N_BLOCK_SHIFT on, its number. part: the index of this
+    of the block (`walk_ring`), its number, and its owners. part: the index of this
     CTA's part of a block. pages: for keys and values in pages. share: of the rows of these, if they
     are copied by several warps. cut: makes the bits of a block that is cut, from the work tile, the
     number of such blocks before it and the block, and returns the next number; for warps that only
@@ -203,6 +203,8 @@ class OperandLoads:
         """Wait for a stage of keys, and announce the block that is loaded into it."""
         # all that can be known before the stage is free, since from then on time counts
         word = block.follower | (block.kind << OWN_KIND_SHIFT) | (block.index << N_BLOCK_SHIFT)
+        if const_expr(block.owners is not None):
+            word = word | (block.owners << OWNERS_SHIFT)
         channel = self.k.channel
         channel.acquire(number)
         if const_expr(self.words is not None and self.cut is None):  # noqa: SIM102 (while tracing)

@@ -18,7 +18,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, Block
+from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 
 # words that go with a query block: its flags, number, head, and row block or, if a walk visits
@@ -143,6 +143,8 @@ class QueryLoads:
         traits, operands, tiles, channel = self.traits, self.operands, self.tiles, self.channels.q
         block = at.block
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
+        if const_expr(block.owners is not None):
+            flags = flags | (block.owners << OWNERS_SHIFT)
         last = at.row_block if const_expr(block.sequence is None) else block.sequence
         words = (flags, block.index, block.head_idx, last)
         copy = self._rows_copy(operands.q_atom, operands.q, tiles.q, traits.tile_d, at)

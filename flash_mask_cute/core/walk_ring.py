@@ -7,7 +7,7 @@ Walks over keys go down from chunk to chunk, walks over queries go up (`Backward
 without a visible block are not sent, but a walk has at least one block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -21,6 +21,10 @@ from flash_mask_cute.core.ring import Ring
 CHUNK = 32
 # flags of a block, as its stage carries them: the kind of the next one, and its own
 KIND_MASK, OWN_KIND_SHIFT = 3, 2
+# where `Block.owners` begin, if there are any; numbers of blocks in between have 24 bits then
+OWNERS_SHIFT = 28
+# fields of a chunk with the blocks of one warpgroup each, if these have block lists of their own
+OWN_FIELDS = ("own_0", "own_1", "own_2")
 
 
 class Kind(IntEnum):
@@ -37,7 +41,8 @@ class Block(NamedTuple):
 
     predecessor: see `WalkRing.predecessors`, 0 where there are none. sequence: that of its queries,
     if a walk visits several. token: where a block consists of listed queries, that of this lane
-    (`WalkRing.tokens`).
+    (`WalkRing.tokens`). owners: bit w says whether warpgroup w has the block in its lists, if each
+    has its own.
     """
 
     index: Int32
@@ -51,6 +56,7 @@ class Block(NamedTuple):
     predecessor: Int32
     sequence: Int32 | None = None
     token: Int32 | None = None
+    owners: Int32 | None = None
 
 
 class Chunk(NamedTuple):
@@ -62,6 +68,7 @@ class Chunk(NamedTuple):
     needs_mask_mod (mask_mod decides). uncut: fully visible blocks; it does not depend on
     skip_blocks, because it fixes the visiting order. follower: the `Kind` of the first block of the
     walk's next chunk. sequence: that of the queries, if a walk visits several (`WalkRing.fields`).
+    own_*: the blocks in the lists of one warpgroup each, if these have lists of their own.
     """
 
     base: Int32
@@ -74,6 +81,9 @@ class Chunk(NamedTuple):
     needs_mask_mod: Int32
     uncut: Int32
     sequence: Int32 | None = None
+    own_0: Int32 | None = None
+    own_1: Int32 | None = None
+    own_2: Int32 | None = None
 
     @staticmethod
     def hidden_block(index: Int32, head_idx: Int32) -> "Chunk":
@@ -103,6 +113,10 @@ class Chunk(NamedTuple):
             columns=every if has_columns else Int32(0),
         )
 
+    def with_owners(self, words: Sequence[Int32]) -> "Chunk":
+        """words: the blocks in the lists of each warpgroup."""
+        return self._replace(**dict(zip(OWN_FIELDS, words, strict=False)))
+
     @property
     def cut(self) -> Int32:
         return self.hidden | self.band | self.columns | self.needs_mask_mod
@@ -121,7 +135,17 @@ class Chunk(NamedTuple):
             follower,
             predecessor,
             self.sequence,
+            owners=self._owners(bit),
         )
+
+    def _owners(self, bit: Int32) -> Int32 | None:
+        words = [x for x in (self.own_0, self.own_1, self.own_2) if x is not None]
+        if not words:
+            return None
+        owners = Int32(0)
+        for w, word in enumerate(words):
+            owners = owners | (((word >> bit) & 1) << w)
+        return owners
 
 
 # the fields of every launch

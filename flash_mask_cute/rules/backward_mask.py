@@ -5,7 +5,9 @@ sequences have their keys in common, those of all sequences. A line of a bit til
 intervals of a key are ranges of bits directly.
 """
 
+import operator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import cutlass
@@ -58,6 +60,10 @@ class BackwardMask(MaskRules):
     behind the end of the keys, or be full although the whole tile is partial.
 
     in_common: lengths of the sequences that have their keys in common, if they have.
+
+    own_keys: so many keys of a tile each, of one warpgroup, are whose blocks of the lists decide
+    alone what it sees, as blocks consist of such keys and of whole query blocks. None: bits of
+    scores tell what lists hide.
     """
 
     group: Int32
@@ -65,6 +71,7 @@ class BackwardMask(MaskRules):
     is_part: cutlass.Constexpr[bool] = False
     staggers: cutlass.Constexpr[bool] = False
     in_common: Lengths | None = None
+    own_keys: cutlass.Constexpr[int | None] = None
 
     # a launch has all blocks
     first_block = None
@@ -78,6 +85,7 @@ class BackwardMask(MaskRules):
         lengths: Lengths,
         group: Int32,
         is_part: bool = False,
+        own_keys: int | None = None,
     ):
         """The masks of a backward kernel (`MaskedKernel`). Its fields deterministic and clears_dq
         say how dQ is summed."""
@@ -95,6 +103,7 @@ class BackwardMask(MaskRules):
             is_part=is_part,
             staggers=staggers,
             in_common=None if lengths.num_sequences is None else lengths,
+            own_keys=own_keys,
         )
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
@@ -113,6 +122,8 @@ class BackwardMask(MaskRules):
         """
         m_blocks = self._m_blocks(work)
         nothing = Chunk.hidden_block(Int32(0), work.head_idx * self.group)
+        if const_expr(self.own_keys is not None):
+            nothing = nothing.with_owners([Int32(0)] * self._num_owners)
         walk = PendingWalk(number, nothing, Int32(NO_PREDECESSOR), Boolean(False))
         if const_expr(self.in_common is None):
             walk = self._extend(ring, walk, work, m_blocks)
@@ -223,9 +234,15 @@ class BackwardMask(MaskRules):
         """The chunk of the 32 blocks from `base` on; each lane judges one."""
         m_block = base + cute.arch.lane_idx()
         verdict = self._judge(work, head_idx, m_block, work.block)
-        is_visible, needs_mask_mod = self._judge_by_mask_mod(
-            work, head_idx, m_block, work.block, verdict.is_visible
-        )
+        owners: list[Boolean] = []
+        if const_expr(self.own_keys is None):
+            is_visible, needs_mask_mod = self._judge_by_mask_mod(
+                work, head_idx, m_block, work.block, verdict.is_visible
+            )
+        else:
+            owners = self._judge_owners(work, head_idx, m_block)
+            is_visible = verdict.is_visible & reduce(operator.or_, owners)
+            needs_mask_mod = Boolean(False)
         chunk = Chunk.from_votes(
             base,
             head_idx,
@@ -233,13 +250,38 @@ class BackwardMask(MaskRules):
             verdict.is_band,
             verdict.is_columns,
             cute.arch.vote_ballot_sync(needs_mask_mod),
-        )
+        ).with_owners([cute.arch.vote_ballot_sync(x) for x in owners])
         if const_expr(not self.skip):
             exists = m_block < cute.ceil_div(work.seqlen_q, self.block_info.tile_m)
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         if const_expr(self.in_common is not None):
             chunk = chunk._replace(sequence=work.batch_idx)
         return chunk
+
+    @property
+    def _num_owners(self) -> int:
+        return self.block_info.tile_n // self.own_keys
+
+    def _judge_owners(self, work: Work, head_idx: Int32, m_block: Int32) -> list[Boolean]:
+        """Whether lists have this lane's query block, for each owner of keys."""
+        return [self._is_listed(work, head_idx, m_block, i) for i in range(self._num_owners)]
+
+    @cute.jit
+    def _is_listed(
+        self, work: Work, head_idx: Int32, m_block: Int32, owner: cutlass.Constexpr[int]
+    ) -> Boolean:
+        args, info = self.args.bits, self.block_info
+        first_q_idx = m_block * info.tile_m
+        first_k_idx = work.block * info.tile_n + owner * self.own_keys
+        is_listed = Int32(0)
+        if (first_q_idx < work.seqlen_q) & (first_k_idx < work.seqlen_k):
+            blocks = first_q_idx // args.block_q, first_k_idx // args.block_k
+            is_listed, _ = self._block_bits(work, head_idx, *blocks)
+        return is_listed != 0
+
+    @property
+    def _may_need_mask_mod(self) -> bool:
+        return self.own_keys is None and super()._may_need_mask_mod
 
     # -- scores ---------------------------------------------------------------------------------
 

@@ -42,9 +42,14 @@ class ForwardMask(MaskRules):
 
     cuts_overhang: if a tile reaches past the last query, or before position 0, all its blocks count
     as cut.
+
+    own_rows: so many rows of a tile each have block lists of their own, whose blocks consist of
+    such rows. A walk visits the blocks of all, and says whose each one is. None: the lists' blocks
+    have whole tiles.
     """
 
     cuts_overhang: cutlass.Constexpr[bool] = False
+    own_rows: cutlass.Constexpr[int | None] = None
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence in a launch, including those of unused rows."""
@@ -141,6 +146,8 @@ class ForwardMask(MaskRules):
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
         position = self._list_start(work)
         pending = Chunk.hidden_block(n_block_min, work.head_idx)
+        if const_expr(self.own_rows is not None):
+            pending = pending.with_owners([Int32(0)] * self._num_owners)
         found_any = Boolean(False)
         chunk_idx = (cutlass.max(n_block_max, 1) - 1) // CHUNK
         while chunk_idx >= n_block_min // CHUNK:
@@ -178,7 +185,14 @@ class ForwardMask(MaskRules):
             of_split = (n_block >= work.first_block) & (n_block < work.end_block)
             is_visible, exists = is_visible & of_split, exists & of_split
         visible_word = cute.arch.vote_ballot_sync(is_visible)
-        if const_expr(self.args.lists is not None):
+        owned: tuple = ()
+        if const_expr(self.own_rows is not None):
+            owned, position = self._take_owned(work, base, position)
+            listed = Int32(0)
+            for i in cutlass.range_constexpr(self._num_owners):
+                listed = listed | owned[i]
+            visible_word = visible_word & listed
+        elif const_expr(self.args.lists is not None):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             mask_mod_word = mask_mod_word & (full ^ ALL)
@@ -201,7 +215,7 @@ class ForwardMask(MaskRules):
                 is_band = is_band | (first + work.q_start < 0)
         chunk = Chunk.from_votes(
             base, work.head_idx, visible_word, is_band, verdict.is_columns, mask_mod_word
-        )
+        ).with_owners(owned)
         if const_expr(not self.skip):
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk, position
@@ -211,38 +225,70 @@ class ForwardMask(MaskRules):
         """Whether a walk leaves out chunks without looking at them."""
         return self.skip and self.has_choice
 
-    def _list_start(self, work: Work) -> ListPosition | choice_walk.ChoiceWords:
-        """What is known of the lists, or of the choice, when a walk begins."""
+    def _list_start(self, work: Work) -> Any:
+        """What is known of the lists (of each owner, if there are any), or of the choice, when a
+        walk begins."""
         if self.has_choice:
             return choice_walk.ChoiceWords.none()
-        args = self.args.lists
-        if args is None:
+        if self.args.lists is None:
             return ListPosition(Int32(0), Int32(0))
-        place = self._list_place(args.mask_cnt, work)
+        if self.own_rows is None:
+            return self._entries(work)
+        positions = []
+        for owner in range(self._num_owners):
+            first_row = self._first_row_of(work, owner)
+            position = self._entries(work, owner)
+            # rows that are not there see nothing
+            there = first_row < work.seqlen_q
+            positions.append(ListPosition(*(cutlass.select_(there, x, Int32(0)) for x in position)))
+        return tuple(positions)
+
+    def _entries(self, work: Work, owner: int = 0) -> ListPosition:
+        args = self.args.lists
+        place = self._list_place(args.mask_cnt, work, owner)
         full_left = Int32(0)
         if args.full_cnt is not None:
-            full_left = args.full_cnt[self._list_place(args.full_cnt, work)]
+            full_left = args.full_cnt[self._list_place(args.full_cnt, work, owner)]
         return ListPosition(args.mask_cnt[place], full_left)
 
-    def _list_place(self, tensor: cute.Tensor, work: Work) -> tuple:
+    @property
+    def _num_owners(self) -> int:
+        return self.block_info.tile_m // self.own_rows
+
+    def _first_row_of(self, work: Work, owner: int) -> Int32:
+        return work.block * self.block_info.tile_m + owner * self.own_rows
+
+    def _list_place(self, tensor: cute.Tensor, work: Work, owner: int = 0) -> tuple:
         first_row, _ = self.block_info.query_range(work.seqlen, work.block)
+        if self.own_rows is not None:
+            first_row = self._first_row_of(work, owner)
         # the slot of a sequence may have more rows than the lists, which end where its queries do
         last = cute.size(tensor, mode=[2]) - 1
         q_block = cutlass.min(first_row // self.args.lists.block_q, last)
         return (*broadcast_place(tensor, work, work.head_idx), q_block)
 
     @cute.jit
-    def _take_listed(self, work: Work, base: Int32, position: ListPosition) -> tuple:
+    def _take_listed(
+        self, work: Work, base: Int32, position: ListPosition, owner: cutlass.Constexpr[int] = 0
+    ) -> tuple:
         """Words of a chunk's listed blocks and of its full blocks, and the position after it."""
         args = self.args.lists
         ratio = args.block_k // self.block_info.tile_n
-        row = args.mask_idx[(*self._list_place(args.mask_cnt, work), None)]
+        row = args.mask_idx[(*self._list_place(args.mask_cnt, work, owner), None)]
         listed, mask_left = _take_from_row(row, position.mask_left, base, ratio)
         full, full_left = Int32(0), position.full_left
         if const_expr(args.full_idx is not None):
-            row = args.full_idx[(*self._list_place(args.full_cnt, work), None)]
+            row = args.full_idx[(*self._list_place(args.full_cnt, work, owner), None)]
             full, full_left = _take_from_row(row, position.full_left, base, ratio)
         return listed | full, full, ListPosition(mask_left, full_left)
+
+    def _take_owned(self, work: Work, base: Int32, positions: tuple) -> tuple:
+        """The word of a chunk's blocks in the lists of each owner, and the positions after it."""
+        taken = [
+            self._take_listed(work, base, position, owner)
+            for owner, position in enumerate(positions)
+        ]
+        return tuple(x[0] for x in taken), tuple(x[2] for x in taken)
 
     # -- scores ---------------------------------------------------------------------------------
 

@@ -400,6 +400,7 @@ class FlashAttentionBackwardSm100:
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
                     traits.group.size,
+                    claims_first=self.deterministic and not traits.cta_pair,
                 )
                 rules = BackwardMask.create(
                     self, traits.columns, masks, lengths, group, traits.cta_pair

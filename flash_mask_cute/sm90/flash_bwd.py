@@ -84,14 +84,14 @@ from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
-from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
-from flash_mask_cute.sm90.flash_bwd_products import BlockProducts
+from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
 from flash_mask_cute.sm90.flash_bwd_scores import (
     BlockScores,
     MainloopState,
     Peeked,
-    by_turn,
+    by_case,
     sync_both,
 )
 from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
@@ -107,7 +107,6 @@ from flash_mask_cute.sm90.gradient_stores import (
     scale,
     send_gradients,
     stage_dq,
-    stage_nothing,
 )
 from flash_mask_cute.sm90.warpgroups import (
     Role,
@@ -147,6 +146,9 @@ class FlashAttentionBackwardSm90:
         leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
         entry in common, whose gradients are sums over all of them
+    :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
+        each warpgroup passes over what they hide from its keys; requires no mask_mod and unmodified
+        scores (`BackwardMask.own_keys`)
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -182,6 +184,7 @@ class FlashAttentionBackwardSm90:
         masks_by_head: bool = False,
         shares_tile: bool = False,
         splits_keys: bool = False,
+        own_lists: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -202,7 +205,10 @@ class FlashAttentionBackwardSm90:
             group_size=group_size,
             shares_tile=shares_tile,
             sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
+            own_lists=own_lists,
         )
+        if own_lists and not (mask_mod is score_mod is None):
+            raise ValueError(f"own_lists=True needs no mods, got {mask_mod} and {score_mod}")
         reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -295,7 +301,7 @@ class FlashAttentionBackwardSm90:
         is_waited_for = self.deterministic or not self.clears_dq
         check_given("mSemaphores", mSemaphores, is_waited_for)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        if const_expr(self.traits.cta_pair or self.traits.splits_keys):
+        if const_expr(self.traits.cta_pair or self.traits.splits_keys or self.traits.own_lists):
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
@@ -355,6 +361,9 @@ class FlashAttentionBackwardSm90:
         """
         is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_tokens
         may_hide = self.is_local or masks.may_shorten(self)
+        if self.traits.own_lists:
+            # of the lists nobody makes bits
+            may_hide = self.is_local or masks.columns is not None
         return not self.traits.shares_keys and is_plain and may_hide
 
     @cute.kernel
@@ -399,11 +408,11 @@ class FlashAttentionBackwardSm90:
             cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
                 scheme = (self.deterministic, self.clears_dq)
-                loads = BwdLoads.create(
-                    traits, scheme, operands, tiles, channels, scratch, lengths, group_splits,
-                    token_lists,
-                )  # fmt: skip
-                loads.run()
+                sums = sums_of(traits, scheme, tiles, channels, scratch, lengths)
+                of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
+                queries = queries_of(*of_queries, token_lists)
+                of_loads = (traits, operands, tiles, channels, queries, sums)
+                BwdLoads(*of_loads, lengths, group_splits).run()
             elif warp_idx == Role.SCHEDULE:
                 # in the order in which they add to dQ
                 scheduler = TileScheduler(
@@ -413,7 +422,7 @@ class FlashAttentionBackwardSm90:
                     lengths.cu_seqlens_k is not None or traits.by_tokens,
                     traits.num_ctas,
                     channels.claims,
-                    claims_first=self.deterministic and traits.by_tokens,
+                    claims_first=self.deterministic,
                 )
                 rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
                     traits.cluster_tile_n
@@ -460,7 +469,9 @@ class FlashAttentionBackwardSm90:
     ) -> BackwardMask:
         if token_lists is not None:
             return TokenMask.create_by_tokens(self, wgmma.COLUMNS, masks, lengths, token_lists)
-        return BackwardMask.create(self, wgmma.COLUMNS, masks, lengths, group, self.traits.cta_pair)
+        own_keys = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
+        of_tiles = self.traits.cta_pair, own_keys
+        return BackwardMask.create(self, wgmma.COLUMNS, masks, lengths, group, *of_tiles)
 
     # -- mma ------------------------------------------------------------------------------------
 
@@ -502,7 +513,7 @@ class FlashAttentionBackwardSm90:
                 while (current != Kind.END) & (not ring.read(tile).has_scores):
                     channels.q.wait(block)
                     current = tiles.words[0, channels.q.index(block)] & KIND_MASK
-                    self._pass_over(tiles, channels, scores, block, cut)
+                    pass_over(tiles, channels, scores, block, cut)
                     block += 1
                     cut += 1
             # -- query blocks
@@ -519,15 +530,13 @@ class FlashAttentionBackwardSm90:
                         state = MainloopState(tile, block, cut, peeked)
                         take = partial(self._take, kind, tiles, products, scores, state)
                         sums = acc_dV, acc_dK, accumulate
-                        if const_expr(kind == Kind.PARTIAL and passes_over):
-                            is_hidden = Boolean(False)
-                            if peeked.bits_for_all:
-                                is_hidden = scores.is_hidden()
-                            if const_expr(self.is_causal and not self.common_kv):
-                                m_block = tiles.words[1, channels.q.index(block)]
-                                is_hidden = is_hidden | (m_block < first_visible)
-                            if is_hidden:
+                        by_bits = kind == Kind.PARTIAL and passes_over
+                        if const_expr(by_bits or traits.own_lists):
+                            if scores.is_hidden(state, by_bits, first_visible):
                                 peeked = take(None)
+                            elif const_expr(scores.tells_alone(kind)):
+                                peeked = by_case(scores.is_alone(block), partial(take, sums))
+                                accumulate = Boolean(True)
                             else:
                                 peeked = take(sums)
                                 accumulate = Boolean(True)
@@ -569,8 +578,11 @@ class FlashAttentionBackwardSm90:
         blocks that they cut may."""
         return self.traits.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
 
-    def _first_visible_block(self, work: Work) -> Int32:
-        """The first block of queries that causal masking lets see a key of this warpgroup."""
+    def _first_visible_block(self, work: Work) -> Int32 | None:
+        """The first block of queries that causal masking lets see a key of this warpgroup, if that
+        is the same for all sequences of a walk."""
+        if not self.is_causal or self.common_kv:
+            return None
         first_key = work.block * self.traits.tile_n + self.traits.first_key()
         return (first_key - work.seqlen.shift) // self.traits.tile_m
 
@@ -582,18 +594,24 @@ class FlashAttentionBackwardSm90:
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
+        is_alone: bool = False,
     ) -> Peeked:
         """Add a query block to the sums; its dO may still be in flight. Returns what is known of
         the next block.
 
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
-        hidden from the block, and add only 0 to its dQ.
+        hidden from the block, and add only 0 to its dQ. is_alone: the other one's are.
         """
-        compute = partial(scores.clear, state)
+        compute = partial(scores.clear, kind, state)
         if sums is not None:
             compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
-        following_cut = state.cut + int(kind == Kind.PARTIAL)
-        add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
+        following = state._replace(cut=state.cut + int(kind == Kind.PARTIAL))
+        groups = tuple(Int32(group) for group in range(products.traits.key_groups))
+        if sums is None:
+            groups = (1 - products.traits.warpgroup_idx(),)
+        elif is_alone:
+            groups = (products.traits.warpgroup_idx(),)
+        add = partial(self._add, kind, tiles, products, scores, following, sums, groups)
 
         def compute_and_add(sums_dq: bool) -> Peeked:
             compute()
@@ -604,10 +622,10 @@ class FlashAttentionBackwardSm90:
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
             # a branch behind P and dS would take registers
-            return by_turn(is_turn, compute_and_add)
+            return by_case(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
-        return by_turn(is_turn, add)
+        return by_case(is_turn, add)
 
     def _add(
         self,
@@ -616,25 +634,23 @@ class FlashAttentionBackwardSm90:
         products: BlockProducts,
         scores: BlockScores,
         state: MainloopState,
-        following_cut: Int32,
         sums: tuple[list, list, Boolean] | None,
+        groups: tuple[Int32, ...],
         sums_dq: bool,
     ) -> Peeked:
-        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well."""
+        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well, over the
+        keys of groups. state: with the cut of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
             if not traits.splits_keys:
                 products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
-            scores.tell_ready(block, following_cut)
+            scores.tell_ready(block, state.cut)
         # -- both warpgroups have dS: dQ and dK begin
         sync_both()
         products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
-        groups = tuple(Int32(group) for group in range(traits.key_groups))
-        if sums is None:
-            groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
         if sums is None or traits.splits_keys:
             if traits.splits_keys:
@@ -653,7 +669,7 @@ class FlashAttentionBackwardSm90:
         peeked = Peeked(
             has_come,
             channels.do.is_full(block + 1),
-            channels.bits.is_full(following_cut) if kind == Kind.PARTIAL else state.peeked.bits,
+            channels.bits.is_full(state.cut) if kind == Kind.PARTIAL else state.peeked.bits,
             scores.was_ready(block) if scores.passes_over else state.peeked.bits_for_all,
             unmarked,
         )
@@ -672,21 +688,3 @@ class FlashAttentionBackwardSm90:
         warpgroup.wait_group(0)
         channels.q.release(block)
         return peeked
-
-    @cute.jit
-    def _pass_over(
-        self, tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32
-    ):
-        """Take a cut query block in a work tile without scores: it adds 0 to dQ."""
-        # dO is released first, as after a block's products: the load warp may wait for that before
-        # it takes a part of dQ
-        channels.do.wait(block)
-        channels.do.release(block)
-        scores.discard_bits(cut)
-        traits = scores.traits
-        if const_expr(traits.columns.in_turn):
-            if traits.sums_dq(block):
-                stage_nothing(traits, tiles, channels.dq, block)
-        else:
-            stage_nothing(traits, tiles, channels.dq, block)
-        channels.q.release(block)

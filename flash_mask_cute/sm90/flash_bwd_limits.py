@@ -26,6 +26,8 @@ def why_infeasible(traits: Any) -> str | None:
     if max(traits.head_dim, traits.head_dim_v) > MAX_DIM:
         dims = f"{traits.head_dim}, {traits.head_dim_v}"
         return f"head_dim and head_dim_v go up to {MAX_DIM}, got {dims}"
+    if traits.own_lists and (traits.shares_keys or traits.splits_keys or traits.by_tokens):
+        return f"own_lists=True is for head dimensions up to {MAX_OWN_DIM}, and block lists"
     if traits.shares_keys and traits.num_row_groups > 1:
         return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {traits.tile_m}"
     if traits.by_tokens:

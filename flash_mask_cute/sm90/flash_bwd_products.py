@@ -11,8 +11,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
-from flash_mask_cute.sm90.flash_bwd_scores import HalfSums
-from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels
+from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, HalfSums
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm90.gradient_stores import stage_nothing
 from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
 
@@ -149,3 +150,20 @@ class BlockProducts:
         adds = accumulate if half == 0 else True
         self._issue_sums(accs, words, operands_b, stage, adds, first_step)
         return len(accs)
+
+
+@cute.jit
+def pass_over(tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32):
+    """Take a cut query block in a work tile without scores: it adds 0 to dQ."""
+    # dO is released first, as after a block's products: the load warp may wait for that before
+    # it takes a part of dQ
+    channels.do.wait(block)
+    channels.do.release(block)
+    scores.discard_bits(cut)
+    traits = scores.traits
+    if const_expr(traits.columns.in_turn):
+        if traits.sums_dq(block):
+            stage_nothing(traits, tiles, channels.dq, block)
+    else:
+        stage_nothing(traits, tiles, channels.dq, block)
+    channels.q.release(block)

@@ -29,7 +29,7 @@ from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
-from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
+from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90 import cta_pairs
@@ -52,6 +52,8 @@ STEP_COLS = 16
 COLS_PER_REGISTER = 4
 # parts of a block where S and dP of all would take too many registers
 NUM_HALVES = 2
+# fragments of heads up to 32, whose S and dP may both wait for a score_mod
+FEW_REGISTERS = 96
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 
@@ -132,7 +134,8 @@ class BwdTraits(ListedQueryTraits):
     packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
     few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
     lie together. group_size: how many of a query's rows are heads, the first ones; 0: all.
-    shares_tile: narrower heads share keys, too.
+    shares_tile: narrower heads share keys, too. own_lists: block lists say of each
+    warpgroup's keys what they see (`BackwardMask.own_keys`).
     """
 
     dtype: type[cutlass.Numeric]
@@ -152,6 +155,7 @@ class BwdTraits(ListedQueryTraits):
     packed_heads: int = 1
     group_size: int = 0
     shares_tile: bool = False
+    own_lists: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
@@ -302,6 +306,11 @@ class BwdTraits(ListedQueryTraits):
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
         return cols // 2 + in_flight
+
+    @property
+    def has_few_columns(self) -> bool:
+        """Whether a thread has registers for S, dP and the modification of scores at once."""
+        return self.fragment_registers <= FEW_REGISTERS
 
     @property
     def value_steps(self) -> int:
@@ -637,12 +646,13 @@ class BwdTraits(ListedQueryTraits):
             work_fields = (*work_fields, *SPLIT_FIELDS)
             shape = (self.tokens_per_block, CHUNK, WALK_STAGES)
             tokens = storage.tokens.get_tensor(cute.make_layout(shape))
+        own_fields = OWN_FIELDS[: self.key_groups] if self.own_lists else ()
         num_walkers = 1 + self.num_mask_warps
         num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
         ring, walk = scheduler_rings(
             storage, (num_walkers, mma_warps), ascending=True, uncut_first=False,
             predecessors=predecessors, fields=work_fields,
-            chunk_fields=lengths.chunk_fields, tokens=tokens,
+            chunk_fields=(*lengths.chunk_fields, *own_fields), tokens=tokens,
         )  # fmt: skip
 
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:

@@ -113,6 +113,8 @@ from flash_mask_cute.sm90.warpgroups import (
 L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
+# the largest head dimension of keys in fp8 whose rows several warps copy
+MOST_OF_SHARED_CODES = 64
 
 
 class FlashAttentionForwardSm90:
@@ -144,6 +146,8 @@ class FlashAttentionForwardSm90:
     :param common_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
+    :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
+        warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -178,6 +182,7 @@ class FlashAttentionForwardSm90:
         common_kv: bool = False,
         in_fp8: bool = False,
         few_rows: bool = False,
+        own_lists: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -195,7 +200,12 @@ class FlashAttentionForwardSm90:
             page_box=page_box,
             in_fp8=in_fp8,
             few_rows=few_rows,
+            own_lists=own_lists,
         )
+        if own_lists and not (mask_mod is score_mod is None):
+            raise ValueError(
+                f"own_lists=True needs no mask_mod and no score_mod, got {mask_mod}, {score_mod}"
+            )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
             with_warpgroup = replace(traits, mask_warpgroup=True)
@@ -231,12 +241,7 @@ class FlashAttentionForwardSm90:
         self.num_sms = num_sms
         self.split = split
         self.common_kv = common_kv
-        # Rows of pages are copied by the mask warps, too, where few blocks are cut: in decoding
-        # the address work of one warp takes longer than the bytes.
-        by_rows = page_box is not None and page_box % LEAST_BOX != 0
-        few_cuts = mask_mod is score_mod is intervals is None
-        shares_rows = by_rows and few_cuts and tile_m <= DECODE_ROWS
-        self.copying_warps = 1 + traits.num_mask_warps if shares_rows else 1
+        self.copying_warps = 1
 
     @cute.jit
     def __call__(
@@ -300,6 +305,8 @@ class FlashAttentionForwardSm90:
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
         traits = self.traits
+        if const_expr(self._shares_rows(mKDescale, mVDescale)):
+            self.copying_warps += traits.num_mask_warps
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
@@ -331,24 +338,28 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)
+        descales = Descales(mKDescale, mVDescale)
+        own_rows = mO if const_expr(traits.stores_rows) else None
         self.kernel(
-            operands,
-            lse,
-            lengths,
-            score_args,
-            masks,
-            schedule,
-            tile_counter,
-            partials,
-            pages,
-            mO if const_expr(traits.stores_rows) else None,
-            Descales(mKDescale, mVDescale),
+            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
+            own_rows, descales,
         ).launch(
             grid=(grid, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )
+        )  # fmt: skip
+
+    def _shares_rows(self, *descales: cute.Tensor | None) -> bool:
+        """Whether mask warps copy rows of pages, too: in decoding the address work of one warp
+        takes longer than the bytes. Not where many blocks are cut. Beside converting warps only
+        where that was faster (docs/facts/hopper_forward.md#decoding)."""
+        traits = self.traits
+        by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
+        few_cuts = self.mask_mod is self.score_mod is self.intervals is None
+        of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
+        is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
+        return by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
 
     @cute.kernel
     def kernel(
@@ -380,12 +391,10 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
-        fields = lengths.work_fields
-        if const_expr(self.split not in (None, ONE_SEGMENT)):
-            fields = (*fields, *SPLIT_FIELDS)
         ring, walk = scheduler_rings(
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=fields,
+            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
+            chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
@@ -460,6 +469,10 @@ class FlashAttentionForwardSm90:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
 
+    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
+        is_split = self.split not in (None, ONE_SEGMENT)
+        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
+
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:
         """Write zeros to the rows of query tiles, some of which nobody loads."""
@@ -507,8 +520,9 @@ class FlashAttentionForwardSm90:
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
         cuts_overhang = self.score_mod is not None
+        own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
         return ForwardMask.from_kernel(
-            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang
+            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang, own_rows=own_rows
         )
 
     @cute.jit

@@ -27,7 +27,13 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
 from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreScales
-from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind, WalkRing
+from flash_mask_cute.core.walk_ring import (
+    KIND_MASK,
+    OWN_KIND_SHIFT,
+    OWNERS_SHIFT,
+    Kind,
+    WalkRing,
+)
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.mods.calling import (
     RowPlace,
@@ -190,13 +196,21 @@ class KeyBlocks:
 
     @property
     def may_pass_over(self) -> bool:
-        """Whether a block is skipped if a mask hides it from this warpgroup's rows; false if only
-        the first block of a walk may be cut."""
+        """Whether a block is skipped if a mask, or the warpgroup's lists, hide it from this
+        warpgroup's rows; false if only the first block of a walk may be cut."""
+        return self._bits_tell or self.traits.own_lists
+
+    @property
+    def _bits_tell(self) -> bool:
+        """Whether mask warps say what each warpgroup sees of a cut block."""
         return self.traits.passes_over and self.facts.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over such a block writes P to other words than it reads."""
         traits = self.traits
+        if traits.own_lists:
+            # a block that is passed over would leave P where the next one does not look
+            return False
         return kind == Kind.FULL and traits.keeps_scores and not traits.values_first
 
     # -- products -------------------------------------------------------------------------------
@@ -288,11 +302,13 @@ class KeyBlocks:
         sees, cut = Boolean(True), state.cut
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
             channels.bits.wait(cut)
-            if const_expr(self.may_pass_over):
+            if const_expr(self._bits_tell):
                 sees = self._visible_columns() != 0
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
             cut += 1
         channels.k.release(state.block)
+        if const_expr(self.traits.own_lists):
+            sees = sees & self._is_listed(flags)
         if sees:
             self.softmax.start(scores)
             self.softmax.accumulate(scores)
@@ -319,11 +335,54 @@ class KeyBlocks:
         """
         self.channels.k.wait_unless(state.k_ready, state.block + 1)
         flags = self._block_flags(state.block + 1)
-        if const_expr(kind == Kind.PARTIAL and self.may_pass_over):
+        if const_expr(self.traits.own_lists):
+            state = self._multiply_listed(kind, tile, flags, state, probs)
+        elif const_expr(kind == Kind.PARTIAL and self.may_pass_over):
             state = self._multiply_visible(tile, flags, state, probs, target)
         else:
             state = self._multiply(kind, tile, flags, state, probs, target)
         return state, flags & KIND_MASK
+
+    @cute.jit
+    def _multiply_listed(
+        self,
+        kind: cutlass.Constexpr[Kind],
+        tile: Int32,
+        flags: Int32,
+        state: MainloopState,
+        probs: cute.Tensor,
+    ) -> MainloopState:
+        """Process a block that this warpgroup's lists may not have."""
+        sees = self._is_listed(flags)
+        if const_expr(kind == Kind.PARTIAL):
+            self.channels.bits.wait_unless(state.bits_ready, state.cut)
+            state = state._replace(bits_ready=Boolean(True))
+            sees = sees & (self._visible_columns() != 0)
+        if sees:
+            state = self._multiply(kind, tile, flags, state, probs, probs)
+        else:
+            # P V is due where this block's values need its stage: the next keys come after them
+            if state.passed + 1 == self.traits.stages_kv:
+                state = self._multiply_values(state, probs)
+            state = self._pass_over(state, kind)
+        return state
+
+    @cute.jit
+    def _multiply_values(self, state: MainloopState, probs: cute.Tensor) -> MainloopState:
+        """P V of the last block that was not skipped, alone. The last skipped block takes its
+        place, with P = 0."""
+        self.wait_for_values(state)
+        self.issue_values(probs, state)
+        warpgroup.wait_group(0)
+        self.channels.v.release(state.block - state.passed)
+        probs.fill(0)
+        unknown = Boolean(False)
+        return state._replace(passed=Int32(0), accumulate=Boolean(True), v_ready=unknown)
+
+    def _is_listed(self, flags: Int32) -> Boolean:
+        """Whether this warpgroup's lists have a block."""
+        flags = cute.arch.make_warp_uniform(flags)
+        return ((flags >> (mma_warpgroup_idx() + OWNERS_SHIFT)) & 1) != 0
 
     @cute.jit
     def _multiply_visible(
@@ -341,7 +400,7 @@ class KeyBlocks:
         is_low_visible, is_high_visible = (visible & LOW_HALF) != 0, (visible >> HALF_WORD) != 0
         # P V is due where this block's values need its stage: the next keys come after them
         if (visible == 0) & (state.passed + 1 < self.traits.stages_kv):
-            state = self._pass_over(state)
+            state = self._pass_over(state, Kind.PARTIAL)
         elif const_expr(self.traits.halves_blocks):
             if is_low_visible != is_high_visible:
                 half = cutlass.select_(is_low_visible, Int32(0), Int32(1))
@@ -407,7 +466,7 @@ class KeyBlocks:
         self._modify(places, loaded, scores)
         if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
-        may_be_first = kind == Kind.PARTIAL and self.may_pass_over
+        may_be_first = self.may_pass_over and (kind == Kind.PARTIAL or traits.own_lists)
         factors = self._exponentials(may_be_first, scores, fresh)
         if const_expr(half is not None):
             wgmma.place_half(target, fresh, half)
@@ -433,11 +492,12 @@ class KeyBlocks:
                 wgmma.copy_words(target, fresh, self.opaque_one)
         return MainloopState(block, cut, Int32(0), Boolean(True), k_ready, v_ready, bits_ready)
 
-    def _pass_over(self, state: MainloopState) -> MainloopState:
-        """Skip a cut key block without a product."""
+    def _pass_over(self, state: MainloopState, kind: Kind) -> MainloopState:
+        """Skip a key block of this kind without a product."""
         channels, block = self.channels, state.block + 1
         cute.arch.sync_warp()
-        channels.bits.release(state.cut)
+        if kind == Kind.PARTIAL:
+            channels.bits.release(state.cut)
         channels.k.release(block)
         # the next warpgroup waits for this one
         self.wait_scheduler_barrier()
@@ -446,7 +506,7 @@ class KeyBlocks:
         unknown = Boolean(False)
         return state._replace(
             block=block,
-            cut=state.cut + 1,
+            cut=state.cut + int(kind == Kind.PARTIAL),
             passed=state.passed + 1,
             k_ready=unknown,
             bits_ready=unknown,

@@ -31,6 +31,7 @@ from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.shares import FEW_ROWS
+from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
@@ -88,6 +89,8 @@ class FwdTraits(PackedHeads):
     that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
     memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
     They lie in groups of 8, each with 8 rows without queries behind it, so that a thread has one.
+    own_lists: each MMA warpgroup has block lists of its own, and passes over what these do not
+    have. Turns would make it wait for the others.
     """
 
     dtype: type[cutlass.Numeric]
@@ -105,6 +108,7 @@ class FwdTraits(PackedHeads):
     page_box: int | None = None
     in_fp8: bool = False
     few_rows: bool = False
+    own_lists: bool = False
 
     @property
     def moves_registers(self) -> bool:
@@ -115,7 +119,12 @@ class FwdTraits(PackedHeads):
     @property
     def is_ordered(self) -> bool:
         """Whether MMA warpgroups issue their products in turn."""
-        return self.num_mma_warpgroups > 1
+        return self.num_mma_warpgroups > 1 and not self.own_lists
+
+    @property
+    def chunk_fields(self) -> tuple[str, ...]:
+        """Of `WalkRing`."""
+        return (*CHUNK_FIELDS, *OWN_FIELDS) if self.own_lists else CHUNK_FIELDS
 
     @property
     def cluster_tile_m(self) -> int:
@@ -217,9 +226,10 @@ class FwdTraits(PackedHeads):
         """Whether P V of a block is issued before S of the next; the warpgroup then waits for both.
 
         With two warpgroups S goes first, so that exponentials overlap P V. Three warpgroups overlap
-        with each other's products, and need no second P.
+        with each other's products, and need no second P. With block lists of their own they seldom
+        compute at the same time.
         """
-        return self.num_mma_warpgroups > 2
+        return self.num_mma_warpgroups > 2 and not self.own_lists
 
     @property
     def _registers_beside(self) -> int:
@@ -402,6 +412,8 @@ class FwdTraits(PackedHeads):
             return "cta_pair is not supported on Hopper"
         if self.mask_warpgroup and self.tile_m != 128:
             return f"a warpgroup of mask warps needs tile_m 128, got {self.tile_m}"
+        if self.own_lists and self.num_mma_warpgroups != len(OWN_FIELDS):
+            return f"block lists of each warpgroup need tile_m 192, got {self.tile_m}"
         if self.in_fp8 and self.tile_m != ROWS_PER_WARPGROUP:
             return f"keys and values in fp8 need tile_m {ROWS_PER_WARPGROUP}, got {self.tile_m}"
         if self.tile_m not in (64, 128, 192, 256):

@@ -152,6 +152,7 @@ LARGE_CASES = (
     Case("large-columns", 2, 4000, 4000, 8, 2, causal=True, column="documents1"),
     Case("large-columns-by-head", 1, 3001, 3001, 8, 2, 64, column="stepped2", column_heads="q"),
     Case("large-blocks", 1, 4000, 4000, 4, 4, blocks=(128, 128)),
+    Case("large-small-blocks", 2, 3001, 4000, 4, 2, blocks=(64, 64)),
     Case(
         "large-documents", heads_q=8, heads_kv=2, lengths_q=(17, 4000, 3, 511, 2049, 128, 1),
         lengths_k=(17, 4000, 3, 511, 2049, 128, 1), causal=True,
@@ -486,6 +487,7 @@ DETERMINISTIC = [
     Case("full", 1, 700, 900, 3, 3),
     Case("window", 1, 900, 900, 2, 1, head_dim=64, head_dim_v=64, window_left=200),
     Case("lists", 2, 500, 700, 2, 2, blocks=(48, 80)),
+    Case("lists-of-warpgroups", 2, 500, 700, 4, 2, blocks=(64, 64)),
     Case("d256-causal", 1, 900, 900, 2, 1, head_dim=256, head_dim_v=256, causal=True),
     Case("d192-dv128", 2, 300, 500, 2, 2, head_dim=192, head_dim_v=128),
     *(replace(case, pack_gqa=None) for case in MASK_CASES),

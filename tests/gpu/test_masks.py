@@ -102,6 +102,7 @@ SIZES = (
     Case("columns", 1, 255, 300, causal=True, column="random1"),
     Case("mask-lists", 1, 255, 300, mask_mod="documents", blocks=(128, 128)),
     Case("bits", 1, 255, 300, blocks=(48, 80)),
+    Case("lists-of-warpgroups", 1, 255, 300, blocks=(64, 64)),
     Case("score", 1, 255, 300, score_mod="t5"),
 )
 

@@ -18,6 +18,7 @@ import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
 import test_mask_bits_sim as mask_bits
+import test_own_lists_sim as own_lists
 import test_page_sizes_sim as page_sizes
 import test_segments_sim as segments
 import test_selected_sim
@@ -25,6 +26,7 @@ import test_shared_sums_sim as shared_sums
 import test_slow_roles_sm100_sim
 import test_token_backward_sim as by_tokens
 import test_token_lists_sim
+import test_token_mods_sim as token_mods
 import test_widened_sim as widened
 from cases import Case
 from inputs import make_inputs
@@ -146,6 +148,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ),
         ("kernels.bwd_add_parts.kernel",),
     ),
+    "lists-of-warpgroups": (
+        lambda sim: run_sim(sim, own_lists.make_gaps(), (SEED,), config={"num_stages": 2}),
+        (FORWARD,),
+    ),
+    "lists-of-keys-of-warpgroups": (
+        lambda sim: simulated_backward.run_sim(sim, own_lists.make_gaps(), (SEED,)),
+        (BACKWARD,),
+    ),
     "combine": (
         lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
@@ -177,7 +187,11 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         (BACKWARD,),
     ),
     "queries-of-token-lists-in-order": (
-        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ((1, 2, 2),)),
+        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ()),
+        (BACKWARD,),
+    ),
+    "queries-of-token-lists-with-mods": (
+        lambda sim: token_mods.test_modified_scores(sim, "t5", (12, 1, 1), 128, True),
         (BACKWARD,),
     ),
     "keys-in-16-bits": (

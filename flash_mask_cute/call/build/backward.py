@@ -181,12 +181,12 @@ def build_bwd(
         del tiles["splits_group"]
     if not backward.splits_keys:
         del tiles["splits_keys"]
-    by_tokens: dict[str, Any] = {}
+    of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
     if problem.token_lists:
         shares_tile = problem.token_lists == SHARED_TILE_N
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
         by_head = problem.masks_by_head
-        by_tokens = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
+        of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
     kernel = backward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -201,7 +201,7 @@ def build_bwd(
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
         common_kv=problem.common_kv,
-        **by_tokens,
+        **of_lists,
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)

@@ -41,7 +41,8 @@ class ForwardKernel(AttentionKernel):
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
     reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
     computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
-    decodes_whole: tiles of decoding are also for one pass over keys in rows."""
+    decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
+    warpgroups may have block lists of their own."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -50,6 +51,7 @@ class ForwardKernel(AttentionKernel):
     has_polynomial: bool = False
     orders_sums: bool = False
     decodes_whole: bool = False
+    owns_lists: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class BackwardKernel(AttentionKernel):
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
     summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several sequences have
     in common. gathers_tokens: it takes each query's choice of key blocks as token
-    lists."""
+    lists. owns_lists: block lists may say of each warpgroup's keys what they see."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -68,6 +70,7 @@ class BackwardKernel(AttentionKernel):
     orders_aux: bool
     pairs_common_keys: bool
     gathers_tokens: bool = False
+    owns_lists: bool = False
     owns_shared: bool = False
 
 
@@ -159,6 +162,7 @@ SM90_BACKWARD = BackwardKernel(
     orders_aux=True,
     pairs_common_keys=True,
     gathers_tokens=True,
+    owns_lists=True,
     owns_shared=True,
 )
 SM90 = ArchSpec(
@@ -174,6 +178,7 @@ SM90 = ArchSpec(
         reads_fp8=True,
         orders_sums=True,
         decodes_whole=True,
+        owns_lists=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,

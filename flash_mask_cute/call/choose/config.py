@@ -32,8 +32,11 @@ from flash_mask_cute.runtime.target import H200_SMS
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
 _OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
-# exponentials of 128: two in each group of 16 pairs
-POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
+# query rows of a warpgroup, which may have block lists of its own, and of tiles in which they have;
+# keys of one in a backward
+ROWS_OF_LISTS, OWN_LISTS_TILE, KEYS_OF_LISTS = 64, 192, 64
+# exponentials of 128
+POLYNOMIAL_STEP, MOST_POLYNOMIAL = 4, 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class FwdTiles:
     def nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks of (queries, keys) consist of whole tiles. Heads must not be packed."""
         return block_size[0] % self.cluster_tile_m == 0 and block_size[1] % self.tile_n == 0
+
+    def own_rows_nest_in(self, block_size: tuple[int, int]) -> bool:
+        """Whether blocks do not consist of whole tiles, but of the keys of whole tiles and of the
+        rows of whole warpgroups, which may have lists of their own."""
+        rows_nest = self.tile_m == OWN_LISTS_TILE and block_size[0] % ROWS_OF_LISTS == 0
+        return rows_nest and block_size[1] % self.tile_n == 0 and not self.nest_in(block_size)
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,7 @@ def select_fwd_config(
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
         selected_block=walk.selected_block,
+        own_lists=walk.block_size if kernel.owns_lists and problem.may_own_lists else None,
     )
     rows = list(rows_for(kernel.rows, call))
     row = rows[0]
@@ -335,6 +345,14 @@ class BwdChoice:
     smem_bytes: int
     reason: str
     group_splits: int = 1
+
+    def own_keys_nest_in(self, block_size: tuple[int, int]) -> bool:
+        """Whether blocks do not have the keys of whole tiles, but whole query blocks and the keys
+        of whole warpgroups, of which lists may say alone what they see."""
+        if self.tiles.splits_keys or self.tile_n != 2 * KEYS_OF_LISTS:
+            return False
+        nest = block_size[0] % self.tiles.tile_m == 0 and block_size[1] % KEYS_OF_LISTS == 0
+        return nest and block_size[1] % self.tile_n != 0
 
 
 class BwdWalkFacts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -14,8 +15,9 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.call.arguments import Masks
-from flash_mask_cute.call.choose.config import FwdTiles
-from flash_mask_cute.call.problem import FwdShapes, Mods
+from flash_mask_cute.call.choose.arch import ArchSpec
+from flash_mask_cute.call.choose.config import BwdChoice, FwdChoice, FwdTiles
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -92,10 +94,26 @@ class ResolvedMasks(NamedTuple):
             "has_selected": self.selected is not None,
         }
 
-    def describe(self, tiles: FwdTiles, are_bits: bool) -> str:
+    def with_form_of_lists(
+        self, problem: AttentionProblem, choice: FwdChoice | BwdChoice, spec: ArchSpec
+    ) -> AttentionProblem:
+        """The problem with the form in which a kernel of these tiles takes block lists."""
+        size, owns = self.block_size, problem.may_own_lists
+        if isinstance(choice, BwdChoice):
+            owns = owns and spec.backward.owns_lists and problem.score_modifier is None
+            owns = owns and size is not None and choice.own_keys_nest_in(size)
+            return replace(problem, own_lists=owns)
+        if size is None:
+            return replace(problem, has_bits=False, own_lists=False)
+        owns = owns and spec.forward.owns_lists and choice.tiles.own_rows_nest_in(size)
+        are_bits = problem.q_start is not None or not choice.tiles.nest_in(size)
+        return replace(problem, has_bits=are_bits and not owns, own_lists=owns)
+
+    def describe(self, tiles: FwdTiles, are_bits: bool, owns_lists: bool = False) -> str:
         """The masks in words; empty if there are none.
 
         are_bits: block lists are read as bits by the kernel that makes mask bits before attention.
+        owns_lists: see `AttentionProblem`.
         """
         parts = []
         if self.column_mask is not None:
@@ -110,6 +128,8 @@ class ResolvedMasks(NamedTuple):
                 how = "taken as bits"
             elif tiles.nest_in(self.block_size):
                 how = "made of whole tiles"
+            elif owns_lists:
+                how = "of each warpgroup's rows"
             parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
         if self.selected is not None:
             heads, _, k = self.selected.indices.shape[-3:]

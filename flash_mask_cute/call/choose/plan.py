@@ -15,6 +15,7 @@ from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
+    ROWS_OF_LISTS,
     BwdChoice,
     BwdWalkFacts,
     FwdChoice,
@@ -172,10 +173,11 @@ class ExecutionPlan:
 
     @property
     def walk_tile(self) -> tuple[int, int]:
-        """Query rows and keys of a tile of the walk."""
+        """Query rows and keys of a tile of the walk, or those with block lists of their own."""
         if isinstance(self.choice, BwdChoice):
             return self.choice.tiles.tile_m, self.choice.cluster_tile_n
-        return self.choice.tiles.cluster_tile_m, self.choice.tiles.tile_n
+        rows = ROWS_OF_LISTS if self.problem.own_lists else self.choice.tiles.cluster_tile_m
+        return rows, self.choice.tiles.tile_n
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -201,12 +203,9 @@ class ExecutionPlan:
         lists."""
         problem = self.problem
         if isinstance(choice, FwdChoice):
-            block_size = self.masks.block_size
-            are_bits = block_size is not None and (
-                problem.q_start is not None or not choice.tiles.nest_in(block_size)
-            )
-            problem = replace(problem, packed_heads=choice.packed_heads, has_bits=are_bits)
+            problem = replace(problem, packed_heads=choice.packed_heads)
             problem = problem.with_few_rows(self.shapes)
+        problem = self.masks.with_form_of_lists(problem, choice, arch_spec(self.target))
         return replace(self, problem=problem, choice=choice)
 
 

@@ -26,7 +26,8 @@ class CallFacts(NamedTuple):
     is_ordered: sums have an order (deterministic). sequences: the number of sequences of
     `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
     of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
-    out blocks. token_lists: as in the problem. asks_pair: the config has cta_pair=True.
+    out blocks. token_lists: as in the problem. own_lists: the size of blocks of lists that the
+    warpgroups of a tile may have of their own. asks_pair: the config has cta_pair=True.
     """
 
     head_dim: int
@@ -46,6 +47,7 @@ class CallFacts(NamedTuple):
     selected_block: int = 0
     has_lists: bool = False
     token_lists: int = 0
+    own_lists: tuple[int, int] | None = None
     asks_pair: bool = False
 
     @property
@@ -90,7 +92,8 @@ class FwdRow(NamedTuple):
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
     which keeps the special function units busy. for_decode: only if the rows that share keys fit a
     tile, and `decode_rows` are told. max_selected: for choices of blocks of at most so many keys.
-    polynomial: see `FwdConfig`.
+    own_lists: only with block lists of an odd multiple of 64 queries, of which each warpgroup reads
+    its own. polynomial: see `FwdConfig`.
     """
 
     max_dim: int
@@ -115,6 +118,7 @@ class FwdRow(NamedTuple):
     splits_sectors: bool = False
     max_selected: int | None = None
     polynomial: int = 0
+    own_lists: bool = False
 
     @property
     def is_general(self) -> bool:
@@ -169,6 +173,16 @@ class FwdRow(NamedTuple):
                     call.block_size is not None
                     and call.block_size[0] % (self.tile_m * (1 + self.cta_pair)) == 0
                     and call.block_size[1] % self.tile_n == 0
+                ),
+            )
+        if self.own_lists:
+            yield Condition(
+                f"block lists of an odd multiple of 64 queries, and of a multiple of {self.tile_n} "
+                "keys",
+                lambda call: (
+                    call.own_lists is not None
+                    and call.own_lists[0] % 128 == 64
+                    and call.own_lists[1] % self.tile_n == 0
                 ),
             )
         if self.cta_pair:
@@ -308,6 +322,18 @@ SM90_FWD = (
         *(192, 192, 128, 64, 2, 1, True),
         "a block of a choice consists of whole tiles; the output takes the query's place",
         max_selected=4096,
+    ),
+    FwdRow(
+        *(64, 64, 192, 64, 6, 2, False),
+        "each warpgroup passes over what its own lists do not have, and three share keys",
+        min_seqlen_q=129,
+        own_lists=True,
+    ),
+    FwdRow(
+        *(128, 128, 192, 64, 5, 1, True),
+        "each warpgroup passes over what its own lists do not have, and three share keys",
+        min_seqlen_q=129,
+        own_lists=True,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
@@ -452,9 +478,10 @@ _SM100_FWD = (
     ),
 )
 
-# the share of exponentials that FlashAttention-4 computes by a polynomial on 10.0; on 10.3, where
-# they are computed at twice the rate, none
-SM100_FWD = tuple(row._replace(polynomial=24) for row in _SM100_FWD)
+# exponentials of 128 by a polynomial on 10.0: as many as FlashAttention-4 has, and more where
+# products would wait for the others; on 10.3, where they are computed at twice the rate, none
+_POLYNOMIAL = {64: 28, 96: 32}
+SM100_FWD = tuple(row._replace(polynomial=_POLYNOMIAL.get(row.max_dim, 24)) for row in _SM100_FWD)
 SM103_FWD = _SM100_FWD
 
 SM90_BWD = (

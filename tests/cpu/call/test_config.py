@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
+from cases import Case
 from cutlass import BFloat16
+from planned import call_of, planned
 
+from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.choose.arch import SM90, SM100, SM103
 from flash_mask_cute.call.choose.config import (
     FwdChoice,
@@ -17,6 +21,7 @@ from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.exponentials import spread
 
 HEAD_DIMS = range(8, 257, 8)
@@ -124,8 +129,8 @@ def test_all_head_dims_on_blackwell() -> None:
         (FwdConfig(tile_m=192), "tile_m must be 128 or 256 for .* 128/128 on Blackwell, got 192"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
-        (FwdConfig(polynomial=12), "polynomial must be a multiple of 8 up to 64, got 12"),
-        (FwdConfig(polynomial=72), "polynomial must be a multiple of 8 up to 64, got 72"),
+        (FwdConfig(polynomial=14), "polynomial must be a multiple of 4 up to 64, got 14"),
+        (FwdConfig(polynomial=72), "polynomial must be a multiple of 4 up to 64, got 72"),
         (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
     ],
 )
@@ -185,7 +190,7 @@ def test_one_half_where_few_rows_share_keys(
     assert not choice.tiles.cta_pair
 
 
-@pytest.mark.parametrize(("spec", "share"), [(SM100, 24), (SM103, 0)])
+@pytest.mark.parametrize(("spec", "share"), [(SM100, 28), (SM103, 0)])
 def test_exponentials_by_polynomial(spec: Any, share: int) -> None:
     """Of 128; 10.3 computes them at twice the rate."""
     problem, shapes = AttentionProblem("bfloat16", 64, 64), FwdShapes(1, 9, 9, 9, 9, 2, 2, 64, 64)
@@ -205,11 +210,14 @@ def test_a_polynomial_is_refused_on_hopper() -> None:
 
 
 def test_places_of_exponentials_by_polynomial() -> None:
-    """At equal distances, so that both pipes have work at any time."""
-    assert spread(3) == (2, 7, 12)
-    for count in range(9):
-        places = spread(count)
-        assert len(set(places)) == count and all(0 <= x < 16 for x in places)
+    """At equal distances, so that both pipes have work at any time, in the first columns."""
+    assert spread(24, 96, 4) == [(2, 6, 10, 14)] * 3 + [()]
+    for polynomial, columns in product(range(0, 68, 4), (96, 128)):
+        places = spread(polynomial, columns, 4)
+        assert [len(x) for x in places[columns // 32 :]] == [0] * (4 - columns // 32)
+        counts = [len(x) for x in places[: columns // 32]]
+        assert sum(counts) == polynomial // 2 and max(counts) - min(counts) <= 1
+        assert all(0 <= i < 16 for x in places for i in x)
 
 
 def test_pairs_of_ctas_are_refused_on_hopper() -> None:
@@ -237,6 +245,13 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
             assert choice.tiles.tile_n >= 48, (head_dim, head_dim_v, choice)
 
 
+def _blocks_of(row: FwdRow) -> tuple[int, int] | None:
+    """The size of blocks of the lists that a row is for."""
+    if row.own_lists:
+        return 64, row.tile_n
+    return (row.tile_m, row.tile_n) if row.native_block_lists else None
+
+
 @pytest.mark.parametrize("row", SM90_FWD, ids=lambda row: f"{row.max_dim}-{row.max_dim_v}")
 def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
     fills_no_wave = "last wave" in row.reason
@@ -248,7 +263,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         is_causal="full" not in row.masks and not fills_no_wave,
         has_softcap=row.needs_sfu,
         window=row.max_window,
-        block_size=(row.tile_m, row.tile_n) if row.native_block_lists else None,
+        block_size=_blocks_of(row),
         decode_rows=row.tile_m if row.for_decode else None,
         selected_block=row.max_selected or 0,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
@@ -268,6 +283,7 @@ def test_rows_are_reachable() -> None:
             and (not before.masks or (row.masks and set(row.masks) <= set(before.masks)))
             and before.max_window is None
             and not before.native_block_lists
+            and not before.own_lists
             and not before.needs_sfu
             and before.min_seqlen_k <= row.min_seqlen_k
             and before.gain is None
@@ -418,6 +434,47 @@ def test_tiles_nest_in_the_usual_blocks(head_dim: int, block_size: tuple[int, in
     tiles = choose(head_dim, block_size=block_size).tiles
     assert (tiles.tile_m, tiles.tile_n) == (128, 128)
     assert tiles.nest_in(block_size)
+
+
+@pytest.mark.parametrize("block_size", [(64, 64), (64, 256), (320, 128)])
+def test_tiles_of_which_each_warpgroup_has_lists(block_size: tuple[int, int]) -> None:
+    for head_dim in (64, 96, 128):
+        tiles = choose(head_dim, block_size=block_size).tiles
+        assert (tiles.tile_m, tiles.tile_n) == (192, 64)
+        assert tiles.own_rows_nest_in(block_size)
+        assert choose(head_dim, block_size=block_size, mask_mod="key").tiles.tile_n > 64
+    for other in ({"score_mod": "key"}, {"q_start": "number"}, {"seqlen_q": 100}):
+        assert choose(128, block_size=block_size, **other).tiles.tile_m == 128
+
+
+LISTS = Case("lists", 1, 300, 400, blocks=(64, 64))
+
+
+@pytest.mark.parametrize(
+    "fields, owns",
+    [
+        ({}, (True, True)),
+        ({"blocks": (128, 64), "column": "random2", "window_left": 9}, (False, True)),
+        ({"blocks": (64, 128), "head_dim": 64}, (True, False)),
+        ({"blocks": (64, 192), "softcap": 1.0}, (True, False)),
+        ({"blocks": (32, 64)}, (False, False)),
+        ({"blocks": (64, 48)}, (False, False)),
+        ({"mask_mod": "documents"}, (False, False)),
+        ({"score_mod": "scale"}, (False, False)),
+        ({"head_dim": 160}, (False, False)),
+    ],
+)
+def test_which_kernels_have_lists_of_warpgroups(
+    fields: dict[str, Any], owns: tuple[bool, bool]
+) -> None:
+    """Forward and backward. Others get bits of them, as on Blackwell."""
+    case = replace(LISTS, **fields)
+    for direction, expected in zip(Direction, owns, strict=True):
+        call = call_of(case, direction)
+        for arch in ("sm_90a", "sm_100a"):
+            problem = planned(call, Target.named(arch)).problem
+            assert problem.own_lists == (expected and arch == "sm_90a")
+            assert not (problem.own_lists and direction is Direction.FORWARD and problem.has_bits)
 
 
 def test_other_blocks_change_no_tiles() -> None:

@@ -266,6 +266,7 @@ MASK_CASES = (
         lengths_q=(129, 200), lengths_k=(200, 63), mask_mod="documents", blocks=(128, 128),
     ),
     Case("blocks-alone", 2, 300, 400, blocks=(128, 128)),
+    Case("blocks-of-warpgroups", 1, 300, 400, 2, 1, causal=True, blocks=(64, 64)),
     Case("blocks-odd-causal", 1, 255, 255, causal=True, blocks=(48, 80)),
     Case("score-alibi-causal", 1, 129, 255, causal=True, score_mod="alibi"),
     Case("score-alibi-scale-negative", 1, 129, 255, score_mod="alibi", softmax_scale=-0.1),
