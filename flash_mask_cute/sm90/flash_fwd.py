@@ -241,7 +241,6 @@ class FlashAttentionForwardSm90:
         self.num_sms = num_sms
         self.split = split
         self.common_kv = common_kv
-        self.copying_warps = 1
 
     @cute.jit
     def __call__(
@@ -304,10 +303,8 @@ class FlashAttentionForwardSm90:
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
-        traits = self.traits
-        if const_expr(self._shares_rows(mKDescale, mVDescale)):
-            self.copying_warps += traits.num_mask_warps
-        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        self.copying_warps = self._num_copying_warps(mKDescale, mVDescale)
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
@@ -350,16 +347,17 @@ class FlashAttentionForwardSm90:
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def _shares_rows(self, *descales: cute.Tensor | None) -> bool:
-        """Whether mask warps copy rows of pages, too: in decoding the address work of one warp
-        takes longer than the bytes. Not where many blocks are cut. Beside converting warps only
-        where that was faster (docs/facts/hopper_forward.md#decoding)."""
+    def _num_copying_warps(self, *descales: cute.Tensor | None) -> int:
+        """Warps that copy rows of pages. Mask warps do, too, in decoding, where the address work of
+        one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
+        only where that was faster (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         few_cuts = self.mask_mod is self.score_mod is self.intervals is None
         of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
         is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
-        return by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        shared = by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
     def kernel(
