@@ -250,6 +250,16 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
             problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
             of_order = replace(by_tokens, problem=problem, is_backward=True)
             yield f"bwd-d{d}-token_lists{order}", of_order
+        # of 12 heads that see different keys, with gradients of what modifies scores
+        facts: dict[str, Any] = {
+            "may_empty_rows": True,
+            "masks_by_head": True,
+            "aux": (("float32", 2),),
+        }
+        problem = replace(by_tokens.problem, packed_heads=12, wants_aux=(0,), **facts)
+        mods = Mods(mask_mod=sees_prefix, score_mod=adds_bias)
+        of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
+        yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}

@@ -70,7 +70,7 @@ def explain_reads(
     wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
     if wanted:
         together = find_reads(score_mod, run.problem, wanted)
-        return tuple(_told(run, i, x, True, run.shared) for i, x in together.tensors.items())
+        return tuple(_reads_of(run, i, x, True, run.shared) for i, x in together.tensors.items())
     found = []
     for i, tensor in enumerate(aux_tensors):
         if tensor.dtype.is_floating_point:
@@ -78,11 +78,11 @@ def explain_reads(
             if alone.read_class is not ReadClass.UNREAD:
                 problem = replace(run.problem, wants_aux=(i,))
                 facts = run.shapes, run.masks, run.bwd_choice, run.target
-                found.append(_told(run, i, alone, False, choose_shared_sums(problem, *facts)))
+                found.append(_reads_of(run, i, alone, False, choose_shared_sums(problem, *facts)))
     return tuple(found)
 
 
-def _told(
+def _reads_of(
     run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool, shared: SharedSums | None
 ) -> AuxGradient:
     is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
