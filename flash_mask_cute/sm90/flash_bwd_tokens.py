@@ -117,7 +117,10 @@ class TokenLoads(QueryLoads):
         rows = self.traits.packed_heads
         row = cute.arch.shuffle_sync(row_of_lane, i)
         box = cute.local_tile(smem, (rows, dim), (i, 0, None))
-        src, dst = tma.tile_of(atom, source, (0, row, group), ((rows, 1, 1), dim), box)
+        first, tile = (group * rows, row), (rows, 1)
+        if self.traits.group_size < rows:
+            first, tile = (0, row, group), (rows, 1, 1)
+        src, dst = tma.tile_of(atom, source, first, (tile, dim), box)
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit

@@ -169,6 +169,7 @@ def test_several_segments(
     """Long lists, and lists that are cut at the same queries, of blocks of two key tiles."""
     monkeypatch.setattr(token_lists, "SEGMENT", segment)
     monkeypatch.setattr(choose_lists, "L2_BYTES", 1)
+    monkeypatch.setattr(choose_lists, "MOST_BYTES", 1)
     i, j = positions(300, 600, 300)
     Composed.draw((1, 300, 600), (16, 1, 1), 256, 2).seen(j <= i, causal=True).check()
 
