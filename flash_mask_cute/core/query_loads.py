@@ -183,10 +183,6 @@ class QueryLoads:
         row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
         return block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
 
-    def predecessor(self, work: Work, block: Block) -> Int32:
-        """`Summed.predecessor` of a query block."""
-        return block.predecessor
-
     def _rows_copy(
         self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited
     ) -> Callable[[Int32, cute.Pointer], None]:

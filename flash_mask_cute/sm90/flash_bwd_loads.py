@@ -19,7 +19,6 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.dq_sums import UNSENT, DqSums, Scratch, Summed
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
-from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import cta_pairs, wgmma
@@ -59,7 +58,6 @@ class BwdLoads:
         scratch: Scratch,
         lengths: Lengths,
         group_splits: Int32 | None,
-        lists: TokenLists | None,
     ) -> "BwdLoads":
         """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: number
         of work tiles with the same keys, or None if there is only one."""
@@ -70,7 +68,7 @@ class BwdLoads:
         if traits.by_tokens:
             num_tokens = traits.tokens_per_block
             sums: DqSums = TokenSums((sizes[0] // num_tokens,), *of_sums, num_tokens)
-            queries: QueryLoads = TokenLoads(*of_queries, lists)
+            queries: QueryLoads = TokenLoads(*of_queries)
         else:
             sums, queries = DqSums(sizes, *of_sums), QueryLoads(*of_queries)
         return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
@@ -141,8 +139,7 @@ class BwdLoads:
         if const_expr(self.lengths.seqused_k is not None):
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
-        predecessor = queries.predecessor(of_block, block)
-        return Loaded(number + 1, last, Summed(block.head_idx, row_block, predecessor))
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.predecessor))
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Load the keys and values of a work tile, which complete query block `first` and its dO.

@@ -51,6 +51,7 @@ def why_bits(
         entries *= shapes.batch
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_tokens,
+        "sums in a fixed order": problem.deterministic,
         f"groups of {group} query heads, more than {MOST_HEADS}": group > MOST_HEADS,
         "a choice by query head": selected.heads not in (1, shapes.heads_kv),
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
@@ -105,10 +106,7 @@ def with_token_lists(
 def list_facts(problem: AttentionProblem) -> ListFacts:
     """What determines the code of the kernels that make lists."""
     may_hide = problem.mask_mod is not None or problem.intervals is not None
-    own: dict[str, Any] = {
-        "has_lse": may_hide and not problem.may_empty_rows,
-        "is_ordered": problem.deterministic,
-    }
+    own: dict[str, Any] = {"has_lse": may_hide and not problem.may_empty_rows}
     names = (x.name for x in fields(ListFacts) if x.name not in own)
     return ListFacts(**{name: getattr(problem, name) for name in names}, **own)
 
