@@ -9,6 +9,7 @@ more, of which the bits hide everything, and whose sums are not sent.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -47,6 +48,15 @@ def _of_first(value: Int32) -> Int32:
     return cutlass.select_(value < 0, cute.arch.shuffle_sync(value, 0), value)
 
 
+class _TokenRows(NamedTuple):
+    """What is copied of a token: rows of a tensor, of `dim` columns, to a tile."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor
+    smem: cute.Tensor
+    dim: int
+
+
 @dataclass(frozen=True)
 class TokenLoads(QueryLoads):
     """`QueryLoads` of listed queries; stats (heads_kv, queries, -1). In place of a row block each
@@ -81,7 +91,8 @@ class TokenLoads(QueryLoads):
         barrier: cute.Pointer,
     ) -> None:
         tokens = self.traits.tokens_per_block
-        copy = partial(self._copy_token, atom, source, smem, dim, group, row_of_lane)
+        of_all = _TokenRows(atom, source, smem, dim)
+        copy = partial(self._copy_token, of_all, group, row_of_lane)
         if const_expr(tokens <= MAX_UNROLLED):
             for i in cutlass.range_constexpr(tokens):
                 copy(i, stage, barrier)
@@ -91,10 +102,7 @@ class TokenLoads(QueryLoads):
 
     def _copy_token(
         self,
-        atom: cute.CopyAtom,
-        source: cute.Tensor,
-        smem: cute.Tensor,
-        dim: int,
+        of_all: _TokenRows,
         group: Int32,
         row_of_lane: Int32,
         i: int | Int32,
@@ -103,6 +111,7 @@ class TokenLoads(QueryLoads):
     ) -> None:
         rows = self.traits.packed_heads
         row = cute.arch.shuffle_sync(row_of_lane, i)
+        atom, source, smem, dim = of_all
         box = cute.local_tile(smem, (rows, dim), (i, 0, None))
         first, tile = (group * rows, row), (rows, 1)
         if self.traits.group_size < rows:
