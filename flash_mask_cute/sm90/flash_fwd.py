@@ -338,24 +338,17 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)
+        descales = Descales(mKDescale, mVDescale)
+        own_rows = mO if const_expr(traits.stores_rows) else None
         self.kernel(
-            operands,
-            lse,
-            lengths,
-            score_args,
-            masks,
-            schedule,
-            tile_counter,
-            partials,
-            pages,
-            mO if const_expr(traits.stores_rows) else None,
-            Descales(mKDescale, mVDescale),
+            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
+            own_rows, descales,
         ).launch(
             grid=(grid, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )
+        )  # fmt: skip
 
     def _shares_rows(self, *descales: cute.Tensor | None) -> bool:
         """Whether mask warps copy rows of pages, too: in decoding the address work of one warp
