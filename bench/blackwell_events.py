@@ -130,23 +130,27 @@ class Backward:
                     ds_end = max(told, exp_end) + self.ds_phase
                     ready_ds[i] = ds_end + THREAD_SIGNAL
                 elif name == "dQ":
-                    taken[i] = self._drain(state, told, rates) + THREAD_SIGNAL
+                    more = self.part_bytes, self.held, self.claims
+                    taken[i] = _drain(state, told, rates, *more) + THREAD_SIGNAL
         half = BLOCKS // 2
         return (ends["S", BLOCKS] - ends["S", half]) / (BLOCKS - half)
 
-    def _drain(self, state: _Drain, told: float, rates: Rates) -> float:
-        """When tensor memory is free; the parts of dQ go through staging memory meanwhile."""
-        at = left = max(told, state.warps)
-        in_turn = len(self.part_bytes) - self.held
-        for number, size in enumerate(self.part_bytes):
-            share = size / PART
-            if number == in_turn:
-                left = at + TO_REGISTERS
-            at = max(at, state.place) + STAGE * share
-            read = rates.read * share + (rates.claim if self.claims and number == 0 else 0)
-            state.place = at + HAND_OVER + read
-        state.warps = at
-        return left if self.held else at
+
+def _drain(
+    state: _Drain, told: float, rates: Rates, part_bytes: tuple[int, ...], held: int, claims: bool
+) -> float:
+    """When tensor memory is free; the parts of dQ go through staging memory meanwhile."""
+    at = left = max(told, state.warps)
+    in_turn = len(part_bytes) - held
+    for number, size in enumerate(part_bytes):
+        share = size / PART
+        if number == in_turn:
+            left = at + TO_REGISTERS
+        at = max(at, state.place) + STAGE * share
+        read = rates.read * share + (rates.claim if claims and number == 0 else 0)
+        state.place = at + HAND_OVER + read
+    state.warps = at
+    return left if held else at
 
 
 @dataclass(frozen=True)
@@ -164,10 +168,6 @@ class WidePair:
     part_bytes: tuple[int, ...]
     over_scores: int
     exchange: int
-
-    @property
-    def tensor(self) -> int:
-        return sum(self.cycles.values())
 
     def period(self, rates: Rates) -> float:
         """Cycles of a block in the steady state."""
@@ -209,6 +209,48 @@ class WidePair:
             first = end
         state.warps = at
         return freed[0], freed[1]
+
+
+@dataclass(frozen=True)
+class FoldedPair:
+    """A block of a pair at 256 columns, whose CTAs have 64 keys: S, dP, dK, dV, dQ.
+
+    Q and dO by columns are loaded into the place of those by rows, when S and dP have read these,
+    and the next ones by rows when dK and dQ are complete. P and dS are operands in shared memory,
+    of which the other CTA's mma warp tells after as long as the exchange takes. held: see
+    `Backward`.
+    """
+
+    cycles: dict[str, int]
+    exponentials: int
+    part_bytes: tuple[int, ...]
+    held: int
+    exchange: int
+
+    def period(self, rates: Rates) -> float:
+        """Cycles of a block in the steady state."""
+        cycles, signal, starts = self.cycles, rates.product_signal, []
+        now = q_loaded = do_loaded = left = 0.0
+        state = _Drain()
+        for _ in range(BLOCKS + 1):
+            now = max(now, q_loaded)
+            starts.append(now)
+            now += cycles["S"]
+            exp_end = now + signal + self.exponentials + EXP_LATENCY
+            q_columns = now + signal + LOAD
+            now = max(now, do_loaded) + cycles["dP"]
+            do_columns = now + signal + LOAD
+            # a thread has half of the scores of other kernels
+            there = max(now + signal, exp_end) + DS_PHASE / 2 + THREAD_SIGNAL + self.exchange
+            now = max(now, there, q_columns) + cycles["dK"]
+            q_loaded = now + signal + LOAD
+            now = max(now, do_columns) + cycles["dV"]
+            now = max(now, left) + cycles["dQ"]
+            do_loaded = now + signal + LOAD
+            drained = _drain(state, now + signal, rates, self.part_bytes, self.held, False)
+            left = drained + THREAD_SIGNAL
+        half = BLOCKS // 2
+        return (starts[BLOCKS] - starts[half]) / (BLOCKS - half)
 
 
 @dataclass

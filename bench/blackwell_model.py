@@ -29,6 +29,7 @@ from bench.blackwell_events import (
     EXCHANGE,
     RATES,
     Backward,
+    FoldedPair,
     Forward,
     Rates,
     WidePair,
@@ -330,7 +331,7 @@ def forward_row_of(name: str) -> Json:
     variant, kept, tiles, text = _disassembled(name)
     dims = variant.problem.head_dim, variant.problem.head_dim_v
     plan = {key: tiles[key] for key in ("num_stages", "cta_pair")}
-    plan["early"] = _still_to_come(dims[1])
+    plan["early"] = _still_to_come(dims[1], tiles["polynomial"])
     roles = count_softmax(text, tiles["polynomial"])
     return {"name": name, **kept, "dims": dims, "plan": plan, "roles": roles}
 
@@ -343,12 +344,14 @@ WIDE = ((192, 128), (192, 192), (256, 256))
 
 class Launch(NamedTuple):
     """shared: bytes that a block of tile_m queries moves, which takes `tensor` cycles of products.
-    added: bytes of its dQ."""
+    added: bytes of its dQ. column: cycles of a product, for each column of its result or its sum.
+    """
 
-    model: Backward | WidePair
+    model: Backward | WidePair | FoldedPair
     shared: int
     tensor: int
     added: int
+    column: int
 
 
 def wide_launches(d: int, d_v: int, cta_pair: bool = False) -> list[Launch]:
@@ -371,25 +374,31 @@ def wide_launches(d: int, d_v: int, cta_pair: bool = False) -> list[Launch]:
 
 def _launch(x: Any) -> Launch:
     """A CTA's part of a block. Of a pair, it reads half of each operand B, and dS of half of the
-    queries is read to be sent, and written where it arrives."""
+    queries is read to be sent, and written where it arrives. At 256, P and dS are operands A, and
+    half of dS is written twice."""
     d, d_v, of_dv, of_dk = x.tile_d, x.tile_dv, x.makes_dv, x.makes_dk
     order = "S dK' dQ' dV dP"
     if x.is_serial:
         order = " ".join(["S", *["dP"] * of_dk, *["dV"] * of_dv, *["dK", "dQ"] * of_dk])
-    column, ctas = 2 * x.tile_m * BLOCK // TENSOR, x.group.size
+    column, ctas = 2 * x.tile_m * x.tile_n // TENSOR, x.group.size
     taken = {"S": d, "dP": d_v, "dV": d_v, "dK": d, "dQ": (2 if x.halves_blocks else 1) * d}
     # operands: K, V, and K of dQ; Q, dO, and both of the sums
-    keys = 2 * BLOCK * (d + of_dk * (d_v + d))
+    keys = 2 * x.tile_n * (d + of_dk * (d_v + d))
     queries = 2 * x.tile_m * (d + of_dk * (d_v + d) + of_dv * d_v) // ctas
-    grads = of_dk * 2 * x.tile_m * BLOCK * (ctas + len(x.widths_dq))
+    grads = of_dk * 2 * x.tile_m * x.tile_n * (ctas + len(x.widths_dq))
+    if x.is_folded:
+        # both written and read; half of dS written again, read to be sent, and written there
+        grads = x.tile_m * x.tile_n * (2 * 4 + 3 + 2)
     sums = of_dk * 2 * x.size_dq(d) * 4
     # of a pair, half of the queries and half of the columns of all
-    loads, statistics = (x.bytes_q + x.bytes_do) * ctas, 2 * BLOCK * x.tile_m
+    loads, statistics = (x.bytes_q + x.bytes_do) * ctas, 2 * x.tile_n * x.tile_m
     cycles = {name: column * width for name, width in taken.items()}
     parts = tuple(x.size_dq(width) * 4 for width in x.parts_dq * of_dk)
-    exponentials = x.tile_m * BLOCK // EXPONENTIALS
-    model: Backward | WidePair
-    if x.is_wide_pair:
+    exponentials = x.tile_m * x.tile_n // EXPONENTIALS
+    model: Backward | WidePair | FoldedPair
+    if x.is_folded:
+        model = FoldedPair(cycles, exponentials, parts, x.held_parts, EXCHANGE)
+    elif x.is_wide_pair:
         model = WidePair(cycles, exponentials, parts, x.parts_over_scores, EXCHANGE)
     else:
         over = "dP" if x.dq_shares and of_dk else "S'" if x.dq_over_scores else ""
@@ -398,15 +407,15 @@ def _launch(x: Any) -> Launch:
             x.stages_q, DS_PHASE * x.tile_m // BLOCK,
         )  # fmt: skip
     tensor = sum(cycles[name.rstrip("'")] for name in order.split())
-    return Launch(model, keys + queries + grads + sums + loads + statistics, tensor, sum(parts))
+    shared = keys + queries + grads + sums + loads + statistics
+    return Launch(model, shared, tensor, sum(parts), column)
 
 
 def wide_line(d: int, d_v: int, cta_pair: bool = False) -> tuple[str, str, str, str]:
     """A line of the table of predictions: the share of the time that five products would take at
     the full rate."""
     launches = wide_launches(d, d_v, cta_pair)
-    # of a product, for each column of its result or its sum, of a block of 64 queries
-    column = 4 if cta_pair else 2
+    column = launches[0].column
     name = f"d{d}" if d == d_v else f"d{d}/{d_v}"
     needed = column * (3 * d + 2 * d_v)
     least = [max(x.shared // SHARED, x.tensor) for x in launches]
@@ -435,11 +444,12 @@ def backward_model(row: Json) -> Backward:
     )  # fmt: skip
 
 
-def _still_to_come(d_v: int) -> float:
-    """Share of the exponentials of a block behind the first part of P: of two halves."""
+def _still_to_come(d_v: int, polynomial: int) -> float:
+    """Share of the exponentials of a block behind the first part of P: of two halves. Those by
+    polynomial, which are others, are in the first part."""
     from flash_mask_cute.sm100.flash_fwd_traits import FIRST_PART
 
-    return 1 - FIRST_PART / BLOCK if d_v <= BLOCK else 0.0
+    return round((BLOCK - FIRST_PART) / (BLOCK - polynomial), 4) if d_v <= BLOCK else 0.0
 
 
 def forward_model(row: Json) -> Forward:
@@ -468,7 +478,8 @@ def predictions(rows: Sequence[Json], forward_rows: Sequence[Json]) -> str:
         shares = _shares(tensor, least, backward_model(row), RATES)
         adds = sum(row["plan"]["part_bytes"]) * 1000 // L2_ADDS
         lines.append((_label(row["name"]), f"{tensor / least:.0%}", shares, str(adds)))
-    lines += [wide_line(*dims) for dims in WIDE] + [wide_line(*WIDE[0], cta_pair=True)]
+    lines += [wide_line(*dims) for dims in WIDE]
+    lines += [wide_line(*dims, cta_pair=True) for dims in (WIDE[0], WIDE[-1])]
     for peer in blackwell_peer.BACKWARD:
         (d, d_v), least = peer.dims, peer.shared_cycles
         tensor = 4 * (3 * d + 2 * d_v)

@@ -276,9 +276,11 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
         wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
         yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
-    for mask in ("full", "causal"):
-        wide = replace(_backward(_variant(192, dim_v=128, is_causal=mask == "causal")), arch=arch)
-        yield f"{prefix}-bwd-d192v128-pair-{mask}", replace(wide, cta_pair=True)
+    for d, dim_v in ((192, 128), (256, 256)):
+        for mask in ("full", "causal"):
+            wide = _backward(_variant(d, dim_v=dim_v, is_causal=mask == "causal"))
+            in_pairs = replace(wide, arch=arch, cta_pair=True)
+            yield f"{prefix}-bwd-d{d}v{dim_v}-pair-{mask}", in_pairs
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:

@@ -435,14 +435,16 @@ def fp8(run: Run, p: Problem) -> None:
         measure(run, p, "fp8:token", appending(p, codes, by_token), codes=codes)
         return
 
-    def call(k: Tensor, v: Tensor, scales: Tensor, **more: Any) -> Tensor:
-        if scales.dim() == 3:
-            scales = scales.view(k.shape[:3])
-        of_cache: Json = {"k_descale": scales, "v_descale": scales}
+    def call(k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor], **more: Any) -> Tensor:
+        if scales[0].dim() == 3:
+            scales = scales[0].view(k.shape[:3]), scales[1].view(k.shape[:3])
+        of_cache: Json = {"k_descale": scales[0], "v_descale": scales[1]}
         return _flash_attn_fwd(p.q, k, v, **keywords, **of_cache, **more)[0]
 
-    for name, scales in (("head", by_head), ("token", by_token)):
-        _by_page(run, p, f"fp8:{name}", functools.partial(call, scales=scales), codes)
+    # keys and values have scales of their own, which are bytes to read if each token has some
+    for name, x in (("head", by_head), ("token", by_token)):
+        of_both = functools.partial(call, scales=(x, x.clone()))
+        _by_page(run, p, f"fp8:{name}", of_both, codes)
 
 
 def appending(

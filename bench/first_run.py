@@ -80,8 +80,13 @@ def steps() -> dict[str, Step]:
     pairs = [Call(x, config={"cta_pair": True}, causal=causal)
              for x in PAIRS for causal in (False, True)]  # fmt: skip
     # those of the backward, also with rows that see nothing
-    gradients_of_pairs = pairs + [
-        Call(x, (1500, 700), (300, 150), causal=True, config={"cta_pair": True}) for x in PAIRS
+    with_256 = *PAIRS, (256, 256)
+    gradients_of_pairs = [
+        *(Call(x, config={"cta_pair": True}) for x in with_256),
+        *(
+            Call(x, (1500, 700), (300, 150), causal=True, config={"cta_pair": True})
+            for x in with_256
+        ),
     ]
     found = [
         one_cta(64),
@@ -91,8 +96,7 @@ def steps() -> dict[str, Step]:
         Step("pairs-backward", 240, _calls((), gradients_of_pairs), True),
         Step("wide-heads", 240, _calls([Call(x, causal=True) for x in (*WIDE, (192, 128))])),
         Step("wide-backward", 240, _calls((), [
-            *(Call(x, causal=True) for x in WIDE),
-            Call((192, 128), causal=True, config={"cta_pair": False})])),
+            Call(x, causal=True, config={"cta_pair": False}) for x in (*WIDE, (192, 128))])),
         Step("deterministic", 240, _calls(
             (), [Call((d, d), causal=True, keywords=ordered) for d in (64, 128)])),
         Step("split-and-pages", 240, _calls([

@@ -89,8 +89,7 @@ def _flash_attn_fwd(
     num_splits: int = 0, seqlen_k_per_split: int | None = None, pack_gqa: bool | None = None,
     out: Tensor | None = None, lse: Tensor | None = None, lse_low: Tensor | None = None,
     max_scores: Tensor | None = None, return_lse: bool = True,
-    config: FwdConfig | Mapping[str, Any] | None = None,
-    **unknown: NoReturn,
+    config: FwdConfig | Mapping[str, Any] | None = None, **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention forward: (out, lse) with out = softmax(mask(q k^T * softmax_scale)) v.
 
@@ -180,8 +179,9 @@ def _flash_attn_fwd(
         softmax_scale, causal, window_size_left, window_size_right, softcap, max_seqlen_q,
         max_seqlen_k, start, num_splits, seqlen_k_per_split, pack_gqa, return_lse,
         None if config is None else FwdConfig.from_value(config), False))  # fmt: skip
-    lists, columns = block_sparse_tensors_torch, startend_row_indices
-    masks = masks_of(score_mod, mask_mod, aux_tensors, lists, columns)
+    lists, columns, masks = block_sparse_tensors_torch, startend_row_indices, None
+    if not (score_mod is mask_mod is aux_tensors is lists is columns is None):
+        masks = Masks(score_mod, mask_mod, aux_tensors, lists, columns)
     return forward(made(AttentionCall, (tensors, masks, options, NO_BACKWARD_OPTIONS, _FORWARD)))
 
 

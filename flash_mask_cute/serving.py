@@ -19,7 +19,7 @@ from flash_mask_cute.autograd.append_op import (
     over_view,
     prepare_append,
 )
-from flash_mask_cute.autograd.attend import attend, scale_number, with_cute_mods
+from flash_mask_cute.autograd.attend import attend, scale_number, with_configs, with_cute_mods
 from flash_mask_cute.autograd.combine_op import IMPLEMENTATIONS as COMBINE_IMPLEMENTATIONS
 from flash_mask_cute.autograd.combine_op import check_parts_plain, run_combine
 from flash_mask_cute.autograd.mod_names import Mod
@@ -186,7 +186,8 @@ def flash_attn_with_kvcache(
     refuse_given((None,), q_descale=q_descale, qv=qv, scheduler_metadata=scheduler_metadata)
     refuse_given((0, None), attention_chunk=attention_chunk, sm_margin=sm_margin)
     where = None, cache_leftpad, cache_batch_idx, page_table
-    cache = Cache(k_cache, v_cache, *where, batch_of(q, cu_seqlens_q), k_descale, v_descale)
+    batch = batch_of(q, cu_seqlens_q)
+    cache = Cache(k_cache, v_cache, *where, batch, q.device, k_descale, v_descale)
     q_starts, start = split_q_start(q_start)
     causals, causal = split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
@@ -236,9 +237,12 @@ def _attend_over(
     write = None
     if new.has_rows():
         reason = "new rows are written into the cache, of which there are no gradients"
-        refuse_gradients(reason, x, k=new.k, v=new.v)
+        scales = {"k_descale": cache.k_descale, "v_descale": cache.v_descale}
+        refuse_gradients(reason, x, k=new.k, v=new.v, **scales)
         write = _append_of(cache, new, call)
         if not is_compiling and wrapped is None:
+            if not (call.options.config is call.backward.config is None):
+                call = with_configs(call)
             # what is wrong in the rest is told before anything is written
             wrapped = kind_refused(prepare_append, write, call)
     elif cache.batch_idx is not None or cache.leftpad is not None:

@@ -55,7 +55,7 @@ def run(names: list[str], workers: int, seconds: float | None) -> dict[str, str]
     with tempfile.TemporaryDirectory(prefix="flash_mask_cute_drawn_") as folder:
         log = Path(folder, "rows")
         command = [
-            *(sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal"),
+            *(sys.executable, "-m", "pytest", "-v", "-n", str(workers), "--dist", "worksteal"),
             *("-p", "no:cacheprovider", *(f"{TESTS}[{name}]" for name in names)),
         ]
         told = {"FLASH_MASK_SIM_ARCH": "sm_100a", "FLASH_MASK_SIM_ROWS": str(log), "TMPDIR": folder}

@@ -258,7 +258,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
     # now, and not when the backward runs
     check_mod("score_mod_bwd", call.backward.score_mod_bwd)
     if not (call.options.config is call.backward.config is None):
-        call = _with_configs(call)
+        call = with_configs(call)
     masks = call.masks
     if masks is not None and isinstance(masks.startend_row_indices, Tensor):
         # forward and backward then share the bounds
@@ -278,7 +278,7 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
     return Results(out, lse, call.tensors.max_scores)
 
 
-def _with_configs(call: AttentionCall) -> AttentionCall:
+def with_configs(call: AttentionCall) -> AttentionCall:
     """The call with the argument config of both directions as configurations.
 
     Raises:

@@ -20,7 +20,7 @@ class FwdConfig:
     share_qo: the output is staged in the query's shared memory.
     cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
     polynomial: on Blackwell, how many of 128 exponentials are computed by a polynomial on the
-    multiply-add pipes: a multiple of 8 up to 64, or 0.
+    multiply-add pipes: a multiple of 4 up to 64, or 0.
     skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
     False visits and masks every block, with the same result as one pass, bit for bit.
 
@@ -69,7 +69,7 @@ class BwdConfig:
     CTA to reach a sum stores it (docs/backward_sm90.md#where-dq-goes).
     cta_pair: two CTAs with adjacent keys sum dQ together. This requires clears_dq, scores that are
     neither modified nor capped, and head_dim above 128, but on Blackwell head_dim and head_dim_v of
-    97 to 128, or head_dim of 129 to 192 and head_dim_v up to 128.
+    97 to 128 or above 192, or head_dim of 129 to 192 and head_dim_v up to 128.
     splits_keys: on Hopper, each MMA warpgroup has keys of its own though head_dim or head_dim_v is
     above 128. This requires tiles of at most 320 columns of keys and values together, as 192/128
     and 160 have, one CTA, and scores that are neither modified nor capped.

@@ -7,12 +7,10 @@ exponents. 2^f for 0 <= f < 1 is a polynomial that is 1 at 0, so powers of two a
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import cutlass.cute as cute
 from cutlass import Float32
-
-Numbers = tuple[Float32, ...]
 
 # between base e and base 2, of whose powers there is an instruction
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
@@ -33,67 +31,58 @@ ROUNDER = 2.0**23 + 2.0**22
 # exponents are held to what a float can be scaled by; the upper end is beyond what probabilities of
 # a tile may sum up to
 LOWEST, HIGHEST = -127.0, 127.0
+# of a saturating multiply-add, whose result 0 stands for the exponent TOP, of an infinite power,
+# and 1 for LOWEST
+TOP = 128.0
+SPAN = TOP - LOWEST
 
 
-class Arithmetic(Protocol):
-    """Operations on a few numbers at a time."""
-
-    def floor_add(self, a: Numbers, b: float) -> Numbers:
-        """a + b, rounded down."""
-        ...
-
-    def subtract(self, a: Numbers, b: Numbers) -> Numbers: ...
-
-    def fma(self, a: Numbers, b: Numbers, c: Numbers) -> Numbers: ...
-
-
-class Single:
-    """One number per instruction."""
-
-    def floor_add(self, a: Numbers, b: float) -> Numbers:
-        down = cute.math.RoundingMode.DOWN
-        return tuple(cute.math.add(x, Float32(b), rounding=down) for x in a)
-
-    def subtract(self, a: Numbers, b: Numbers) -> Numbers:
-        return tuple(x - y for x, y in zip(a, b, strict=True))
-
-    def fma(self, a: Numbers, b: Numbers, c: Numbers) -> Numbers:
-        return tuple(cute.math.fma(x, y, z) for x, y, z in zip(a, b, c, strict=True))
-
-
-class Packed:
-    """Two numbers per instruction, from Blackwell on."""
-
-    def floor_add(self, a: Numbers, b: float) -> Numbers:
-        return cute.arch.add_packed_f32x2(a, (b, b), rnd="rm")
-
-    def subtract(self, a: Numbers, b: Numbers) -> Numbers:
-        return cute.arch.sub_packed_f32x2(a, b)
-
-    def fma(self, a: Numbers, b: Numbers, c: Numbers) -> Numbers:
-        return cute.arch.fma_packed_f32x2(a, b, c)
-
-
-SINGLE, PACKED = Single(), Packed()
-
-
-def exp2_polynomial(
-    exponents: Numbers, coefficients: Sequence[float], arithmetic: Arithmetic
-) -> Numbers:
-    """2 ** x of a few exponents; exactly 0 for -inf, a huge number for overflow and for NaN."""
-
-    def each(constant: float) -> Numbers:
-        return tuple(Float32(constant) for _ in exponents)
-
-    x = tuple(
-        cute.arch.fmin(cute.arch.fmax(e, LOWEST, nan=True), HIGHEST, nan=True) for e in exponents
-    )
-    shifted = arithmetic.floor_add(x, ROUNDER)
-    fraction = arithmetic.subtract(x, arithmetic.subtract(shifted, each(ROUNDER)))
-    power = each(coefficients[-1])
+def exp2_polynomial(exponent: Float32, coefficients: Sequence[float]) -> Float32:
+    """2 ** x; exactly 0 for -inf, a huge number for overflow and for NaN."""
+    x = cute.arch.fmin(cute.arch.fmax(exponent, LOWEST, nan=True), HIGHEST, nan=True)
+    shifted = cute.math.add(x, Float32(ROUNDER), rounding=cute.math.RoundingMode.DOWN)
+    fraction = x - (shifted - Float32(ROUNDER))
+    power = Float32(coefficients[-1])
     for coefficient in (*coefficients[-2::-1], 1.0):
-        power = arithmetic.fma(power, fraction, each(coefficient))
-    return tuple(_scaled(p, n) for p, n in zip(power, shifted, strict=True))
+        power = cute.math.fma(power, fraction, Float32(coefficient))
+    return _scaled(power, shifted)
+
+
+Pair: TypeAlias = tuple[Float32, Float32]
+
+
+def saturating_line(scale: Float32, bias: Float32) -> Pair:
+    """Factor and addend of `exp2_of_line`, for exponents number * scale + bias."""
+    return scale * Float32(-1 / SPAN), cute.math.fma(bias, Float32(-1 / SPAN), Float32(TOP / SPAN))
+
+
+def exp2_of_line(numbers: Pair, line: Pair, coefficients: Sequence[float]) -> Pair:
+    """2 ** (number * scale + bias) of two numbers, from Blackwell on, which has instructions for
+    two. line: `saturating_line(scale, bias)`.
+
+    Exactly 0 for -inf, infinity for overflow and for NaN: a saturating multiply-add holds an
+    exponent to the range, in place of two comparisons, and is 0 for what is not a number. It rounds
+    an exponent by up to 2e-5.
+    """
+    held = tuple(_saturated_fma(number, *line) for number in numbers)
+    span, top = (Float32(-SPAN),) * 2, (Float32(ROUNDER + TOP),) * 2
+    shifted = cute.arch.fma_packed_f32x2(held, span, top, rnd="rm")
+    # exact but for the last step
+    rest = cute.arch.sub_packed_f32x2(top, shifted)
+    fraction = cute.arch.fma_packed_f32x2(held, span, rest)
+    power = (Float32(coefficients[-1]),) * 2
+    for coefficient in (*coefficients[-2::-1], 1.0):
+        power = cute.arch.fma_packed_f32x2(power, fraction, (Float32(coefficient),) * 2)
+    return _scaled(power[0], shifted[0]), _scaled(power[1], shifted[1])
+
+
+def _saturated_fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c from 0 to 1, and 0 for what is not a number."""
+    return cute.arch.inline_ptx(
+        "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
 
 
 def _scaled(power: Float32, shifted: Float32) -> Float32:

@@ -32,7 +32,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.exp2 import LN_2, LOG2_E, SINGLE, exp2_polynomial
+from flash_mask_cute.core.exp2 import LN_2, LOG2_E, exp2_polynomial
 
 # with it, an operation is not fused with another one
 NEAREST = cute.math.RoundingMode.NEAREST_EVEN
@@ -177,7 +177,7 @@ class QuadRows:
         for c, score in enumerate(scores):
             exponent = cute.math.fma(score, scale_log2, bias)
             if self.stride is not None and c % self.stride == 0:
-                results += exp2_polynomial((exponent,), self.coefficients, SINGLE)
+                results.append(exp2_polynomial(exponent, self.coefficients))
             else:
                 results.append(cute.math.exp2(exponent, fastmath=True))
         return results

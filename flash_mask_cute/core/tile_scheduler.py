@@ -99,7 +99,9 @@ class TileScheduler:
 
     def start(self) -> Search:
         search = Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
-        return self.advance(search, Int32(0)) if self.claims_first else search
+        if self.claims_first and self.counter is not None:
+            return self.advance(search, Int32(0))
+        return search
 
     def own_block(self, block: Int32) -> Int32:
         """The block of this CTA among those of a work tile."""

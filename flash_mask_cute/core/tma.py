@@ -197,9 +197,10 @@ def readable_rows(
     return tensor, cutlass.min(row, length - 1)
 
 
-def rows_of_stage(layout, rows: int):
-    """The layout of the first rows of one of a stage."""
-    columns = cute.size(layout, mode=[1])
+def rows_of_stage(layout, rows: int, columns: int | None = None):
+    """The layout of the first rows of one of a stage, and of its first columns."""
+    if columns is None:
+        columns = cute.size(layout, mode=[1])
     return cute.composition(layout, (cute.make_layout(rows), cute.make_layout(columns)))
 
 

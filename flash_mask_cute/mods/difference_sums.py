@@ -122,8 +122,18 @@ class DifferenceSums:
             is_first = cute.arch.lane_idx() == 0
             self._add(i, is_first & (total != 0.0), total, *corner)
         else:
-            for value, q_idx, k_idx in lines:
-                self._add(i, value != 0.0, value, q_idx, k_idx)
+            # differences of a lane's lines differ, so its sums are read before any is written
+            ways = [
+                cutlass.select_(value != 0.0, self._place_of(i, q_idx, k_idx), Int32(summed.first))
+                for value, q_idx, k_idx in lines
+            ]
+            before = [self.sums[at] for at in ways]
+            for (value, _, _), at, known in zip(lines, ways, before, strict=True):
+                if value != 0.0:
+                    self.sums[at] = known + value * summed.factor
+
+    def _place_of(self, i: int, q_idx: Int32, k_idx: Int32) -> Int32:
+        return self.reads[i].middle + difference_at(self.reads[i].read, q_idx, k_idx)
 
     @cute.jit
     def _add(
@@ -134,10 +144,9 @@ class DifferenceSums:
         q_idx: Int32,
         k_idx: Int32,
     ) -> None:
-        summed = self.reads[i]
         if condition:
-            at = summed.middle + difference_at(summed.read, q_idx, k_idx)
-            self.sums[at] = self.sums[at] + value * summed.factor
+            at = self._place_of(i, q_idx, k_idx)
+            self.sums[at] = self.sums[at] + value * self.reads[i].factor
 
     @cute.jit
     def add_column(

@@ -210,7 +210,7 @@ class ScoreChain:
                     self._add_to_rows(of_walk, r, terms, by_modified, counts)
                     self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
                     sums.add(self._others(terms), by_modified, counts)
-                    if self._keeps_grads:
+                    if self.keeps_grads:
                         grads[r, i] = by_modified
                     dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
                     pairs.append((prob, dscore))
@@ -256,7 +256,7 @@ class ScoreChain:
                     counts = prob > 0.0
                     self._add_to_rows(of_walk, r, terms, dscore, counts)
                     self._add_to_lines(of_lines, r, c, terms, dscore, counts)
-                    if self._keeps_grads:
+                    if self.keeps_grads:
                         grads[r, c] = dscore
                     sums.add(self._others(terms), dscore, counts)
                     pair.append(dscore)
@@ -372,7 +372,7 @@ class ScoreChain:
     # -- sums along lines -----------------------------------------------------------------------
 
     @property
-    def _keeps_grads(self) -> bool:
+    def keeps_grads(self) -> bool:
         """Whether sums are made of gradients of scores when all of these are known."""
         return any(group.cuts for group in self.groups) or bool(self._summed_by_score)
 
@@ -416,7 +416,8 @@ class ScoreChain:
             if group.cuts:
                 self._send_between_cuts(block, first_col, group, grads)
             else:
-                self._send_totals(block, first_col, group, next(sums), (Int32(0), Int32(0)))
+                totals = self.lines.totals(group.line, next(sums))
+                self._send_totals(block, first_col, group, totals, (Int32(0), Int32(0)))
 
     @cute.jit
     def _send_between_cuts(
@@ -436,15 +437,36 @@ class ScoreChain:
         end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
         while k_idx < end_k:
             next_k = next_cut(group.cuts, True, k_idx, end_k)
+            last_k = next_k
+            if const_expr(self.by_difference is not None):
+                last_k = next_cut(group.cuts, True, next_k, end_k)
             from_q = q_idx
             while from_q < end_q:
                 next_q = next_cut(group.cuts, False, from_q, end_q)
-                parts = self._between(
-                    block, first_col, group, grads, (from_q, next_q, k_idx, next_k)
-                )
-                self._send_totals(block, first_col, group, parts, (from_q, k_idx))
+                first, second = (from_q, next_q, k_idx, next_k), (from_q, next_q, next_k, last_k)
+                if const_expr(self.by_difference is None):
+                    self._send_rectangles(block, first_col, group, grads, (first,))
+                elif next_k < last_k:
+                    # two at once: a warp's steps wait for each other, and all warps for the slowest
+                    self._send_rectangles(block, first_col, group, grads, (first, second))
+                else:
+                    self._send_rectangles(block, first_col, group, grads, (first,))
                 from_q = next_q
-            k_idx = next_k
+            k_idx = last_k
+
+    def _send_rectangles(
+        self,
+        block: tuple,
+        first_col: int,
+        group: LineGroup,
+        grads: cute.Tensor,
+        rectangles: tuple[tuple[Int32, Int32, Int32, Int32], ...],
+    ) -> None:
+        """Send the sums along the lines of some rectangles; sides: see `_between`."""
+        parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
+        totals = [self.lines.totals(group.line, x) for x in parts]
+        for found, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
+            self._send_totals(block, first_col, group, found, (from_q, from_k))
 
     def _between(
         self,
@@ -478,11 +500,11 @@ class ScoreChain:
         block: tuple[Work, Int32, Int32],
         first_col: int,
         group: LineGroup,
-        parts: list[Float32],
+        totals: list[tuple[Float32, Int32]],
         corner: tuple[Int32, Int32],
     ) -> None:
-        """Add up the parts of lines, and add the totals to their elements. corner: the first query
-        and the first key with the elements of these lines."""
+        """Add the totals of lines to their elements (`Lines.totals`). corner: the first query and
+        the first key with the elements of these lines."""
         targets = self._targets()
         others = group.reads
         if group.cuts and self.by_difference is not None:
@@ -490,7 +512,7 @@ class ScoreChain:
             others = tuple(x for x in others if all(x.number != y.number for y in summed))
         sums = [AuxSums({read.number: targets[read.number]}) for read in others]
         lines = []
-        for total, number in self.lines.totals(group.line, parts):
+        for total, number in totals:
             place = self._place_on_line(block, group.line, first_col, number, corner)
             lines.append((total, *place[2:]))
             if not others:

@@ -10,23 +10,22 @@ from collections.abc import Sequence
 import cutlass.cute as cute
 from cutlass import Float32
 
-from flash_mask_cute.core.exp2 import DEGREE_3, PACKED, exp2_polynomial
+from flash_mask_cute.core.exp2 import DEGREE_3, exp2_of_line, saturating_line
 from flash_mask_cute.core.softmax import BinaryOp
+from flash_mask_cute.sm100 import umma
 
-# some of so many neighbouring pairs of a row go by the polynomial
-PERIOD = 16
 # chains of sums, in pairs
 CHAINS = 4
 
 
 class WholeRows:
-    """`RowArithmetic` for threads that have all columns of a row.
+    """`RowArithmetic` for threads that have all columns of a row, for a chunk of them.
 
-    polynomial: of 128 exponentials, so many are computed by `exp2_polynomial`.
+    by_polynomial: pairs of the chunk that are computed by a polynomial.
     """
 
-    def __init__(self, polynomial: int):
-        self.by_polynomial = spread(polynomial // (128 // PERIOD))
+    def __init__(self, by_polynomial: Sequence[int] = ()):
+        self.by_polynomial = by_polynomial
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         return value
@@ -35,14 +34,15 @@ class WholeRows:
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
     ) -> list[Float32]:
         results = []
+        line = saturating_line(scale_log2, bias)
         for i, scores_pair in enumerate(_pairs(scores)):
+            if i in self.by_polynomial:
+                results += exp2_of_line(scores_pair, line, DEGREE_3)
+                continue
             exponents = cute.arch.fma_packed_f32x2(
                 scores_pair, (scale_log2, scale_log2), (bias, bias)
             )
-            if i % PERIOD in self.by_polynomial:
-                results += exp2_polynomial(exponents, DEGREE_3, PACKED)
-            else:
-                results += [cute.math.exp2(x, fastmath=True) for x in exponents]
+            results += [cute.math.exp2(x, fastmath=True) for x in exponents]
         return results
 
     def total(self, values: Sequence[Float32]) -> Float32:
@@ -55,10 +55,15 @@ class WholeRows:
         return sums[0][0] + sums[0][1]
 
 
-def spread(count: int) -> tuple[int, ...]:
-    """So many of PERIOD places, at equal distances."""
-    step = PERIOD // max(count, 1)
-    return tuple(range(step // 2, PERIOD, step))[:count]
+def spread(polynomial: int, columns: int, num_chunks: int) -> list[tuple[int, ...]]:
+    """Pairs of each chunk for so many exponentials: at equal distances in the first `columns`."""
+    pairs, count = columns // 2, polynomial // 2
+    places = {(2 * i + 1) * pairs // (2 * count) for i in range(count)}
+    of_chunk = umma.CHUNK // 2
+    return [
+        tuple(i for i in range(of_chunk) if chunk * of_chunk + i in places)
+        for chunk in range(num_chunks)
+    ]
 
 
 def _pairs(values: Sequence) -> list[tuple]:

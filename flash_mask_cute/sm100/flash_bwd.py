@@ -132,8 +132,9 @@ class FlashAttentionBackwardSm100:
         are alone
     :param stages_q, stages_do: see `BwdTraits`
     :param stages_kv, value_cols: 1 and 0
-    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128, or
-        of 192 and 128 columns; requires clears_dq, no score_mod, no soft cap, and at least two SMs
+    :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128, of
+        256, or of 192 and 128 columns; requires clears_dq, no score_mod, no soft cap, and at least
+        two SMs
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)
@@ -399,6 +400,7 @@ class FlashAttentionBackwardSm100:
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
                     traits.group.size,
+                    claims_first=self.deterministic and not traits.cta_pair,
                 )
                 rules = BackwardMask.create(
                     self, traits.columns, masks, lengths, group, traits.cta_pair

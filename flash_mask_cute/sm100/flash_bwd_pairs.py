@@ -201,16 +201,20 @@ class PairLoads:
     def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
         """Start the copy of this CTA's half of the queries, all columns. place: of the block."""
         traits, rank = self.traits, self.traits.group.rank()
-        if const_expr(not traits.is_wide_pair):
+        rows, smem = traits.box_rows, operand.smem
+        columns = cute.size(smem, mode=[1])
+        width = columns if const_expr(traits.box_columns is None) else traits.box_columns
+        across, down = columns // width, traits.rows_of_cta // rows
+        if const_expr(across * down == 1):
             first = place.row + traits.query_of(0, rank)
             self._load_queries(work, operand, place._replace(row=first), barrier)
         else:
-            rows, smem = traits.box_rows, operand.smem
-            for i in cutlass.range(traits.rows_of_cta // rows, unroll=1):
-                first = place.row + traits.query_of(i * rows, rank)
-                part = cute.local_tile(smem, (rows, *cute.shape(smem)[1:]), (i, 0, 0))
-                box = operand._replace(smem=part)
-                self._load_queries(work, box, place._replace(row=first), barrier)
+            for i in cutlass.range(across * down, unroll=1):
+                row, column = i // across, i % across
+                part = cute.local_tile(smem, (rows, width, 1), (row, column, 0))
+                first = place.row + traits.query_of(row * rows, rank)
+                at = place._replace(row=first, column=column * width)
+                self._load_queries(work, operand._replace(smem=part), at, barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer

@@ -260,8 +260,11 @@ class BlockProducts:
         traits = self.traits
         umma.fence_after_wait()
         do_tile = self.products.dv_do[None, None, None, self.channels.do.index(number)]
-        mma = traits.mma_sums(traits.tile_dv)
-        umma.issue_parts(mma, self.products.dv, self.products.p, do_tile, accumulate, steps)
+        mma, acc, p = traits.mma_sums(traits.tile_dv), self.products.dv, self.products.p
+        if const_expr(traits.is_folded):
+            umma.issue(mma, acc, p[0], do_tile, accumulate, MOST_STEPS)
+        else:
+            umma.issue_parts(mma, acc, p, do_tile, accumulate, steps)
 
     @cute.jit
     def _clear_marked_rows(self, number: Int32):
@@ -303,8 +306,11 @@ class BlockProducts:
         q = self.channels.q_columns if const_expr(traits.cta_pair) else self.channels.q
         umma.fence_after_wait()
         dk_q = self.products.dk_q[None, None, None, q.index(number)]
-        mma = traits.mma_sums(traits.tile_d)
-        umma.issue_parts(mma, self.products.dk, self.products.ds, dk_q, number > first)
+        mma, acc, ds = traits.mma_sums(traits.tile_d), self.products.dk, self.products.ds
+        if const_expr(traits.is_folded):
+            umma.issue(mma, acc, ds[0], dk_q, number > first, MOST_STEPS)
+        else:
+            umma.issue_parts(mma, acc, ds, dk_q, number > first)
 
     @cute.jit
     def _issue_dq(self, number: Int32):

@@ -175,6 +175,12 @@ class BwdTraits:
         second chunks, which dP overwrites, the other one."""
         return umma.CHUNK if self.is_wide_pair else self.rows_of_cta
 
+    @property
+    def box_columns(self) -> int | None:
+        """Columns of a box of Q and dO by rows, if not all: where a load warp has many boxes, it
+        loops over them."""
+        return 64 if self.is_folded else None
+
     def query_of(self, row: Int32 | int, rank: Int32 | int) -> Int32 | int:
         """The query of a block that a CTA has in a row of Q and dO by rows."""
         if not self.is_wide_pair:
@@ -537,13 +543,14 @@ class BwdTraits:
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
         layout_q, layout_do = self.layout_q(), self.layout_do()
-        if self.is_wide_pair:
+        if self.is_wide_pair or self.is_folded:
             layout_q, layout_do = (
-                tma.rows_of_stage(tma.one_stage(x), self.box_rows) for x in (layout_q, layout_do)
+                tma.rows_of_stage(tma.one_stage(x), self.box_rows, self.box_columns)
+                for x in (layout_q, layout_do)
             )
         return (
-            (layout_q, self.box_rows, self.tile_d),
-            (layout_do, self.box_rows, self.tile_dv),
+            (layout_q, self.box_rows, self.box_columns or self.tile_d),
+            (layout_do, self.box_rows, self.box_columns or self.tile_dv),
             (self.layout_k(), self.tile_n, self.tile_d),
             (self.layout_v(), self.tile_n, self.tile_dv),
         )

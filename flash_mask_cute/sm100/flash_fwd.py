@@ -41,6 +41,7 @@ behalf of both CTAs, and completed products signal both (`umma.Group`, `Channel.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs,
 from flash_mask_cute.rules.mask_warps import make_mask_bits
 from flash_mask_cute.rules.share_walks import schedule_forward
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.exponentials import WholeRows
+from flash_mask_cute.sm100.exponentials import WholeRows, spread
 from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
 from flash_mask_cute.sm100.flash_fwd_products import WalkProducts
 from flash_mask_cute.sm100.flash_fwd_traits import (
@@ -127,7 +128,7 @@ class FlashAttentionForwardSm100:
     :param share_qo: False
     :param intervals: the form of the column intervals that the call passes, or None
     :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
-    :param polynomial: of 128 exponentials, those computed by a polynomial: a multiple of 8 up to 64
+    :param polynomial: of 128 exponentials, those computed by a polynomial: a multiple of 4 up to 64
     :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
         does not use tile_counter
@@ -200,7 +201,10 @@ class FlashAttentionForwardSm100:
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
         self.skip_blocks = skip_blocks
-        self.arithmetic = WholeRows(polynomial)
+        # what the first part of P needs comes sooner, where there is one
+        columns = FIRST_PART if self.in_parts else tile_n
+        num_chunks = tile_n // umma.CHUNK
+        self.arithmetic = [WholeRows(x) for x in spread(polynomial, columns, num_chunks)]
         self.num_sms = num_sms
         self.split = split
         self.common_kv = common_kv
@@ -387,7 +391,7 @@ class FlashAttentionForwardSm100:
     def _rows(self, scales: ScoreScales, keeps_largest: bool = False) -> OnlineSoftmax:
         """The softmax of a thread's row."""
         factor = None if self.score_mod is None else self.score_traits.factor
-        more = self.traits.dtype, self.arithmetic, factor, keeps_largest
+        more = self.traits.dtype, self.arithmetic[0], factor, keeps_largest
         return OnlineSoftmax.create(scales.scale_log2, 1, *more)
 
     @cute.jit
@@ -572,7 +576,7 @@ class FlashAttentionForwardSm100:
         It is when no maximum is too old for it, nor will be for the rest: its sum is below half of
         the limit, and no score of the rest has outgrown the maximum.
         """
-        total, is_early = Float32(0.0), Boolean(False)
+        total, is_early = None, Boolean(False)
         for chunk, scores in self._chunks(first, prepare):
             if chunk == FIRST_PART // umma.CHUNK:
                 is_old = (total < rows.sum_limit / 2) == Boolean(False)
@@ -580,7 +584,9 @@ class FlashAttentionForwardSm100:
                 is_early = is_last | (softmax_math.any_in_warp((is_old,)) == Boolean(False))
                 self._hand_over_if(is_early, channel, first, probs, number)
             rows.see(scores)
-            total += rows.exponentials(scores, partial(self._keep, probs, chunk))[0]
+            of_chunk = replace(rows, arithmetic=self.arithmetic[chunk])
+            (part,) = of_chunk.exponentials(scores, partial(self._keep, probs, chunk))
+            total = part if total is None else total + part
         return total, is_early
 
     def _exponentials(
@@ -590,7 +596,8 @@ class FlashAttentionForwardSm100:
         total = Float32(0.0)
         for chunk, scores in self._chunks(first, prepare):
             rows.see(scores)
-            total += rows.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
+            of_chunk = replace(rows, arithmetic=self.arithmetic[chunk])
+            total += of_chunk.exponentials(scores, partial(self._keep, probs, chunk), exactly)[0]
         return total
 
     def _keep(self, probs: cute.Tensor, chunk: int, r: int, c: int, p: Float32, q: Float32):

@@ -70,7 +70,7 @@ class Factors(NamedTuple):
     """
 
     k: cute.Tensor  # (64 keys, tile_d) in k-steps, and stages
-    q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each
+    q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each, or all in one
     v: cute.Tensor  # (64 keys, tile_dv)
     do: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_dv) each
 
@@ -100,13 +100,13 @@ class Peeked(NamedTuple):
 
 
 @cute.jit
-def by_case(condition: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """A step of a query block, which is told whether a condition holds.
+def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
+    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
 
     Each case has code of its own: a branch while products are in flight would serialise them.
     """
     peeked = Peeked.nothing()
-    if condition:  # noqa: SIM108 (the compiler of the DSL takes branches)
+    if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
         peeked = step(True)
     else:
         peeked = step(False)
@@ -160,20 +160,22 @@ class BlockScores:
         passes_over: bool,
     ) -> "BlockScores":
         num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
-        mma = traits.mma_scores(num_parts)
+        # sums of gradients that are kept beside S would not fit the registers
+        splits_scores = traits.splits_keys or chain.keeps_grads
+        mma = traits.mma_scores()
 
-        def parts(smem: cute.Tensor, dim: int) -> tuple[cute.Tensor, ...]:
-            if num_parts == 1:
+        def parts(smem: cute.Tensor, dim: int, count: int) -> tuple[cute.Tensor, ...]:
+            if count == 1:
                 return (wgmma.operand_b(mma, smem),)
-            tile = (traits.tile_m // num_parts, dim)
-            views = (cute.local_tile(smem, tile, (i, 0, None)) for i in range(num_parts))
-            return tuple(wgmma.operand_b(mma, view) for view in views)
+            tile = (traits.tile_m // count, dim)
+            views = (cute.local_tile(smem, tile, (i, 0, None)) for i in range(count))
+            return tuple(wgmma.operand_b(traits.mma_scores(count), view) for view in views)
 
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            parts(tiles.q, traits.tile_d),
+            parts(tiles.q, traits.tile_d, num_parts if splits_scores else 1),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, traits.tile_dv),
+            parts(tiles.do, traits.tile_dv, num_parts),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
@@ -185,7 +187,7 @@ class BlockScores:
 
     @property
     def num_parts(self) -> int:
-        return len(self.factors.q)
+        return len(self.factors.do)
 
     @property
     def needs_scores(self) -> bool:
@@ -253,18 +255,10 @@ class BlockScores:
         traits = self.traits
         return marks_of(stats, traits.tile_m, traits.num_stats, traits.packed_heads)
 
-    def tells_alone(self, kind: Kind) -> bool:
-        """Whether a warpgroup knows that the other one's keys are hidden from a block, and sums dQ
-        over its own alone."""
-        return self.traits.own_lists and kind == Kind.FULL and not self.traits.columns.in_turn
-
-    def is_alone(self, block: Int32) -> Boolean:
-        return self._is_listed(block, 1 - mma_warpgroup_idx()) == Boolean(False)
-
-    def _is_listed(self, block: Int32, warpgroup_idx: Int32) -> Boolean:
-        """Whether block lists have a query block for a warpgroup's keys."""
+    def _is_listed(self, block: Int32) -> Boolean:
+        """Whether block lists have a query block for this warpgroup's keys."""
         flags = self.tiles.words[0, self.channels.q.index(block)]
-        return ((flags >> (warpgroup_idx + OWNERS_SHIFT)) & 1) != 0
+        return ((flags >> (mma_warpgroup_idx() + OWNERS_SHIFT)) & 1) != 0
 
     @cute.jit
     def is_hidden(
@@ -282,9 +276,7 @@ class BlockScores:
                 m_block = self.tiles.words[1, self.channels.q.index(state.block)]
                 is_hidden = is_hidden | (m_block < first_visible)
         if const_expr(self.traits.own_lists):
-            is_hidden = is_hidden | (
-                self._is_listed(state.block, mma_warpgroup_idx()) == Boolean(False)
-            )
+            is_hidden = is_hidden | (self._is_listed(state.block) == Boolean(False))
         return is_hidden
 
     def _has_no_bits(self) -> Boolean:
@@ -312,9 +304,8 @@ class BlockScores:
             self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
             cute.arch.sync_warp()
             self.channels.bits.release(state.cut)
-        if not self.tells_alone(kind):
-            self.grads.fill(0)
-            self._store_own_grads(state.block)
+        self.grads.fill(0)
+        self._store_own_grads(state.block)
         self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -451,18 +442,23 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
         time.
 
-        S and dP of all columns would not fit the registers.
+        dP of all columns beside S, and what follows them, would not always fit the registers.
         """
         width = self.traits.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
+        width_s = self.traits.tile_m // len(self.factors.q)
         for part in range(self.num_parts):
-            acc_S, acc_dP = (wgmma.make_accumulator(width) for _ in range(2))  # (64, width)
-            self._issue_scores(acc_S, state, part)
+            first = part * width % width_s
+            if first == 0:
+                acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)
+                self._issue_scores(acc_S, state, part * width // width_s)
+            acc_dP = wgmma.make_accumulator(width)  # (64, width)
             self._issue_dp(acc_dP, state, part)
             warpgroup.wait_group(0)
-            scores, grads = wgmma.rows_by_cols(acc_S), wgmma.rows_by_cols(acc_dP)
+            scores = wgmma.rows_by_cols(wgmma.columns(acc_S, first, first + width))
+            grads = wgmma.rows_by_cols(acc_dP)
             first_col = part * cute.size(scores, mode=[1])
             self._chain_of(state.block).apply_to_both(
                 place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
@@ -540,7 +536,7 @@ class BlockScores:
     def _issue_scores(self, acc_S: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         k_tile = self.factors.k[None, None, None, self.traits.own_keys(state.tile)]
         q_tile = self.factors.q[part][None, None, None, self.channels.q.index(state.block)]
-        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_d
+        mma, steps = self.traits.mma_scores(len(self.factors.q)), self.traits.steps_d
         wgmma.issue(mma, acc_S, k_tile, q_tile, False, steps)
 
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:

@@ -357,8 +357,7 @@ class KeyBlocks:
         if const_expr(kind == Kind.PARTIAL):
             self.channels.bits.wait_unless(state.bits_ready, state.cut)
             state = state._replace(bits_ready=Boolean(True))
-            if const_expr(self._bits_tell):
-                sees = sees & (self._visible_columns() != 0)
+            sees = sees & (self._visible_columns() != 0)
         if sees:
             state = self._multiply(kind, tile, flags, state, probs, probs)
         else:

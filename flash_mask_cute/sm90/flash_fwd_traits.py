@@ -124,8 +124,7 @@ class FwdTraits(PackedHeads):
     @property
     def chunk_fields(self) -> tuple[str, ...]:
         """Of `WalkRing`."""
-        owners = OWN_FIELDS[: self.num_mma_warpgroups] if self.own_lists else ()
-        return (*CHUNK_FIELDS, *owners)
+        return (*CHUNK_FIELDS, *OWN_FIELDS) if self.own_lists else CHUNK_FIELDS
 
     @property
     def cluster_tile_m(self) -> int:
@@ -413,8 +412,8 @@ class FwdTraits(PackedHeads):
             return "cta_pair is not supported on Hopper"
         if self.mask_warpgroup and self.tile_m != 128:
             return f"a warpgroup of mask warps needs tile_m 128, got {self.tile_m}"
-        if self.own_lists and self.num_mma_warpgroups not in (2, len(OWN_FIELDS)):
-            return f"block lists of each warpgroup need tile_m 128 or 192, got {self.tile_m}"
+        if self.own_lists and self.num_mma_warpgroups != len(OWN_FIELDS):
+            return f"block lists of each warpgroup need tile_m 192, got {self.tile_m}"
         if self.in_fp8 and self.tile_m != ROWS_PER_WARPGROUP:
             return f"keys and values in fp8 need tile_m {ROWS_PER_WARPGROUP}, got {self.tile_m}"
         if self.tile_m not in (64, 128, 192, 256):

@@ -37,6 +37,8 @@ from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 UNIT = 8
 # Threads side by side in a row, at most: their units of 16 bytes fill the banks once.
 LANES_OF_ROW = 8
+# blocks before which scales of rows are asked for
+SCALE_BLOCKS_AHEAD = 3
 
 
 class Codes(NamedTuple):
@@ -139,6 +141,8 @@ class Conversion:
                 scales = self._look_up(place, block, self._entry(place, block))
             # they are on their way while this block is converted
             following = self._look_up(place, block - 1, scales.next_entry)
+            if const_expr(self.pages is None):
+                self._prefetch_scale(place, block - SCALE_BLOCKS_AHEAD)
         if const_expr(not self.of_keys):
             # of the keys, whoever converts values wants their word alone, which all lanes have
             cute.arch.sync_warp()
@@ -185,6 +189,13 @@ class Conversion:
         page, row = self.pages.number(entry), self.pages.row(place.batch_idx, key)
         row = self.pages.place(page, row, place.length).row
         return self.descale[page, row, place.head]
+
+    def _prefetch_scale(self, place: Place, block: Int32) -> None:
+        """Ask for the scale of this lane's row of a block to be brought into the L2 cache: memory
+        takes longer than the conversion of a block, whose fence waits for loads."""
+        key = self._key(place, cutlass.max(block, 0))
+        at = cute.crd2idx((place.batch_idx, key, place.head), self.descale.layout)
+        cute.arch.prefetch((self.descale.iterator + at).to_llvm_ptr(), cache_level="L2")
 
     # -- tiles ----------------------------------------------------------------------------------
     #

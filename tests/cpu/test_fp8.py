@@ -289,6 +289,10 @@ REFUSED_NEW: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "^v_descale must not share memory with k_descale",
     ),
     "rank": ({"k_descale": torch.ones(2)}, ValueError, "^k_descale must have shape"),
+    "gradient": (
+        {"k_descale": SCALES.clone().requires_grad_()}, NotImplementedError,
+        "^k_descale requires grad, and new rows are written",
+    ),
     "beside 16 bits": (
         {"k_cache": CODES.bfloat16(), "v_cache": CODES.bfloat16(), "k_descale": ONE}, ValueError,
         "^k_descale is a scale of k in float8_e4m3fn",

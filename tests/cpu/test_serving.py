@@ -325,6 +325,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "padding": ({"cache_leftpad": int32(0, 33)}, ValueError, "cache_leftpad must lie between"),
     "mask": (NEW | {"window_size": (-3, -1), "causal": 3}, TypeError, "causal must be"),
+    "number": (NEW | {"k": 1.0}, TypeError, "^k must be a torch.Tensor, got 1.0"),
+    "config": (NEW | {"config": {"tile_k": 64}}, ValueError, "^config has unknown keys"),
+    "config type": (NEW | {"config": 5}, TypeError, "^config must be .* got int"),
 }  # fmt: skip
 
 
@@ -396,6 +399,21 @@ def test_refusals_of_pools_and_pages() -> None:
         flash_attn_with_kvcache(step(), k_cache, v_cache[:, :200])
     with pytest.raises(ValueError, match="k_cache must have batch 2, as q has"):
         flash_attn_with_kvcache(step(), k_cache[:1], v_cache[:1])
+    with pytest.raises(ValueError, match=r"^q must have shape \(batch, .* got \(1, 2, 16\)"):
+        flash_attn_with_kvcache(step()[0], k_cache, v_cache)
+    with pytest.raises(ValueError, match=r"^k must be on the device of q \(cpu\), got meta"):
+        on_meta = k_cache.to("meta"), v_cache.to("meta")
+        flash_attn_with_kvcache(step(), *on_meta, cache_seqlens=int32(9, 9))
+
+
+def test_a_config_by_names_beside_new_rows() -> None:
+    caches = cache(), cache()
+    outs = [
+        flash_attn_with_kvcache(step(), *x, **NEW, config=config)
+        for x, config in zip(caches, (None, {"tile_m": 64}), strict=True)
+    ]
+    torch.testing.assert_close(*outs)
+    assert torch.equal(caches[0][0], caches[1][0])
 
 
 @pytest.mark.parametrize("name", ["page_table", "k", "cache_batch_idx"])

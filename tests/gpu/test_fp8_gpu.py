@@ -10,7 +10,7 @@ import torch
 from fp8_caches import Fp8Call, Fp8Case, assert_same_bits, make_call
 from torch import Tensor
 
-from flash_mask_cute import compile_count, flash_attn_with_kvcache
+from flash_mask_cute import compile_count, explain, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +107,19 @@ def test_one_graph_for_every_length_and_scale() -> None:
             x.mul_(0.99)
         graph.replay()
         assert torch.equal(out, attend())
+
+
+def test_a_plan_of_converted_keys_holds_no_memory() -> None:
+    call = make_call(Fp8Case("converted first", seqlen_q=300, heads=(32, 8), capacity=2048))
+    given = [on_cuda(x) for x in (call.q, *call.codes)]
+    keywords = {name: on_cuda(x) for name, x in (call.keywords | call.descales).items()}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    said = explain(*given, **keywords)
+    assert "converted from fp8 before attention" in said.note
+    wide = 2 * call.codes[0].numel()
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * wide
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.parametrize("scales", [("token", "token"), ("head", "none")])

@@ -80,9 +80,16 @@ def test_draws(seed: int) -> None:
         (16, 128, 128, 4),
         (16, 64, 64, 5),
         (64, 128, 256, 6),
+        (1, 128, 512, 7),
+        (2, 128, 64, 8),
+        (12, 128, 128, 9),
+        (6, 64, 128, 10),
     ],
 )
-def test_draws_by_token_lists(group: int, head_dim: int, block: int, seed: int) -> None:
+@pytest.mark.parametrize("more", [{}, {"deterministic": True}])
+def test_draws_by_token_lists(
+    group: int, head_dim: int, block: int, seed: int, more: dict[str, Any]
+) -> None:
     """Groups and blocks that a backward takes as token lists."""
     regrouped = regroup(draw(1000 + seed, 8, (128,), 900), group, head_dim, block)
     drawn = on_gpu(regrouped, torch.bfloat16)
@@ -91,7 +98,7 @@ def test_draws_by_token_lists(group: int, head_dim: int, block: int, seed: int) 
         lambda x: dense_attention(x)[0], drawn._replace(q=exact[0], k=exact[1], v=exact[2])
     )
     eager = results_of(lambda x: dense_attention(x)[0], drawn)
-    got = results_of(attend, drawn)
+    got = results_of(lambda x: attend(x, **more), drawn)
     for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
         unit = of[1].abs().amax().item() * 2.0**-8
         worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
@@ -116,6 +123,50 @@ def test_token_lists_of_a_long_sequence(has_mod: bool) -> None:
     for _ in range(3):
         for x, y in zip(gradients(), by_bits, strict=True):
             assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (12, 1), (4, 4)])
+def test_mods_by_head_with_gradients(heads: tuple[int, int]) -> None:
+    """By token lists as by bits: a mask_mod and a score_mod that use heads, a learned tensor."""
+    q, k, v, choice = family(2048, heads)
+    slopes = torch.rand(heads[0], device="cuda", requires_grad=True)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+
+    def gradients(**config: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(
+            *leaves,
+            causal=True,
+            block_sparse_tensors=SelectedBlocks(choice, 128),
+            mask_mod=lambda b, h, i, j: (i + j) % 7 != h,
+            score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j) * 0.01,
+            **config,
+        )
+        return list(torch.autograd.grad(out, [*leaves, slopes], dout))
+
+    by_bits = gradients(config=(None, BwdConfig(skip_blocks=True)))
+    for x, y in zip(gradients(), by_bits, strict=True):
+        assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
+
+
+@pytest.mark.parametrize(("heads", "block"), [((16, 1), 128), ((16, 1), 64), ((8, 8), 512)])
+def test_a_fixed_order_has_equal_bits(heads: tuple[int, int], block: int) -> None:
+    """In 20 runs, of which every second has fewer SMs than the GPU has."""
+    q, k, v, choice = family(8192, heads, block)
+    choice[..., 0] = 0
+    chosen = SelectedBlocks(choice, block)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, causal=True, block_sparse_tensors=chosen, deterministic=True)
+    first = torch.autograd.grad(out, leaves, q, retain_graph=True)
+    beside = torch.cuda.Stream()
+    for run in range(20):
+        if run % 2:
+            with torch.cuda.stream(beside):
+                x = torch.randn(4096, 4096, device="cuda")
+                for _ in range(4):
+                    x = x @ x
+        for x, y in zip(first, torch.autograd.grad(out, leaves, q, retain_graph=True), strict=True):
+            assert torch.equal(x, y), run
 
 
 def test_a_graph_of_a_backward_reads_the_choice_anew() -> None:

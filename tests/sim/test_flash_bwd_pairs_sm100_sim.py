@@ -43,17 +43,14 @@ def test_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(CASES[position]), (position + 1,), config=PAIR)
 
 
-# tiles of 192 and 128 columns: products in turn, and dS over dO and Q
-WIDE_CASES = (
-    Case("full-129x300", 1, 129, 300, 1, 1, head_dim=192, head_dim_v=128),
-    Case("causal-gqa2-257x300", 1, 257, 300, 2, 1, head_dim=192, head_dim_v=128, causal=True),
-    Case("fp16-d136-dv72-70x100", 1, 70, 100, 2, 2, head_dim=136, head_dim_v=72, dtype=FP16),
-    *(
-        replace(case, head_dim=192, head_dim_v=128)
-        for case in CASES
-        if case.id in ("seqused", "varlen-causal", "window-behind-3-to-150-129x300")
-    ),
-    replace(CASES[-1], id="d168-dv104-sink-empty-rows", head_dim=168, head_dim_v=104),
+# Tiles of 192 and 128 columns: results over each other, and dS over dO and Q. Tiles of 256 columns:
+# 64 keys a CTA, and P and dS in shared memory.
+WIDE_CASES = tuple(
+    replace(case, id=f"d{d}-dv{d_v}-{case.id}", head_dim=d, head_dim_v=d_v)
+    for dims in (((192, 128), (136, 72), (168, 104)), ((256, 256), (200, 208), (256, 232)))
+    for case, (d, d_v) in zip(
+        CASES, (dims[0], dims[0], dims[1], dims[0], dims[0], dims[0], dims[2]), strict=True
+    )
 )
 
 
@@ -75,17 +72,28 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, make_inputs(PLAIN_MASKS[position]), (1,), config=PAIR)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("position", range(0, len(PLAIN_MASKS), 2), ids=lambda i: PLAIN_MASKS[i].id)
+def test_masks_of_wide_heads(simulator: ModuleType, position: int) -> None:
+    dims = (192, 256)[position // 2 % 2], (128, 256)[position // 2 % 2]
+    case = replace(PLAIN_MASKS[position], head_dim=dims[0], head_dim_v=dims[1])
+    run_sim(simulator, make_inputs(case), (1,), config=PAIR)
+
+
+FUZZED = (192, 128), (256, 256), (136, 72), (200, 256), (160, 128), (256, 200), (176, 8), (224, 224)
+
+
+@pytest.mark.parametrize("number", range(24))
 def test_fuzzed_wide_heads(simulator: ModuleType, number: int) -> None:
     case = replace(small_case(random.Random(3000 + number), ((192, 128),), 300), pack_gqa=None)
+    d, d_v = FUZZED[number % len(FUZZED)]
     # slices of one tensor have one head dimension
-    strided = "transposed" if case.strided == "fused_qkv" else case.strided
-    d, d_v = ((192, 128), (136, 72), (160, 128), (176, 8))[number % 4]
+    is_fused = case.strided == "fused_qkv" and d != d_v
+    strided = "transposed" if is_fused else case.strided
     case = replace(case, score_mod=None, softcap=0.0, head_dim=d, head_dim_v=d_v, strided=strided)
     run_sim(simulator, make_inputs(case, seed=number), (number,), config=PAIR)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
 def test_work_tiles_of_pairs_together(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
 ) -> None:
@@ -95,8 +103,10 @@ def test_work_tiles_of_pairs_together(
     run_sim(simulator, make_inputs(case), seeds=(1, 2), config=PAIR)
 
 
-def test_pairs_of_the_table(simulator: ModuleType) -> None:
-    run_sim(simulator, make_inputs(Case("table", 1, 130, 520, 1, 1)))
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+def test_pairs_of_the_table(simulator: ModuleType, dims: tuple[int, int]) -> None:
+    case = Case("table", 1, 130, 520, 1, 1, head_dim=dims[0], head_dim_v=dims[1])
+    run_sim(simulator, make_inputs(case))
     launches = [x for result in simulator.RESULTS for x in result["launches"]]
     assert [x["cluster"] for x in launches].count((2, 1, 1)) == 1
 
@@ -127,6 +137,16 @@ UNUSED = tuple(
 @pytest.mark.parametrize("position", range(len(EMPTY)), ids=lambda i: EMPTY[i].id)
 def test_rows_of_queries_that_see_nothing(simulator: ModuleType, position: int) -> None:
     inputs, value = make_inputs(EMPTY[position]), (NAN, INF)[position % 2]
+    run_hostile(simulator, with_empty(inputs, value), config=PAIR)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("position", range(len(EMPTY)), ids=lambda i: EMPTY[i].id)
+def test_rows_of_wide_heads_that_see_nothing(
+    simulator: ModuleType, position: int, dims: tuple[int, int]
+) -> None:
+    case, value = EMPTY[position], (NAN, INF)[position % 2]
+    inputs = make_inputs(replace(case, head_dim=dims[0], head_dim_v=dims[1]))
     run_hostile(simulator, with_empty(inputs, value), config=PAIR)
 
 

@@ -69,15 +69,19 @@ BACKWARDS = {
         ISLANDS | {"lengths_q": (130, 9, 200), "lengths_k": (150, 20, 300), "head_dim": 128},
         {"cta_pair": True, "clears_dq": True},
     ),
-    "pairs-of-wide-heads": Slowed(
-        ISLANDS | {"lengths_q": (130, 9, 200), "lengths_k": (150, 20, 300), "head_dim": 192,
-                   "head_dim_v": 128},
-        {"cta_pair": True, "clears_dq": True},
-    ),
+    **{
+        f"pairs-of-wide-heads-{d}": Slowed(
+            ISLANDS | {"lengths_q": (130, 9, 200), "lengths_k": (150, 20, 300), "head_dim": d,
+                       "head_dim_v": d_v},
+            {"cta_pair": True, "clears_dq": True},
+        )
+        for d, d_v in ((192, 128), (256, 256))
+    },
     **{
         f"wide-{d}-{d_v}": Slowed(
             ISLANDS | {"batch": 1, "seqlen_q": 140, "seqlen_k": 150, "heads_q": 3, "heads_kv": 3,
-                       "head_dim": d, "head_dim_v": d_v}
+                       "head_dim": d, "head_dim_v": d_v},
+            {"cta_pair": False},
         )
         for d, d_v in ((192, 128), (192, 192), (256, 256))
     },

@@ -25,6 +25,7 @@ class Cache(NamedTuple):
     k, v: (entries, rows, heads_kv, d), or pools of pages with page_table (entries, max_pages).
     seqlens: (batch,) int32, rows in use with padding, or None: all. leftpad: (batch,) int32, rows
     of padding. batch_idx: (batch,) int32, entries of sequences. batch: sequences of the call.
+    device: that of q.
     k_descale, v_descale: of k and v in fp8, (batch, heads_kv) or (entries, rows, heads_kv) fp32.
     """
 
@@ -35,6 +36,7 @@ class Cache(NamedTuple):
     batch_idx: Tensor | None
     page_table: Tensor | None
     batch: int
+    device: torch.device
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
@@ -72,14 +74,23 @@ class CacheView(NamedTuple):
 
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
-    """Number of sequences of a call; attention's own checks report errors in q."""
+    """Number of sequences of a call; attention's own checks report other errors in q.
+
+    Raises:
+        TypeError, ValueError: q has another type or rank.
+    """
     if not torch.compiler.is_compiling():
         check_dense("q", q)
         if cu_seqlens_q is not None:
             check_dense("cu_seqlens_q", cu_seqlens_q)
     assert isinstance(q, Tensor)
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        raise ValueError(
+            "q must have shape (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, "
+            f"head_dim) beside cu_seqlens_q, got {tuple(q.shape)}"
+        )
     if cu_seqlens_q is None:
-        return q.shape[0] if q.dim() else 0
+        return q.shape[0]
     return max(cu_seqlens_q.numel() - 1, 0)
 
 
@@ -109,7 +120,7 @@ def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
         return cache_seqlens
     length = check_int("cache_seqlens", cache_seqlens, "an int, an int32 tensor (batch,) or None")
     _check_length(length, _capacity_of(cache.k, cache.page_table))
-    return torch.full((cache.batch,), length, dtype=torch.int32, device=cache.k.device)
+    return torch.full((cache.batch,), length, dtype=torch.int32, device=cache.device)
 
 
 def _check_length(length: int, capacity: int) -> None:
@@ -145,7 +156,7 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
     where = {"cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad}
     given = {name: x for name, x in where.items() if x is not None}
     for name, x in given.items():
-        check_batch_vector(name, x, cache.batch, k.device)
+        check_batch_vector(name, x, cache.batch, cache.device)
         if startend_row_indices is not None and cache.page_table is None:
             raise NotImplementedError(
                 f"{name} is not supported beside startend_row_indices, got {brief(x)}"
@@ -164,8 +175,8 @@ def check_contents(cache: Cache) -> None:
         TypeError, ValueError: naming the value.
     """
     if cache.seqlens is not None:
-        check_batch_vector("cache_seqlens", cache.seqlens, cache.batch, cache.k.device)
-    if cache.k.device.type != "cpu":
+        check_batch_vector("cache_seqlens", cache.seqlens, cache.batch, cache.device)
+    if cache.device.type != "cpu":
         return
     entries, rows = cache.entries, cache.capacity
     if cache.seqlens is not None:
@@ -192,7 +203,8 @@ def refuse_gradients(reason: str, tensors: Tensors, **more: Tensor | None) -> No
     x = tensors
     given = {"q": x.q, "k_cache": x.k, "v_cache": x.v, **more, "learnable_sink": x.learnable_sink}
     for name, tensor in given.items():
-        if tensor is not None and tensor.requires_grad:
+        # what is no tensor is refused by its check
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise NotImplementedError(
                 f"{name} requires grad, and {reason}: use torch.no_grad(), or detach it"
             )

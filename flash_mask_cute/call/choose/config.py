@@ -34,9 +34,9 @@ _TILE_N_STEP = 16
 _OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
 # query rows of a warpgroup, which may have block lists of its own, and of tiles in which they have;
 # keys of one in a backward
-ROWS_OF_LISTS, OWN_LISTS_TILES, KEYS_OF_LISTS = 64, (128, 192), 64
-# exponentials of 128: two in each group of 16 pairs
-POLYNOMIAL_STEP, MOST_POLYNOMIAL = 8, 64
+ROWS_OF_LISTS, OWN_LISTS_TILE, KEYS_OF_LISTS = 64, 192, 64
+# exponentials of 128
+POLYNOMIAL_STEP, MOST_POLYNOMIAL = 4, 64
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class FwdTiles:
     def own_rows_nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks do not consist of whole tiles, but of the keys of whole tiles and of the
         rows of whole warpgroups, which may have lists of their own."""
-        rows_nest = self.tile_m in OWN_LISTS_TILES and block_size[0] % ROWS_OF_LISTS == 0
+        rows_nest = self.tile_m == OWN_LISTS_TILE and block_size[0] % ROWS_OF_LISTS == 0
         keys_nest = self.tile_n == KEYS_OF_LISTS and block_size[1] % self.tile_n == 0
         return rows_nest and keys_nest and not self.nest_in(block_size)
 

@@ -478,9 +478,10 @@ _SM100_FWD = (
     ),
 )
 
-# the share of exponentials that FlashAttention-4 computes by a polynomial on 10.0; on 10.3, where
-# they are computed at twice the rate, none
-SM100_FWD = tuple(row._replace(polynomial=24) for row in _SM100_FWD)
+# exponentials of 128 by a polynomial on 10.0: as many as FlashAttention-4 has, and more where
+# products would wait for the others; on 10.3, where they are computed at twice the rate, none
+_POLYNOMIAL = {64: 28, 96: 32}
+SM100_FWD = tuple(row._replace(polynomial=_POLYNOMIAL.get(row.max_dim, 24)) for row in _SM100_FWD)
 SM103_FWD = _SM100_FWD
 
 SM90_BWD = (
@@ -625,22 +626,24 @@ _SM100_WIDE_PAIR = _SM100_PAIR._replace(
     reason="two CTAs have room for blocks of 128 queries, and add half as much of dQ to memory",
     above_dim=128,
 )
-_SM100_FOLDED_PAIR = _SM100_WIDE_PAIR._replace(
-    max_dim=256,
-    max_dim_v=256,
-    reason="CTAs of 64 keys have room for all sums in one launch",
+# The rows of single CTAs have blocks of 64 queries, which no pair has.
+_SM100_ASKED_PAIR = _SM100_WIDE_PAIR._replace(
+    if_asked=True, min_seqlen_k=0, min_window=0, without_lists=False
+)
+# Such a pair has the keys of one CTA, so it visits no more blocks.
+_SM100_FOLDED_PAIR = BwdRow(
+    *(256, 256, 128, 2, 1, 1, 0),
+    "CTAs of 64 keys have room for all sums in one launch",
     above_dim=192,
+    clears_dq=True,
+    cta_pair=True,
 )
 # On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
 SM100_BWD = (
     _SM100_PAIR,
     _SM100_WIDE_PAIR,
+    _SM100_ASKED_PAIR,
     _SM100_FOLDED_PAIR,
-    # for whoever asks: the rows of single CTAs have blocks of 64 queries, which no pair has
-    *(
-        row._replace(if_asked=True, min_seqlen_k=0, min_window=0, without_lists=False)
-        for row in (_SM100_WIDE_PAIR, _SM100_FOLDED_PAIR)
-    ),
 ) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (

@@ -96,7 +96,8 @@ class Append(NamedTuple):
     def cache(self, batch: int) -> Cache:
         """The cache before the write."""
         where = self.cache_seqlens, self.leftpad, self.batch_idx, self.page_table
-        return Cache(self.k_cache, self.v_cache, *where, batch, self.k_descale, self.v_descale)
+        descales = self.k_descale, self.v_descale
+        return Cache(self.k_cache, self.v_cache, *where, batch, self.q.device, *descales)
 
 
 class AppendFacts(NamedTuple):

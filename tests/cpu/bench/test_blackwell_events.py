@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bench import blackwell_peer
-from bench.blackwell_events import RATES, Backward, Forward, Rates, products
+from bench.blackwell_events import RATES, Backward, Forward, Rates, WidePair, products
+from bench.blackwell_model import wide_launches
 
 PARTS = {64: (32768,), 96: (16384,) * 3, 128: (16384,) * 4}
 BY_BYTES = {64: 2176, 96: 3264, 128: 4096}
@@ -71,6 +72,23 @@ def test_what_waits_for_each_other() -> None:
     # products one after another, if threads and memory take no time
     quick = replace(at_once, exponentials=0, claims=False)
     assert quick.period(Rates(read=0, claim=0)) >= 5 * 512
+
+
+def test_pairs_of_wide_heads_by_hand() -> None:
+    """At 192/128 dQ waits for P, the last part of dV, dS and dK; S of the next block for a third of
+    dQ. At 256 bytes of shared memory take longer, where bulk adds do not."""
+    cycles = {"S": 768, "dP": 512, "dV": 512, "dK": 768, "dQ": 768}
+    pair = WidePair(cycles, 1024, (8192,) * 6, 2, 0)
+    p = 768 + 150 + 1024 + 146 + 60
+    ds = p + 256 + 150 + 150 + 60
+    assert pair.period(RATES[1]) == pytest.approx(ds + 768 + 768 + 150 + 250 / 3 + 60)
+    # the exchange ends while dK is computed, until it takes longer than that
+    assert replace(pair, exchange=768).period(RATES[1]) == pair.period(RATES[1])
+    later = replace(pair, exchange=868).period(RATES[1])
+    assert later == pytest.approx(pair.period(RATES[1]) + 100)
+    (folded,) = wide_launches(256, 256, cta_pair=True)
+    assert (folded.shared, folded.tensor) == (600 * 1024, 2560)
+    assert folded.model.period(RATES[0]) < folded.shared / 128 < folded.model.period(RATES[2])
 
 
 def test_forward_by_hand() -> None:

@@ -63,11 +63,14 @@ def test_kept_forward_rows() -> None:
     for name, row in rows.items():
         assert row["spill_bytes"] == 0, name
         full, partial = (row["roles"][f"softmax, {x} block"] for x in ("full", "partial"))
-        # 30 more where P is handed over in two parts
+        # P is handed over in two parts; two exponentials more by polynomial cost 7 instructions
         in_parts = row["plan"]["early"] > 0
-        assert full["instructions"] <= 520 + 20 * in_parts, name
-        assert partial["instructions"] <= 700 + 16 * in_parts, name
-        assert (full["MUFU"], full["LDTM"], full["STTM"]) == (104, 4, 2 + in_parts), name
+        by_polynomial = {64: 28, 96: 32}.get(row["dims"][0], 24)
+        more = (by_polynomial - 24) // 2 * 7
+        assert full["instructions"] <= 506 + more, name
+        assert partial["instructions"] <= 683 + more, name
+        found = full["MUFU"], full["LDTM"], full["STTM"]
+        assert found == (128 - by_polynomial, 4, 2 + in_parts), name
         # the bits of a cut block are tested together
         assert partial["R2P"] == 16 and partial["LOP3"] <= 20, name
 

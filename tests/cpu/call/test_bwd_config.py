@@ -286,16 +286,20 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
         *(row.max_dim, row.max_dim_v, "full", BwdConfig(cta_pair=True) if row.if_asked else None),
         seqlen_k=row.min_seqlen_k,
         deterministic=not row.clears_dq,
+        num_sms=2 if row.cta_pair else 1,
         kernel=SM100.backward,
     )
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
-    assert (choice.tile_n, choice.cluster_tile_n) == (128, 128 * (1 + row.cta_pair))
+    # CTAs of a pair at 256 have half of the keys of others
+    assert choice.tile_n == (64 if row.cta_pair and row.max_dim == 256 else 128)
+    assert choice.cluster_tile_n == choice.tile_n * (1 + row.cta_pair)
 
 
 def test_pairs_of_blackwell() -> None:
-    """At 128 columns, where both CTAs need most blocks of a walk, and for whoever asks for them."""
+    """Where both CTAs need most blocks of a walk, which they always do at 256, and for whoever asks
+    for them."""
 
     def takes_pairs(*dims: int, kind: str = "full", **more: Any) -> bool:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
@@ -307,7 +311,8 @@ def test_pairs_of_blackwell() -> None:
         for dims in ((104, 104), (128, 128), (136, 128), (192, 72)):
             assert takes_pairs(*dims, kind=kind, **long)
             assert not takes_pairs(*dims, kind=kind, seqlen_k=511)
-    for dims in ((96, 96), (128, 64), (64, 128), (192, 192), (256, 128), (256, 256)):
+        assert all(takes_pairs(*dims, kind=kind) for dims in ((200, 200), (256, 256)))
+    for dims in ((96, 96), (128, 64), (64, 128), (192, 192), (256, 128), (128, 256), (256, 192)):
         assert not takes_pairs(*dims, **long)
     for walk, in_pairs in (
         (BwdWalkFacts(window=512), True),
@@ -319,13 +324,14 @@ def test_pairs_of_blackwell() -> None:
             assert takes_pairs(d, 128, **long, walk=walk) == in_pairs
             if not walk.common_kv:
                 assert takes_pairs(d, 128, walk=walk, override=asks)
-    for d in (128, 192):
+    assert takes_pairs(256, 256, walk=BwdWalkFacts(window=100, has_lists=True))
+    for dims in ((128, 128), (192, 128), (256, 256)):
         with pytest.raises(ValueError, match="cta_pair=True is not for keys of one batch entry"):
-            takes_pairs(d, 128, walk=BwdWalkFacts(common_kv=True), override=asks)
+            takes_pairs(*dims, walk=BwdWalkFacts(common_kv=True), override=asks)
         for more in ALONE.values():
             given = {"kind": more.get("tuning_class", "full")} | more
             given.pop("tuning_class", None)
-            assert not takes_pairs(d, 128, **long, **given)
+            assert not takes_pairs(*dims, **long, **given)
     for what, more in ALONE.items():
         given = replace(more.get("override", BwdConfig()), cta_pair=True)
         if what != "cta_pair=False":
@@ -336,7 +342,7 @@ def test_pairs_of_blackwell() -> None:
                     | more
                     | {"override": given},
                 )
-    for dims in ((64, 64), (192, 192), (96, 128), (200, 128), (128, 136)):
+    for dims in ((64, 64), (192, 192), (96, 128), (200, 128), (128, 256)):
         with pytest.raises(ValueError, match=f"on Blackwell, got {dims[0]}/{dims[1]}"):
             takes_pairs(*dims, override=BwdConfig(cta_pair=True))
     with pytest.raises(ValueError, match="stages_do must be 1 with cta_pair=True"):
@@ -348,7 +354,8 @@ def test_head_dims_of_blackwell_are_rounded_up() -> None:
         for head_dim_v in range(8, 257, 8):
             choice = select_bwd_config(head_dim, head_dim_v, "other", kernel=SM100.backward)
             assert choice.tile_d == next(x for x in (64, 96, 128, 192, 256) if x >= head_dim)
-            assert choice.tiles.tile_m == (128 if max(head_dim, head_dim_v) <= 128 else 64)
+            is_narrow = max(head_dim, head_dim_v) <= 128
+            assert choice.tiles.tile_m == (128 if is_narrow or choice.tiles.cta_pair else 64)
             assert choice.smem_bytes <= 232448
 
 

@@ -186,7 +186,8 @@ BLACKWELL = {
                      "mask-aux")
     },
     **{
-        f"pair-d192-{name}": VARIANTS[name] | {"head_dim": 192, "head_dim_v": 128}
+        f"pair-d{d}-{name}": VARIANTS[name] | {"head_dim": d, "head_dim_v": d_v}
+        for d, d_v in ((192, 128), (256, 256))
         for name in ("full", "window", "causal-more-queries", "seqused", "mask-aux")
     },
 }  # fmt: skip
@@ -200,6 +201,7 @@ BLACKWELL_SPILLS = dict.fromkeys(
 BLACKWELL_SPILLS |= dict.fromkeys(
     ("pair-causal-more-queries", "pair-columns-1-causal-bits", "pair-mask-aux"), 516
 )
+BLACKWELL_SPILLS |= dict.fromkeys(("pair-d256-causal-more-queries", "pair-d256-mask-aux"), 600)
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),

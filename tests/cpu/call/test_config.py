@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -128,8 +129,8 @@ def test_all_head_dims_on_blackwell() -> None:
         (FwdConfig(tile_m=192), "tile_m must be 128 or 256 for .* 128/128 on Blackwell, got 192"),
         (FwdConfig(tile_n=64), "tile_n must be 128 on Blackwell, got 64"),
         (FwdConfig(share_qo=True), "share_qo is not supported on Blackwell"),
-        (FwdConfig(polynomial=12), "polynomial must be a multiple of 8 up to 64, got 12"),
-        (FwdConfig(polynomial=72), "polynomial must be a multiple of 8 up to 64, got 72"),
+        (FwdConfig(polynomial=14), "polynomial must be a multiple of 4 up to 64, got 14"),
+        (FwdConfig(polynomial=72), "polynomial must be a multiple of 4 up to 64, got 72"),
         (FwdConfig(stages_q=2, num_stages=3), "exceed 232448"),
     ],
 )
@@ -189,7 +190,7 @@ def test_one_half_where_few_rows_share_keys(
     assert not choice.tiles.cta_pair
 
 
-@pytest.mark.parametrize(("spec", "share"), [(SM100, 24), (SM103, 0)])
+@pytest.mark.parametrize(("spec", "share"), [(SM100, 28), (SM103, 0)])
 def test_exponentials_by_polynomial(spec: Any, share: int) -> None:
     """Of 128; 10.3 computes them at twice the rate."""
     problem, shapes = AttentionProblem("bfloat16", 64, 64), FwdShapes(1, 9, 9, 9, 9, 2, 2, 64, 64)
@@ -209,11 +210,14 @@ def test_a_polynomial_is_refused_on_hopper() -> None:
 
 
 def test_places_of_exponentials_by_polynomial() -> None:
-    """At equal distances, so that both pipes have work at any time."""
-    assert spread(3) == (2, 7, 12)
-    for count in range(9):
-        places = spread(count)
-        assert len(set(places)) == count and all(0 <= x < 16 for x in places)
+    """At equal distances, so that both pipes have work at any time, in the first columns."""
+    assert spread(24, 96, 4) == [(2, 6, 10, 14)] * 3 + [()]
+    for polynomial, columns in product(range(0, 68, 4), (96, 128)):
+        places = spread(polynomial, columns, 4)
+        assert [len(x) for x in places[columns // 32 :]] == [0] * (4 - columns // 32)
+        counts = [len(x) for x in places[: columns // 32]]
+        assert sum(counts) == polynomial // 2 and max(counts) - min(counts) <= 1
+        assert all(0 <= i < 16 for x in places for i in x)
 
 
 def test_pairs_of_ctas_are_refused_on_hopper() -> None:
