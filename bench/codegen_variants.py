@@ -23,6 +23,7 @@ from flash_mask_cute.call.build.backward import (
     build_zero_padding,
 )
 from flash_mask_cute.call.build.forward import build_fwd
+from flash_mask_cute.call.build.shared_sums import build_shared_sums
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdWalkFacts,
@@ -30,6 +31,7 @@ from flash_mask_cute.call.choose.config import (
     select_bwd_config,
     select_fwd_config,
 )
+from flash_mask_cute.call.choose.shared_sums import SharedSums
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.core.shares import BY_SLOTS
@@ -58,6 +60,10 @@ def nears(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
 
 def adds_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
     return score + aux_tensors[0][h[0], k[0]]
+
+
+def adds_pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return score + aux_tensors[0][h[0], q[0], k[0]]
 
 
 @dataclass(frozen=True)
@@ -244,6 +250,16 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
             problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
             of_order = replace(by_tokens, problem=problem, is_backward=True)
             yield f"bwd-d{d}-token_lists{order}", of_order
+        # of 12 heads that see different keys, with gradients of what modifies scores
+        facts: dict[str, Any] = {
+            "may_empty_rows": True,
+            "masks_by_head": True,
+            "aux": (("float32", 2),),
+        }
+        problem = replace(by_tokens.problem, packed_heads=12, wants_aux=(0,), **facts)
+        mods = Mods(mask_mod=sees_prefix, score_mod=adds_bias)
+        of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
+        yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
     yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
@@ -337,6 +353,8 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     yield "add_parts", PreparingVariant(partial(build_add_parts, parts))
     padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
+    for d, reads_mask_bits in ((32, True), (128, False)):
+        yield f"bwd_shared-d{d}", PreparingVariant(partial(_shared_sums, d, reads_mask_bits))
     for form in get_args(Form):
         for side, tiles in (
             ("query", BitTiles.for_forward(128, 128)),
@@ -351,6 +369,19 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
             yield f"{prefix}document_split{n}", PreparingVariant(partial(_split, n, causal), arch)
         yield f"{prefix}column_bounds1-packed", PreparingVariant(partial(_bounds, 1, True), arch)
         yield f"{prefix}block_scan", PreparingVariant(_scan, arch)
+
+
+def _shared_sums(d: int, reads_mask_bits: bool, target: Target) -> Compiled:
+    """With the gradients of a bias of pairs."""
+    variant = _variant(d, Mods(score_mod=adds_pairs), aux=(("bfloat16", 3),))
+    problem = replace(_backward(variant).problem, reads_mask_bits=reads_mask_bits)
+    choice = select_bwd_config(
+        *(d, d, replace(problem, score_mod="").tuning_class),
+        seqlen_k=SEQLEN,
+        modifier="score_mod",
+        kernel=arch_spec(target).backward,
+    )
+    return build_shared_sums(adds_pairs, problem, choice, SharedSums((0,), 1, (0,)), target)
 
 
 def _store(problem: MaskBitsProblem, target: Target) -> Compiled:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.shared_sums import SharedSums, choose_shared_sums
 from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 
@@ -68,17 +70,21 @@ def explain_reads(
     wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
     if wanted:
         together = find_reads(score_mod, run.problem, wanted)
-        return tuple(_told(run, i, reads, True) for i, reads in together.tensors.items())
+        return tuple(_reads_of(run, i, x, True, run.shared) for i, x in together.tensors.items())
     found = []
     for i, tensor in enumerate(aux_tensors):
         if tensor.dtype.is_floating_point:
             alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
             if alone.read_class is not ReadClass.UNREAD:
-                found.append(_told(run, i, alone, False))
+                problem = replace(run.problem, wants_aux=(i,))
+                facts = run.shapes, run.masks, run.bwd_choice, run.target
+                found.append(_reads_of(run, i, alone, False, choose_shared_sums(problem, *facts)))
     return tuple(found)
 
 
-def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) -> AuxGradient:
+def _reads_of(
+    run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool, shared: SharedSums | None
+) -> AuxGradient:
     is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
     if is_long and reads.read_class is ReadClass.DIFFERENCE:
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")
@@ -92,10 +98,15 @@ def _told(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) 
     if run.tables is not None and any(x.read.tensor == number for x in run.tables.summed):
         costs = costs | {ReadClass.DIFFERENCE: _COST_BY_DIFFERENCE}
     cost = costs[reads.read_class]
-    if run.shared is not None and number in run.shared.numbers:
-        cost = "a kernel that computes scores again, with one owner for each element"
-        if run.shared.parts > 1:
-            cost += f" in each of {run.shared.parts} parts of the batch"
-    if number in run.problem.exact_aux:
+    if shared is not None and number in shared.numbers:
+        cost = "a kernel that computes scores again, "
+        cost += (
+            "with one owner for each element"
+            if number in shared.once
+            else "and an addition to memory for each query and key"
+        )
+        if shared.parts > 1:
+            cost += f" in each of {shared.parts} parts of the batch"
+    if number in run.problem.exact_aux or (shared is not None and number in shared.exact):
         cost += ", each as two of integers, in any order"
     return AuxGradient(number, reads, is_wanted, cost)

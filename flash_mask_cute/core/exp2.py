@@ -19,6 +19,8 @@ LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 # rounded to fp32). Of degree 3, 8.6e-5: 1/20 of half an ulp of bf16, a third of that of fp16. Of
 # degree 5, 1.5e-7 as it is evaluated, where the instruction for 2^x has 2.4e-7 (PTX ISA, ex2).
 DEGREE_3 = (0.6951167583465576, 0.22764499485492706, 0.07706703990697861)
+# of those that are 2 at 1, too: 1.03e-4, and 2^0 is right where a rounded exponent is just below 0
+CONTINUOUS_3 = (0.6954243183135986, 0.226307675242424, 0.07826796919107437)
 DEGREE_5 = (
     0.6931512951850891,
     0.24016444385051727,
@@ -62,7 +64,7 @@ def exp2_of_line(numbers: Pair, line: Pair, coefficients: Sequence[float]) -> Pa
 
     Exactly 0 for -inf, infinity for overflow and for NaN: a saturating multiply-add holds an
     exponent to the range, in place of two comparisons, and is 0 for what is not a number. It rounds
-    an exponent by up to 2e-5.
+    an exponent by up to 1.6e-5. So the polynomial is to be continuous.
     """
     held = tuple(_saturated_fma(number, *line) for number in numbers)
     span, top = (Float32(-SPAN),) * 2, (Float32(ROUNDER + TOP),) * 2

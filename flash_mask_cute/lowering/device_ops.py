@@ -15,9 +15,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 from cutlass._mlir import ir
 
+from flash_mask_cute.core.exp2 import LOG2_E
 from flash_mask_cute.mods import derivative
-
-LOG2_E = math.log2(math.e)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from flash_mask_cute.mods.read_classes import (
     DifferenceRead,
@@ -41,6 +42,8 @@ class HasMaskMod(fake_tensors.HasAux, Protocol):
     def mask_mod(self) -> str | None: ...
 
 
+K = TypeVar("K")
+V = TypeVar("V")
 # a `callable_key`, and `AttentionProblem.aux`
 _Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
 
@@ -54,22 +57,14 @@ def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> b
     """Whether the score_mod of a problem computes tanh, exp2 or the like of a score
     (`mods.calling.ScoreModTraits`). False if it cannot be traced."""
     key = problem.score_mod, problem.aux
-    found = _functions.get(key)
-    if found is None:
-        with compile_lock():
-            found = _functions[key] = _trace_score_mod(score_mod, problem)
-    return found
+    return _remembered(_functions, key, partial(_trace_score_mod, score_mod, problem))
 
 
 def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
     """Whether the mask_mod of a problem uses its batch entry and its head
     (`mods.calling.Reliance`). Both, if it cannot be traced."""
     key = problem.mask_mod, problem.aux
-    found = _reliance.get(key)
-    if found is None:
-        with compile_lock():
-            found = _reliance[key] = _trace_mask_mod(mask_mod, problem)
-    return found
+    return _remembered(_reliance, key, partial(_trace_mask_mod, mask_mod, problem))
 
 
 def find_reads(
@@ -80,12 +75,9 @@ def find_reads(
 
     All are OTHER if it cannot be traced or differentiated; `why` has the reason.
     """
-    key = (problem.score_mod, problem.aux), tuple(wants_aux)
-    found = _reads.get(key)
-    if found is None:
-        with compile_lock():
-            found = _reads[key] = _trace_reads(score_mod, problem, tuple(wants_aux))
-    return found
+    wanted = tuple(wants_aux)
+    key = (problem.score_mod, problem.aux), wanted
+    return _remembered(_reads, key, partial(_trace_reads, score_mod, problem, wanted))
 
 
 def difference_reads(
@@ -94,10 +86,16 @@ def difference_reads(
     """The reads by the score_mod of a problem that tables of differences can answer. None, if it
     cannot be traced."""
     key = problem.score_mod, problem.aux
-    found = _difference_reads.get(key)
+    trace = partial(_trace_difference_reads, score_mod, problem)
+    return _remembered(_difference_reads, key, trace)
+
+
+def _remembered(memo: dict[K, V], key: K, trace: Callable[[], V]) -> V:
+    """What a trace finds, or found before."""
+    found = memo.get(key)
     if found is None:
         with compile_lock():
-            found = _difference_reads[key] = _trace_difference_reads(score_mod, problem)
+            found = memo[key] = trace()
     return found
 
 

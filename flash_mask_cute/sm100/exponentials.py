@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import cutlass.cute as cute
 from cutlass import Float32
 
-from flash_mask_cute.core.exp2 import DEGREE_3, exp2_of_line, saturating_line
+from flash_mask_cute.core.exp2 import CONTINUOUS_3, exp2_of_line, saturating_line
 from flash_mask_cute.core.softmax import BinaryOp
 from flash_mask_cute.sm100 import umma
 
@@ -37,7 +37,7 @@ class WholeRows:
         line = saturating_line(scale_log2, bias)
         for i, scores_pair in enumerate(_pairs(scores)):
             if i in self.by_polynomial:
-                results += exp2_of_line(scores_pair, line, DEGREE_3)
+                results += exp2_of_line(scores_pair, line, CONTINUOUS_3)
                 continue
             exponents = cute.arch.fma_packed_f32x2(
                 scores_pair, (scale_log2, scale_log2), (bias, bias)

@@ -84,7 +84,7 @@ from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
-from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
 from flash_mask_cute.sm90.flash_bwd_scores import (
@@ -408,11 +408,11 @@ class FlashAttentionBackwardSm90:
             cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
                 scheme = (self.deterministic, self.clears_dq)
-                loads = BwdLoads.create(
-                    traits, scheme, operands, tiles, channels, scratch, lengths, group_splits,
-                    token_lists,
-                )  # fmt: skip
-                loads.run()
+                sums = sums_of(traits, scheme, tiles, channels, scratch, lengths)
+                of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
+                queries = queries_of(*of_queries, token_lists)
+                of_loads = (traits, operands, tiles, channels, queries, sums)
+                BwdLoads(*of_loads, lengths, group_splits).run()
             elif warp_idx == Role.SCHEDULE:
                 # in the order in which they add to dQ
                 scheduler = TileScheduler(
@@ -601,8 +601,8 @@ class FlashAttentionBackwardSm90:
         compute = partial(scores.clear, kind, state)
         if sums is not None:
             compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
-        following_cut = state.cut + int(kind == Kind.PARTIAL)
-        add = partial(self._add, kind, tiles, products, scores, state, following_cut, sums)
+        following = state._replace(cut=state.cut + int(kind == Kind.PARTIAL))
+        add = partial(self._add, kind, tiles, products, scores, following, sums)
 
         def compute_and_add(sums_dq: bool) -> Peeked:
             compute()
@@ -625,18 +625,18 @@ class FlashAttentionBackwardSm90:
         products: BlockProducts,
         scores: BlockScores,
         state: MainloopState,
-        following_cut: Int32,
         sums: tuple[list, list, Boolean] | None,
         sums_dq: bool,
     ) -> Peeked:
-        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well."""
+        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well. state: with
+        the cut of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
             if not traits.splits_keys:
                 products.add_dv(acc_dV, scores.probs, block, accumulate)
         if scores.passes_over:
-            scores.tell_ready(block, following_cut)
+            scores.tell_ready(block, state.cut)
         # -- both warpgroups have dS: dQ and dK begin
         sync_both()
         products.send_grads(block)
@@ -662,7 +662,7 @@ class FlashAttentionBackwardSm90:
         peeked = Peeked(
             has_come,
             channels.do.is_full(block + 1),
-            channels.bits.is_full(following_cut) if kind == Kind.PARTIAL else state.peeked.bits,
+            channels.bits.is_full(state.cut) if kind == Kind.PARTIAL else state.peeked.bits,
             scores.was_ready(block) if scores.passes_over else state.peeked.bits_for_all,
             unmarked,
         )

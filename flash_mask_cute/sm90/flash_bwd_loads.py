@@ -36,9 +36,42 @@ class Loaded(NamedTuple):
     last: Summed
 
 
+def sums_of(
+    traits: BwdTraits,
+    scheme: tuple[bool, bool],
+    tiles: Tiles,
+    channels: Channels,
+    scratch: Scratch,
+    lengths: Lengths,
+) -> DqSums:
+    """Where sums of dQ go. scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`."""
+    share = partial(_share_of_sums, traits) if traits.cta_pair else None
+    sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
+    others = (*scheme, staged, channels.dq, scratch, lengths, share)
+    if not traits.by_tokens:
+        return DqSums(sizes, *others)
+    num_tokens = traits.tokens_per_block
+    return TokenSums((sizes[0] // num_tokens,), *others, num_tokens)
+
+
+def queries_of(
+    traits: BwdTraits,
+    operands: BwdOperands,
+    tiles: Tiles,
+    channels: Channels,
+    stats: cute.Tensor,
+    lengths: Lengths,
+    lists: TokenLists | None,
+) -> QueryLoads:
+    """Who loads Q, dO and their statistics."""
+    given = (traits, operands, tiles, channels, stats, lengths)
+    return TokenLoads(*given, lists) if traits.by_tokens else QueryLoads(*given)
+
+
 @dataclass(frozen=True)
 class BwdLoads:
-    """State of the load warp."""
+    """State of the load warp. group_splits: number of work tiles with the same keys, or None if
+    there is only one."""
 
     traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
@@ -48,32 +81,6 @@ class BwdLoads:
     sums: DqSums
     lengths: Lengths
     group_splits: Int32 | None
-
-    @staticmethod
-    def create(
-        traits: BwdTraits,
-        scheme: tuple[bool, bool],
-        operands: BwdOperands,
-        tiles: Tiles,
-        channels: Channels,
-        scratch: Scratch,
-        lengths: Lengths,
-        group_splits: Int32 | None,
-        lists: TokenLists | None,
-    ) -> "BwdLoads":
-        """scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`. group_splits: number
-        of work tiles with the same keys, or None if there is only one."""
-        share = partial(_share_of_sums, traits) if traits.cta_pair else None
-        sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
-        of_sums = (*scheme, staged, channels.dq, scratch, lengths, share)
-        of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
-        if traits.by_tokens:
-            num_tokens = traits.tokens_per_block
-            sums: DqSums = TokenSums((sizes[0] // num_tokens,), *of_sums, num_tokens)
-            queries: QueryLoads = TokenLoads(*of_queries, lists)
-        else:
-            sums, queries = DqSums(sizes, *of_sums), QueryLoads(*of_queries)
-        return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit
     def run(self):

@@ -415,18 +415,18 @@ class BlockScores:
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
+        # of wide heads there are no registers for dP while scores are modified
+        is_early = is_plain or traits.has_few_columns
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
         channels.do.wait_unless(state.peeked.do, state.block)
-        if is_plain:
+        if is_early:
             self._issue_dp(acc_dP, state)
-            warpgroup.wait_group(1)
-        else:
-            # no registers for dP meanwhile
-            warpgroup.wait_group(0)
+        # with a branch in the modification, products in flight would be serialised
+        warpgroup.wait_group(1 if is_plain else 0)
         self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
-        if not is_plain:
+        if not is_early:
             self._issue_dp(acc_dP, state)
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))

@@ -205,35 +205,34 @@ class Tiles(NamedTuple):
     stats: cute.Tensor
 
 
+class _Masks(NamedTuple):
+    window: WindowArgs
+    mask_bits: MaskBitsArgs | None
+
+
 class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
-    :param dtype: of Q, K, V and dO, 16 bits
-    :param head_dim, head_dim_v: those for which `SharedTraits.fits`
-    :param tile_m: see `SharedTraits`
+    :param traits: of dimensions that fit
     :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
     :param wants_aux: numbers of the tensors to sum for, which are among `ModReads.shared`
     :param once: those of them whose sums are stored, of `ModReads.shared_once`
     :param is_causal, is_local: as in the main kernel
-    :param may_empty_rows: as in the main kernel
     """
 
     def __init__(
         self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        head_dim_v: int,
-        tile_m: int,
+        traits: SharedTraits,
         score_mod: Callable[..., Any],
         wants_aux: tuple[int, ...],
         once: tuple[int, ...],
         is_causal: bool,
         is_local: bool,
-        may_empty_rows: bool,
     ):
-        self.traits = SharedTraits(dtype, head_dim, head_dim_v, tile_m, may_empty_rows)
-        if not self.traits.fits:
-            raise ValueError(f"head dimensions {head_dim}/{head_dim_v} are too wide")
+        if not traits.fits:
+            dims = traits.head_dim, traits.head_dim_v
+            raise ValueError(f"head dimensions {dims[0]}/{dims[1]} are too wide")
+        self.traits = traits
         self.score_mod = score_mod
         self.wants_aux = wants_aux
         self.once = once
@@ -330,7 +329,8 @@ class SharedGradientsSm90:
                 self.load(part, sources, extents, tiles, channels)
         else:
             cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            self.mma(part, extents, tiles, channels, sums, aux_tensors, scales, window, mask_bits)
+            masks = _Masks(window, mask_bits)
+            self.mma(part, extents, tiles, channels, sums, aux_tensors, scales, masks)
 
     @cute.jit
     def _part(self, extents: Extents, window: WindowArgs) -> Part:
@@ -436,10 +436,10 @@ class SharedGradientsSm90:
         sums: tuple,
         aux_tensors: tuple,
         scales: ScoreScales,
-        window: WindowArgs,
-        mask_bits: MaskBitsArgs | None,
+        masks: _Masks,
     ):
         """MMA warpgroup: 64 keys of the tile."""
+        window, mask_bits = masks
         mma, (for_s, for_dp) = self.traits.mma(), channels
         operands = tuple(
             (wgmma.operand_a(mma, x), wgmma.operand_b(mma, x)) for x in (tiles.s, tiles.dp)

@@ -9,6 +9,7 @@ more, of which the bits hide everything, and whose sums are not sent.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -46,6 +47,15 @@ def _split_blocks(tensor: cute.Tensor, traits: BwdTraits) -> cute.Tensor:
 def _of_first(value: Int32) -> Int32:
     """This lane's number, or the first lane's if it is negative."""
     return cutlass.select_(value < 0, cute.arch.shuffle_sync(value, 0), value)
+
+
+class _TokenRows(NamedTuple):
+    """What is copied of a token: rows of a tensor, of `dim` columns, to a tile."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor
+    smem: cute.Tensor
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ class TokenLoads(QueryLoads):
         barrier: cute.Pointer,
     ) -> None:
         tokens = self.traits.tokens_per_block
-        copy = partial(self._copy_token, atom, source, smem, dim, group, row_of_lane)
+        of_all = _TokenRows(atom, source, smem, dim)
+        copy = partial(self._copy_token, of_all, group, row_of_lane)
         if const_expr(tokens <= MAX_UNROLLED):
             for i in cutlass.range_constexpr(tokens):
                 copy(i, stage, barrier)
@@ -104,10 +115,7 @@ class TokenLoads(QueryLoads):
 
     def _copy_token(
         self,
-        atom: cute.CopyAtom,
-        source: cute.Tensor,
-        smem: cute.Tensor,
-        dim: int,
+        of_all: _TokenRows,
         group: Int32,
         row_of_lane: Int32,
         i: int | Int32,
@@ -116,6 +124,7 @@ class TokenLoads(QueryLoads):
     ) -> None:
         rows = self.traits.packed_heads
         row = cute.arch.shuffle_sync(row_of_lane, i)
+        atom, source, smem, dim = of_all
         box = cute.local_tile(smem, (rows, dim), (i, 0, None))
         src, dst = tma.tile_of(atom, source, (0, row, group), ((rows, 1, 1), dim), box)
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)

@@ -52,6 +52,8 @@ STEP_COLS = 16
 COLS_PER_REGISTER = 4
 # parts of a block where S and dP of all would take too many registers
 NUM_HALVES = 2
+# fragments of heads up to 32, whose S and dP may both wait for a score_mod
+FEW_REGISTERS = 96
 # columns of tiles of two CTAs that sum dQ together
 PAIR_WIDTHS = (160, 192, 256)
 
@@ -304,6 +306,11 @@ class BwdTraits(ListedQueryTraits):
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
         return cols // 2 + in_flight
+
+    @property
+    def has_few_columns(self) -> bool:
+        """Whether a thread has registers for S, dP and the modification of scores at once."""
+        return self.fragment_registers <= FEW_REGISTERS
 
     @property
     def value_steps(self) -> int:

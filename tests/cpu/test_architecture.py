@@ -47,7 +47,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "runtime": ("limits",),
     "mods": ("core", "runtime", "limits"),
     # from mods written in torch to CuTe mods, below the functions that take mods
-    "lowering": ("mods", "runtime"),
+    "lowering": ("mods", "runtime", "core.exp2"),
     "rules": ("mods", "core", "seqlen_info", "index_math", "limits"),
     "kernels": ("core", "seqlen_info", "index_math", "limits"),
     "sm90": ("rules", "mods", "core", *INDEX_RULES),

@@ -35,7 +35,7 @@ ARCH = ACTIVE_ARCH
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 # 2^0 as a polynomial, which Blackwell computes for some columns, is off by so much
-OF_LSE = {"sm_90a": 0.0, "sm_100a": 8.7e-5}
+OF_LSE = {"sm_90a": 0.0, "sm_100a": 1.2e-5}
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
 
 

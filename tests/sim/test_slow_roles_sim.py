@@ -26,6 +26,7 @@ import test_shared_sums_sim as shared_sums
 import test_slow_roles_sm100_sim
 import test_token_backward_sim as by_tokens
 import test_token_lists_sim
+import test_token_mods_sim as token_mods
 import test_widened_sim as widened
 from cases import Case
 from inputs import make_inputs
@@ -186,7 +187,11 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         (BACKWARD,),
     ),
     "queries-of-token-lists-in-order": (
-        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ((1, 2, 2),)),
+        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ()),
+        (BACKWARD,),
+    ),
+    "queries-of-token-lists-with-mods": (
+        lambda sim: token_mods.test_modified_scores(sim, "t5", (12, 1, 1), 128, True),
         (BACKWARD,),
     ),
     "keys-in-16-bits": (

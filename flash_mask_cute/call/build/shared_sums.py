@@ -62,20 +62,14 @@ def build_shared_sums(
     """Compile now."""
     import cutlass
 
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90, SharedTraits
 
-    kernel = SharedGradientsSm90(
+    traits = SharedTraits(
         fake_tensors.cutlass_dtype(problem.dtype),
-        problem.head_dim,
-        problem.head_dim_v,
-        choice.tiles.tile_m,
-        score_mod,
-        shared.numbers,
-        shared.once,
-        problem.is_causal,
-        problem.is_local,
-        problem.may_empty_rows,
+        *(problem.head_dim, problem.head_dim_v, choice.tiles.tile_m, problem.may_empty_rows),
     )
+    flags = problem.is_causal, problem.is_local
+    kernel = SharedGradientsSm90(traits, score_mod, shared.numbers, shared.once, *flags)
     # this kernel reads no tables of differences
     problem = replace(problem, tables=())
     of = {row.argument: row.fake(problem, choice) for row in BACKWARD}

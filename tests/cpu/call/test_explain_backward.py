@@ -259,12 +259,17 @@ def test_a_fixed_order_takes_scratch() -> None:
 
 @pytest.mark.parametrize(("batch", "of_element"), [(2, 4 * 2), (25, 4 * 25), (26, 13 * 8)])
 def test_a_fixed_order_of_pairs_takes_what_is_less(batch: int, of_element: int) -> None:
-    """Sums for each batch entry, or exact ones."""
+    """Sums for each batch entry, or exact ones, where they have no owner."""
     bias = torch.zeros(4, 200, 200, requires_grad=True)
     given = [x.expand(batch, -1, -1, -1) for x in qkv()]
     told, plain = (
         explain(
-            *given, score_mod=_pairs, aux_tensors=[x], deterministic=True, target="sm_90a"
+            *given,
+            score_mod=_pairs,
+            aux_tensors=[x],
+            deterministic=True,
+            softcap=30.0,
+            target="sm_90a",
         ).backward
         for x in (bias, bias.detach())
     )

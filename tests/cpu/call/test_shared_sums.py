@@ -123,6 +123,7 @@ def test_it_is_told() -> None:
         q, q, q, score_mod=TRAINED_MODS["pair"].cute, aux_tensors=[table.detach()], target="sm_90a"
     ).backward
     assert alone is not None and found.scratch_bytes is not None
+    assert alone.aux_gradients[0].cost == told.cost and not alone.aux_gradients[0].is_wanted
     assert found.scratch_bytes - (alone.scratch_bytes or 0) == int(parts) * 4 * table.numel()
 
 

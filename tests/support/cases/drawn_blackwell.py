@@ -119,8 +119,10 @@ def _has_rows_of_both(case: Case) -> bool:
 
 
 def _has_keys_of_both(case: Case) -> bool:
-    """Of a pair's backward, whose CTAs have 128 keys each. It modifies no scores."""
-    return case.seqlen_q > 1 and case.seqlen_k > 128
+    """Of a pair's backward, whose CTAs have 128 keys each, with the head dimensions that were drawn
+    from. It modifies no scores."""
+    is_square = case.strided == "fused_qkv" and case.head_dim > 128
+    return case.seqlen_q > 1 and case.seqlen_k > 128 and not is_square
 
 
 def _has_several_sums(case: Case) -> bool:
@@ -146,6 +148,7 @@ def _draws() -> Iterator[Draw]:
         "A": (_small(i, NARROW, 200) for i in range(44)),
         "A-pair": _telling(2000, ((128, 128),), 300, 26, _has_keys_of_both),
         "B": (_small(1000 + i, WIDE, 140) for i in range(52)),
+        "B-pair": _telling(9000, ((192, 128), (168, 104)), 300, 8, _has_keys_of_both),
         "A-ordered": _telling(7000, NARROW[:3], 300, 6, _has_several_sums),
         "B-ordered": _telling(8000, WIDE, 300, 6, _has_several_sums),
     }

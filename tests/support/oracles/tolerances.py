@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Absolute bound on the float32 LSE of a kernel. The sum of n <= 8192 terms of one sign is off by at
 # most n * 2^-24 = 4.9e-4 of itself and in practice by far less; a score, by d * 2^-24 * sum|q k| *
-# scale < 1e-4; an exponential, by 2^-22 of itself (hardware) or 1e-4 (polynomial of degree 3).
+# scale < 1e-4; an exponential, by 2^-22 of itself (hardware) or 1.2e-4 (polynomial of degree 3).
 # It stays below 1e-3 so that losing one of a thousand equal keys shows.
 LSE_ATOL = 6e-4
 # relative error that float32 leaves in calls of float64
