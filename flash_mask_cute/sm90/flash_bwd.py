@@ -91,7 +91,7 @@ from flash_mask_cute.sm90.flash_bwd_scores import (
     BlockScores,
     MainloopState,
     Peeked,
-    by_case,
+    by_turn,
     sync_both,
 )
 from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
@@ -531,9 +531,6 @@ class FlashAttentionBackwardSm90:
                         if const_expr(by_bits or traits.own_lists):
                             if scores.is_hidden(state, by_bits, first_visible):
                                 peeked = take(None)
-                            elif const_expr(scores.tells_alone(kind)):
-                                peeked = by_case(scores.is_alone(block), partial(take, sums))
-                                accumulate = Boolean(True)
                             else:
                                 peeked = take(sums)
                                 accumulate = Boolean(True)
@@ -593,24 +590,18 @@ class FlashAttentionBackwardSm90:
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
-        is_alone: bool = False,
     ) -> Peeked:
         """Add a query block to the sums; its dO may still be in flight. Returns what is known of
         the next block.
 
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
-        hidden from the block, and add only 0 to its dQ. is_alone: the other one's are.
+        hidden from the block, and add only 0 to its dQ.
         """
         compute = partial(scores.clear, kind, state)
         if sums is not None:
             compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
         following = state._replace(cut=state.cut + int(kind == Kind.PARTIAL))
-        groups = tuple(Int32(group) for group in range(products.traits.key_groups))
-        if sums is None:
-            groups = (1 - products.traits.warpgroup_idx(),)
-        elif is_alone:
-            groups = (products.traits.warpgroup_idx(),)
-        add = partial(self._add, kind, tiles, products, scores, following, sums, groups)
+        add = partial(self._add, kind, tiles, products, scores, following, sums)
 
         def compute_and_add(sums_dq: bool) -> Peeked:
             compute()
@@ -621,10 +612,10 @@ class FlashAttentionBackwardSm90:
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
             # a branch behind P and dS would take registers
-            return by_case(is_turn, compute_and_add)
+            return by_turn(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
-        return by_case(is_turn, add)
+        return by_turn(is_turn, add)
 
     def _add(
         self,
@@ -634,11 +625,10 @@ class FlashAttentionBackwardSm90:
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
-        groups: tuple[Int32, ...],
         sums_dq: bool,
     ) -> Peeked:
-        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well, over the
-        keys of groups. state: with the cut of the next block."""
+        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well. state: with
+        the cut of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
@@ -650,6 +640,9 @@ class FlashAttentionBackwardSm90:
         sync_both()
         products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
+        groups = tuple(Int32(group) for group in range(traits.key_groups))
+        if sums is None:
+            groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
         if sums is None or traits.splits_keys:
             if traits.splits_keys:
