@@ -133,6 +133,22 @@ def test_a_mask_mod(simulator: ModuleType, heads: tuple[int, int, int], by_head:
     check(simulator, drawn, sink=sink)
 
 
+def hides_a_head(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return torch.where((h == 0) & (i % 3 == 0), -torch.inf, score)
+
+
+@pytest.mark.parametrize("mask", [sees_by_query, None])
+def test_a_score_mod_that_hides_a_head(simulator: ModuleType, mask: Any) -> None:
+    """LSE of one head does not tell that the others of its group see nothing."""
+    i, j = positions(40, 150, 0)
+    h = torch.arange(4)[:, None, None]
+    mods = resolve_mods(hides_a_head, mask, None, "cpu")
+    drawn = Composed.draw((1, 40, 150), (4, 2, 1), 128, 1, q_start=0)
+    sees = ~((h == 0) & (i % 3 == 0)) & (True if mask is None else mask(0, h, i, j))
+    keywords = {"mask_mod": mods.mask_mod, "score_mod": mods.score_mod}
+    check(simulator, drawn.seen(sees, **keywords))
+
+
 @pytest.mark.parametrize(("heads", "of_mask"), [((8, 2, 2), 8), ((8, 2, 1), 2), ((2, 1, 1), 1)])
 def test_intervals(simulator: ModuleType, heads: tuple[int, int, int], of_mask: int) -> None:
     """Of each head, or of each KV head where all share a list; the last beside a sink."""

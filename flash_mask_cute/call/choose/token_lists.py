@@ -89,16 +89,18 @@ def with_token_lists(
     selected, group = masks.selected, shapes.heads_q // shapes.heads_kv
     assert selected is not None
     tile_n = next(n for n in TILES_N if selected.block_size % n == 0)
-    may_hide = problem.mask_mod is not None or problem.intervals is not None
-    heads = _heads_of_masks(problem, shapes, masks) if may_hide else 1
+    hides = problem.mask_mod is not None or problem.intervals is not None
+    heads = _heads_of_masks(problem, shapes, masks) if hides else 1
     # Where LSE of one head tells which queries see nothing, these are in no list. LSE of a sink
-    # does not tell it.
-    lse_tells = heads in (1, selected.heads) and call.tensors.learnable_sink is None
+    # does not tell it, nor does one of modified scores: a score_mod may make those of a head -inf.
+    is_modified = problem.score_mod is not None
+    has_sink = call.tensors.learnable_sink is not None
+    lse_tells = heads in (1, selected.heads) and not (has_sink or is_modified)
     return replace(
         problem,
         token_lists=tile_n,
         packed_heads=group,
-        may_empty_rows=problem.may_empty_rows and may_hide and not lse_tells,
+        may_empty_rows=problem.may_empty_rows and (hides or is_modified) and not lse_tells,
         masks_by_head=heads not in (1, shapes.heads_kv),
     )
 
