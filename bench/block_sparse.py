@@ -10,8 +10,9 @@ cudnn_auto  the same with kv_splits="auto"; forward only
 
 vsa-*: each query block sees its own block and others drawn at random, half of which its neighbour
 sees, too. frames-*: 21 frames of 1600 tokens, which see the frames before them, all or four of them
-and the first. Our kernels walk tiles of several blocks; a row has the share of blocks that are
-listed, and the share of tiles of 128 x 128 that hold one.
+and the first. Our forward walks over the blocks of three query blocks together, the backward over
+those of two key blocks. A row has the share of blocks that are listed, and the share of tiles of
+128 x 128 that hold one.
 
 Nothing is timed before out and gradients are right: at 2048 tokens, against attention in float64.
 `--dry` checks that of ours on the CPU, with fewer tokens, and times nothing.

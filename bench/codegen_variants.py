@@ -246,10 +246,8 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         # of a group of 16 heads
         by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
-        for order in ("", "-deterministic"):
-            problem = replace(by_tokens.problem, packed_heads=16, deterministic=bool(order))
-            of_order = replace(by_tokens, problem=problem, is_backward=True)
-            yield f"bwd-d{d}-token_lists{order}", of_order
+        problem = replace(by_tokens.problem, packed_heads=16)
+        yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
         # of 12 heads that see different keys, with gradients of what modifies scores
         facts: dict[str, Any] = {
             "may_empty_rows": True,

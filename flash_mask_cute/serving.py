@@ -185,9 +185,8 @@ def flash_attn_with_kvcache(
         refuse_keywords("flash_attn_with_kvcache", unknown)
     refuse_given((None,), q_descale=q_descale, qv=qv, scheduler_metadata=scheduler_metadata)
     refuse_given((0, None), attention_chunk=attention_chunk, sm_margin=sm_margin)
-    where = None, cache_leftpad, cache_batch_idx, page_table
-    batch = batch_of(q, cu_seqlens_q)
-    cache = Cache(k_cache, v_cache, *where, batch, q.device, k_descale, v_descale)
+    where = None, cache_leftpad, cache_batch_idx, page_table, batch_of(q, cu_seqlens_q), q.device
+    cache = Cache(k_cache, v_cache, *where, k_descale, v_descale)
     q_starts, start = split_q_start(q_start)
     causals, causal = split_causal(causal)
     config_fwd, config_bwd = configs_of(config)

@@ -55,11 +55,6 @@ def freed(addr: int) -> None:
         del _allocs[k]
 
 
-def clear_allocations() -> None:
-    _allocs.clear()
-    recent_tensors.clear()
-
-
 class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),

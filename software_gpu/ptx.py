@@ -7,7 +7,6 @@ resolved branch targets.
 """
 
 import re
-import struct
 
 from .operands import (
     Group,
@@ -592,7 +591,3 @@ class _Parser:
 
 def parse(text):
     return _Parser(text).parse()
-
-
-def f32_bits(x):
-    return struct.unpack("<I", struct.pack("<f", x))[0]

@@ -27,8 +27,6 @@ N_BLOCK_SHIFT = 4
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
 # most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
-# blocks of decoding before which entries of the table of pages are asked for
-TABLE_BLOCKS_AHEAD = 3
 # Boxes of pages whose loads are prepared together. Beside warps that convert from fp8, whose loads
 # and stores stand in the same queue, a shuffle takes long.
 BOXES_UNROLLED, BOXES_UNROLLED_OF_CODES = 2, 8
@@ -224,15 +222,7 @@ class OperandLoads:
         number, pages = state.blocks, state.next_pages
         is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
-            pages = self._look_up(place, block.index)
-            if const_expr(not self._settles_late):
-                pages = self._settled(pages)
-        if const_expr(self._settles_late):
-            pages = self._settled(pages)
-            if const_expr(self.cut is None):
-                if is_next == Boolean(False):
-                    self._prefetch_table(place, block.index - 2)
-                self._prefetch_table(place, block.index - TABLE_BLOCKS_AHEAD)
+            pages = self._settled(self._look_up(place, block.index))
         # the table is read while this block is loaded
         next_pages = self._look_up(place, block.index - 1)
         channel = self._begin_block(number, block)
@@ -247,7 +237,7 @@ class OperandLoads:
             v_block=block.index,
             v_place=place,
             v_pages=pages,
-            next_pages=next_pages if self._settles_late else self._settled(next_pages),
+            next_pages=self._settled(next_pages),
         )
         if const_expr(self._by_rows):
             stages = min(self.k.channel.stages, self.v.channel.stages)
@@ -298,12 +288,9 @@ class OperandLoads:
                     self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
 
     @property
-    def _of_codes(self) -> bool:
-        return self.k.smem.element_type.width == 8
-
-    @property
     def _boxes_unrolled(self) -> int:
-        return BOXES_UNROLLED_OF_CODES if self._of_codes else BOXES_UNROLLED
+        is_of_codes = self.k.smem.element_type.width == 8
+        return BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
 
     def _load_box(
         self,
@@ -342,16 +329,6 @@ class OperandLoads:
         key = self._key(place, cutlass.max(block, 0), box)
         return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
 
-    def _prefetch_table(self, place: Place, block: Int32) -> None:
-        first = cutlass.max(block, 0) * self.shape.tile_n
-        self.pages.prefetch(place.batch_idx, first, self.shape.tile_n)
-
-    @property
-    def _settles_late(self) -> bool:
-        """Whether the table is read far ahead, and nobody waits for it before the next block is
-        loaded: memory brings its entries in as much time as a block of decoding."""
-        return self.shape.tile_m <= DECODE_ROWS
-
     def _settled(self, pages: PageRow | BlockRows) -> PageRow | BlockRows:
         """Pages of the pool, from what was read in the table."""
         if self._by_rows:
@@ -374,13 +351,11 @@ class OperandLoads:
         """End a copy step (a block of keys and the values before it), and hand over the blocks of
         all steps but the last ones.
 
-        The copying threads wait for their rows, because products read them through another proxy;
-        what converts codes does not.
+        The copying threads wait for their rows, because products read them through another proxy.
         """
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(in_flight)
-        if const_expr(not self._of_codes):
-            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.fence_proxy("async.shared", space="cta")
         k_ready, v_ready = state.k_ready, state.v_ready
         values = cutlass.select_(state.v_block >= 0, state.blocks - 1, state.blocks)
         while k_ready < state.blocks - in_flight:

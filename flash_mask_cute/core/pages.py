@@ -13,9 +13,6 @@ from cutlass import Int32, Uint32
 
 from flash_mask_cute.limits import LEAST_BOX
 
-# of the table, in the 32 bytes that memory brings at once
-ENTRIES_OF_SECTOR = 8
-
 
 class PageRow(NamedTuple):
     """The place of keys: the page, the row in it, and the number of rows of the page in use."""
@@ -90,25 +87,10 @@ class Pages(NamedTuple):
 
     def entry(self, batch_idx: Int32, row: Int32) -> Int32:
         """What the table has for a row of a sequence with at least one key."""
-        column = cutlass.min(self._column(row), self.table.shape[1] - 1)
-        return self.table[self._row_of_table(batch_idx), column]
-
-    def _row_of_table(self, batch_idx: Int32) -> Int32:
-        if self.batch_idx is None:
-            return batch_idx
-        return cutlass.max(cutlass.min(self.batch_idx[batch_idx], self.table.shape[0] - 1), 0)
-
-    @cute.jit
-    def prefetch(self, batch_idx: Int32, key: Int32, count: cutlass.Constexpr[int]) -> None:
-        """Ask for what the table has for `count` keys of a sequence to be brought into the L2
-        cache: at most as many sectors as a warp, which runs this, has lanes."""
-        row = self.row(batch_idx, key)
-        last = cutlass.min(self._column(row + count - 1), self.table.shape[1] - 1)
-        column = self._column(row) + cute.arch.lane_idx() * ENTRIES_OF_SECTOR
-        if column <= last:
-            place = self._row_of_table(batch_idx), column
-            address = self.table.iterator + cute.crd2idx(place, self.table.layout)
-            cute.arch.prefetch(address.to_llvm_ptr(), cache_level="L2")
+        if self.batch_idx is not None:
+            last = self.table.shape[0] - 1
+            batch_idx = cutlass.max(cutlass.min(self.batch_idx[batch_idx], last), 0)
+        return self.table[batch_idx, cutlass.min(self._column(row), self.table.shape[1] - 1)]
 
     def number(self, entry: Int32) -> Int32:
         """The page of an entry of the table."""

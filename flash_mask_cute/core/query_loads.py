@@ -69,7 +69,10 @@ class BwdOperands(NamedTuple):
             strict=False,
         ):
             if of_query > 1:
-                view, box = tma.group_rows(tensor, side[0], listed[1]), ((of_query, 1, 1), d)
+                if of_query == listed[1]:
+                    view, box = tma.head_rows(tensor, side[0]), ((of_query, 1), d)
+                else:
+                    view, box = tma.group_rows(tensor, side[0], listed[1]), ((of_query, 1, 1), d)
                 in_box = tma.rows_of_stage(tma.one_stage(layout), of_query)
             else:
                 view, box = tma.sequence_rows(tensor, *side), ((1, rows), d)
@@ -179,10 +182,6 @@ class QueryLoads:
         """The row block of a query block; work: with the lengths of its sequence."""
         row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
         return block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
-
-    def predecessor(self, work: Work, block: Block) -> Int32:
-        """`Summed.predecessor` of a query block."""
-        return block.predecessor
 
     def _rows_copy(
         self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited

@@ -2,8 +2,7 @@
 
 Each place that CTAs add to has a word, initially 0. In a fixed order, it names the CTA that added
 last. Otherwise it says whether the first CTA has written; that CTA stores instead of adding. A
-whole warp runs each function, except that each lane may wait and release for what it adds itself.
-The functions are for bulk copies, and for other additions.
+whole warp runs each function. The functions are for bulk copies.
 """
 
 import cutlass.cute as cute
@@ -54,10 +53,3 @@ def release(place: cute.Pointer, value: Int32) -> None:
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         cute.arch.store(place, value, sem="release", scope="gpu")
-
-
-@cute.jit
-def release_of_lane(place: cute.Pointer, value: Int32) -> None:
-    """As `release`, after the additions of this lane alone."""
-    cute.arch.fence_proxy("async.global")
-    cute.arch.store(place, value, sem="release", scope="gpu")

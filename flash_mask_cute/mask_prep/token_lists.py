@@ -18,7 +18,7 @@ from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
 
 KERNEL_NAME = "token_lists"
 # as in the device code, which a host that has no compiler cannot import
-CHUNK_ROWS, SEGMENT, ITEM_WORDS, WORD, MMA_WARPS = 256, 1024, 4, 32, 8
+CHUNK_ROWS, SEGMENT, ITEM_WORDS, WORD = 256, 1024, 4, 32
 # rows of a choice whose bits a thread makes; of the bits of tiles nothing is read
 _TILES = QueryTiles(64, 1)
 
@@ -26,8 +26,7 @@ _TILES = QueryTiles(64, 1)
 @dataclass(frozen=True)
 class ListFacts:
     """Facts that determine the code of the kernels: which masks and lengths there are, by the names
-    of `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list. is_ordered: sums
-    have an order, which follows from the lists."""
+    of `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list."""
 
     is_causal: bool = False
     has_window_left: bool = False
@@ -38,7 +37,6 @@ class ListFacts:
     has_seqused_k: bool = False
     q_start: str | None = None
     has_lse: bool = False
-    is_ordered: bool = False
 
 
 class ListExtents(NamedTuple):
@@ -75,8 +73,6 @@ class ListExtents(NamedTuple):
         words = -(-self.most_keys // self.block_size // WORD)
         rows = self.entries(facts.varlen_q) // max(self.k, 1)
         of_lists = self.entries(facts.varlen_q) + self.items(facts) * ITEM_WORDS + blocks
-        if facts.is_ordered:
-            of_lists += self.entries(facts.varlen_q) + self.num_tiles(facts)
         return self.heads * (of_lists + (chunks * WORD + rows) * words)
 
     def items(self, facts: ListFacts) -> int:
@@ -92,23 +88,11 @@ class ListExtents(NamedTuple):
 
 class MadeLists(NamedTuple):
     """tokens (heads, entries), items (heads, items, ITEM_WORDS), and num_items (heads,): int32, as
-    `core/token_lists.py` says. Where sums have an order, successors (heads, entries), too, and ends
-    (heads, key tiles): the end of the last item of each key tile that has one."""
+    `core/token_lists.py` says."""
 
     tokens: Tensor
     items: Tensor
     num_items: Tensor
-    successors: Tensor | None = None
-    ends: Tensor | None = None
-
-    def operands(
-        self, turns: tuple[int, ...] | None, tiles_per_block: int
-    ) -> tuple[Tensor | int, ...]:
-        """The fields of a `TokenLists`. turns: the shape of its turns, which are new."""
-        if self.successors is None or self.ends is None or turns is None:
-            return self[:3]
-        of_warps = self.ends[..., None].expand(turns).contiguous()
-        return (*self[:3], self.successors, of_warps, tiles_per_block)
 
 
 class ListLengths(NamedTuple):
@@ -158,14 +142,11 @@ class TokenListMaker:
 def empty_lists(like: Tensor, facts: ListFacts, extents: ListExtents) -> MadeLists:
     """Memory for lists."""
     heads = extents.heads
-    entries = heads, max(extents.entries(facts.varlen_q), 1)
-    shapes: tuple[tuple[int, ...], ...] = (
-        entries,
+    shapes = (
+        (heads, max(extents.entries(facts.varlen_q), 1)),
         (heads, max(extents.items(facts), 1), ITEM_WORDS),
         (heads,),
     )
-    if facts.is_ordered:
-        shapes = (*shapes, entries, (heads, max(extents.num_tiles(facts), 1)))
     return MadeLists(*(like.new_empty(shape, dtype=torch.int32) for shape in shapes))
 
 
@@ -180,7 +161,7 @@ def fill_lists(
     starts = bits.new_empty((extents.heads, blocks + 1))
     x = extents
     numbers = x.block_size, x.tile_n, x.num_tiles(facts), x.most_rows, x.range_rows, x.rows, x.keys
-    function(bits, counts, starts, *made[:3], *numbers, *lengths, made.successors, made.ends)
+    function(bits, counts, starts, *made, *numbers, *lengths)
 
 
 def compile_token_lists(facts: ListFacts, arch: str, cache: CompileCache = CACHE) -> Compiled:
@@ -211,7 +192,6 @@ def _build(facts: ListFacts, arch: str) -> Compiled:
         *fake_tensors.window(facts),
         fake_tensors.q_start(facts),
         fake_tensors.strided(2 if facts.varlen_q else 3, "float32") if facts.has_lse else None,
-        *(fake_tensors.strided(2) if facts.is_ordered else None for _ in range(2)),
     ]
     return compile_object(MakeTokenLists(facts.is_causal), arguments, options_for(arch))
 
@@ -220,10 +200,7 @@ def lists_by_torch(
     by_entry: Tensor, facts: ListFacts, extents: ListExtents, lengths: ListLengths
 ) -> MadeLists:
     """The same lists, of tensors on the CPU. Behind the lists and items that exist there is -1."""
-    made = empty_lists(by_entry, facts, extents)
-    for x in made:
-        if x is not None:
-            x.fill_(-1)
+    made = MadeLists(*(x.fill_(-1) for x in empty_lists(by_entry, facts, extents)))
     size, tile_n = extents.block_size, extents.tile_n
     for head in range(extents.heads):
         lists: list[int] = []
@@ -250,36 +227,12 @@ def lists_by_torch(
                         tiles = range(keys[0] // tile_n, -(-keys[1] // tile_n))
                         segments += [(row, b, tile, first, end) for tile in tiles]
         items = [words[1:] for words in sorted(segments)]
-        if facts.is_ordered:
-            _set_order(made, head, facts, extents, lengths, lists, items)
         made.num_items[head] = len(items)
         int32 = partial(torch.tensor, dtype=torch.int32, device=made.items.device)
         made.tokens[head, : len(lists)] = int32(lists)
         if items:
             made.items[head, : len(items)] = int32(items)
     return made
-
-
-def _set_order(
-    made: MadeLists, head: int, facts: ListFacts, extents: ListExtents, lengths: ListLengths,
-    lists: list[int], items: list[tuple[int, int, int, int]],
-) -> None:  # fmt: skip
-    """Set successors and ends of a head, whose lists and items are known."""
-    assert made.successors is not None and made.ends is not None
-    tiles_per_block, highest = extents.block_size // extents.tile_n, dict[tuple[int, int], int]()
-    # from the highest tile of a sequence down, so that queries have been met in higher blocks
-    for b, tile, first, end in sorted(items, key=lambda item: item[:2], reverse=True):
-        offset = -(-extents.keys // extents.tile_n) * b
-        if lengths.cu_seqlens_k is not None:
-            offset = int(lengths.cu_seqlens_k[b]) // extents.tile_n + b
-        last = int(made.ends[head, offset + tile])
-        made.ends[head, offset + tile] = max(last, end)
-        if tile % tiles_per_block:
-            continue
-        for entry in range(first, end):
-            query = b, lists[entry]
-            made.successors[head, entry] = highest.get(query, -1) + 1
-            highest[query] = tile
 
 
 def _band_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[Band, int]:

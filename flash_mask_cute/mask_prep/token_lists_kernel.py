@@ -60,8 +60,6 @@ class TokenListArgs(NamedTuple):
     window_left: Int32 | None
     window_right: Int32 | None
     mLSE: cute.Tensor | None
-    mSuccessors: cute.Tensor | None
-    mEnds: cute.Tensor | None
 
 
 class MakeTokenLists:
@@ -98,8 +96,6 @@ class MakeTokenLists:
         window_size_right: Int32 | None = None,
         mQStart: cute.Tensor | Int32 | None = None,
         mLSE: cute.Tensor | None = None,
-        mSuccessors: cute.Tensor | None = None,
-        mEnds: cute.Tensor | None = None,
     ):
         """Launch four kernels on `stream`.
 
@@ -119,10 +115,6 @@ class MakeTokenLists:
         :param mLSE: fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q): queries with -inf are in
             no list; given where masks that lists do not know may hide all keys of a query, for all
             heads alike
-        :param mSuccessors: int32 of the shape of mTokens: gets the order of each query's blocks
-            (`TokenLists.successors`), where sums have one
-        :param mEnds: int32 (heads, num_tiles): gets the end of the last item of each key tile that
-            has one, beside mSuccessors
         :param seqlen_q, seqlen_k: extents of dense tensors, not read for packed sequences
         """
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
@@ -138,8 +130,6 @@ class MakeTokenLists:
             window_left=window_size_left,
             window_right=window_size_right,
             mLSE=mLSE,
-            mSuccessors=mSuccessors,
-            mEnds=mEnds,
         )
         heads, chunks, columns = mCounts.shape
         warps = cute.ceil_div(heads * chunks * (columns // WORD) * WARP, NUM_THREADS)
@@ -204,43 +194,10 @@ class MakeTokenLists:
                     while chose != 0:
                         bit = cute.arch.popc((chose & -chose) - 1)
                         args.mTokens[head_idx, place] = start + bit
-                        if const_expr(args.mSuccessors is not None):
-                            of_query = args.mBits[
-                                entry, head_idx, sequence.offset_q + start + bit, None
-                            ]
-                            args.mSuccessors[head_idx, place] = self._successor(
-                                args, sequence, of_query, start + bit, block
-                            )
                         place += 1
                         chose = chose & (chose - 1)
             if const_expr(not fills):
                 args.mCounts[head_idx, chunk, block] = found
-
-    @cute.jit
-    def _successor(
-        self,
-        args: TokenListArgs,
-        sequence: Sequence,
-        words: cute.Tensor,
-        query: Int32,
-        block: Int32,
-    ) -> Int32:
-        """1 + the first key tile of the next higher block in whose list a query is, or 0; words:
-        the query's bits."""
-        found, word = Int32(0), block // WORD
-        rest = words[word] & (Int32(-2) << (block % WORD))
-        while (found == 0) & (word < cute.size(words)):
-            if rest != 0:
-                higher = word * WORD + cute.arch.popc((rest & -rest) - 1)
-                lo, hi = self._queries_of(args, sequence, higher)
-                if (lo <= query) & (query < hi):
-                    found = higher * (args.block_size // args.tile_n) + 1
-                rest = rest & (rest - 1)
-            else:
-                word += 1
-                if word < cute.size(words):
-                    rest = words[word]
-        return found
 
     def _lse_of(self, args: TokenListArgs, sequence: Int32, head_idx: Int32, row: Int32) -> Float32:
         """Of a query, perhaps one of packed ones, and the first head with the list's choice."""
@@ -350,9 +307,6 @@ class MakeTokenLists:
                 block = tile - _first_of_keys(sequence, lengths, args.tile_n)
                 if (block * args.tile_n < sequence.used.seqlen_k) & (first_row < sequence.slot_q):
                     first, end = self._entries_of(args, head_idx, sequence, block, first_row)
-            if const_expr(args.mEnds is not None):  # noqa: SIM102 (decided while tracing)
-                if first < end:
-                    args.mEnds[head_idx, tile] = end
             count = cute.ceil_div(end - first, SEGMENT)
             own, of_all = _running_in_cta(count, sums, thread)
             item = number + own - count

@@ -13,6 +13,7 @@ from flash_mask_cute.call.arguments import AttentionCall, Options, Tensors, wind
 from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.parallel.agreement import check_agreement
 from flash_mask_cute.parallel.all_gather import attend_gathered
 from flash_mask_cute.parallel.messages import Messages, Peers
 from flash_mask_cute.parallel.planning import Plan, check_plan_mask
@@ -57,8 +58,8 @@ def context_parallel_attention(
     method: "all_gather": the keys that own rows see are brought to them, and one call has all of
     them. "ring": keys of one rank at a time; the next ones travel during attention. "ulysses": rows
     are exchanged for heads; heads_q is a multiple of the ranks, heads_kv a multiple or a divisor.
-    docs/context_parallel.md compares them. The first two find what each rank sees from the contents
-    of the mask. They wait for the device when a mask is new, or was changed.
+    docs/context_parallel.md compares them. When a mask is new, or was changed, ranks compare what
+    they were given, and the first two methods find what each rank sees. That waits for the device.
 
     Returns:
         out (batch, rows, heads_q, head_dim_v) of the own rows.
@@ -67,6 +68,7 @@ def context_parallel_attention(
         TypeError, ValueError: before anything is sent: the plan is for another group, q, k or v do
             not hold this rank's rows, a mask is of another length, heads do not divide; or as
             `flash_attn_func`.
+            Also, in all ranks, if they do not agree about mask, plan and the other arguments.
         NotImplementedError: mask is a mask_mod; or "all_gather" and "ring" cannot hold the mask
             together with causal masking and the window.
         RuntimeError: torch.distributed is not initialized; or another rank failed, or did not
@@ -98,6 +100,7 @@ def context_parallel_attention(
     else:
         band = Band(causal, settings.window)
         routes = routes_of(mask, band, plan, peers.rank, q.device)
+    check_agreement(peers, method, plan, settings, mask, (q, k, v))
     if learnable_sink is not None:
         learnable_sink = _SummedGradient.apply(learnable_sink, peers)
     operands = q, k, v, learnable_sink

@@ -1,7 +1,7 @@
 """Which keys each rank needs of each other one, and the masks of a rank's own rows over them.
 
 All of it follows from the mask and the plan, which every rank has. So both sides of a message know
-its size, and nothing is asked.
+its size (`agreement.py` compares what they were given).
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def routes_of(
         NotImplementedError: column intervals do not hold the mask together with causal masking and
             the window.
     """
-    version = None
-    if mask is not None:
-        indices = mask.startend_row_indices
-        version = -1 if indices.is_inference() else indices._version
+    version = version_of(mask)
     key = plan, rank, band, device, version
     kept = _OF_BANDS if mask is None else _OF_MASKS.setdefault(mask, {})
     found = kept.get(key)
@@ -70,6 +67,14 @@ def routes_of(
             kept.clear()
         found = kept[key] = _find(mask, band, plan, rank, device)
     return found
+
+
+def version_of(mask: ColumnMask | None) -> int | None:
+    """How often torch has counted a change of a mask; -1 if it counts none."""
+    if mask is None:
+        return None
+    indices = mask.startend_row_indices
+    return -1 if indices.is_inference() else indices._version
 
 
 @torch.no_grad()

@@ -181,12 +181,9 @@ def choice_bits() -> tuple[Any, ...]:
     return (strided(4), None, *int32_pair(), strided(4), strided(4))
 
 
-def token_lists(is_ordered: bool) -> tuple[Any, ...]:
-    """The queries of each key block, the work that follows, and an order of sums."""
-    import cutlass
-
-    lists = strided(2), strided(3), strided(1)
-    return (*lists, strided(2), strided(3), cutlass.Int32(0)) if is_ordered else lists
+def token_lists() -> tuple[Any, ...]:
+    """The queries of each key block, and the work that follows."""
+    return strided(2), strided(3), strided(1)
 
 
 def counter() -> Any:

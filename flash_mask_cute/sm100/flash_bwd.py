@@ -549,12 +549,11 @@ class FlashAttentionBackwardSm100:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_packed = lengths.cu_seqlens_k is not None
         gmem = tma.of_sequence(target, is_packed, work.batch_idx, work.offset_k, work.slot)
-        row_warp, first_col = warp % (COMPUTE_WARPS // HALVES), 0
+        # if results are folded, the second half of the columns is in lanes 64 to 127
+        warps, first_col = traits.tile_n // STORED_ROWS, 0
+        first_key = work.block * traits.tile_n + warp % warps * STORED_ROWS
         if const_expr(traits.is_folded):
-            # the second half of the columns is in lanes 64 to 127
-            warps = traits.tile_n // STORED_ROWS
-            row_warp, first_col = row_warp % warps, row_warp // warps * (traits.tile_d // 2)
-        first_key = work.block * traits.tile_n + row_warp * STORED_ROWS
+            first_col = warp % (COMPUTE_WARPS // HALVES) // warps * (traits.tile_d // 2)
         for i in cutlass.range_constexpr(len(columns)):
             first = columns[i]
             place = warp * places + i % places

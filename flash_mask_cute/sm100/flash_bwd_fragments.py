@@ -119,6 +119,25 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         layout = blackwell.make_smem_layout_b(mma, (m, n, k), traits.dtype, 1)
         return mma.make_fragment_B(swizzled(memory, layout, traits.dtype))
 
+    def folded(mma, memory, shape: tuple[int, int, int], skipped: int = 0) -> cute.Tensor:
+        """P or dS in shared memory; skipped: values before it."""
+        layout = traits.folded_operand(mma, shape)
+        first = cute.recast_ptr(memory.data_ptr() + skipped, layout.inner, dtype=traits.dtype)
+        return mma.make_fragment_A(cute.make_tensor(first, layout.outer))
+
+    def probabilities(mma, n: int) -> tuple[cute.Tensor, ...]:
+        if traits.is_folded:
+            shape = rows, n, traits.tile_m
+            return (folded(mma, storage.p, shape)[None, None, None, 0],)
+        return halves(mma, n, traits.column_s)
+
+    def score_gradients(mma, n: int) -> tuple[cute.Tensor, ...]:
+        if traits.is_folded:
+            # behind dS of dQ, for which the keys of both CTAs have places
+            shape, of_dq = (rows, n, traits.tile_m), traits.rows_of_cta * keys
+            return (folded(mma, storage.ds, shape, of_dq)[None, None, None, 0],)
+        return halves(mma, n, traits.column_ds)
+
     def halves(mma, n: int, first: int) -> tuple[cute.Tensor, ...]:
         layout = blackwell.make_smem_layout_a(mma, (rows, n, traits.queries), traits.dtype, 1)
         return tuple(
@@ -126,25 +145,14 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
             for half in range(HALVES)
         )
 
-    def folded(mma, memory, shape: tuple[int, int, int], skipped: int = 0) -> cute.Tensor:
-        """P or dS in shared memory; skipped: values before it."""
-        layout = traits.folded_operand(mma, shape)
-        first = cute.recast_ptr(memory.data_ptr() + skipped, layout.inner, dtype=traits.dtype)
-        return mma.make_fragment_A(cute.make_tensor(first, layout.outer))[None, None, None, 0]
+    def score_gradients_of_dq(mma) -> cute.Tensor:
+        if traits.is_folded:
+            return folded(mma, storage.ds, (*dq_shape, keys))
+        return operand_a(mma, memory_ds(traits, storage), *dq_shape, keys)
 
     of_s, of_dp = (rows, traits.tile_m, traits.tile_d), (rows, traits.tile_m, traits.tile_dv)
     dq_shape = traits.tile_m, traits.tile_d
     dq_k = operand_b(of_dq, storage.k_columns, *dq_shape, keys)
-    if traits.is_folded:
-        # behind dS of dQ, for which the keys of both CTAs have places
-        own = traits.rows_of_cta * keys
-        p = (folded(by_dv, storage.p, (rows, traits.tile_dv, traits.tile_m)),)
-        ds = (folded(by_d, storage.ds, (rows, traits.tile_d, traits.tile_m), own),)
-        dq_ds = cute.append_ones(folded(of_dq, storage.ds, (*dq_shape, keys)))
-    else:
-        p = halves(by_dv, traits.tile_dv, traits.column_s)
-        ds = halves(by_d, traits.tile_d, traits.column_ds)
-        dq_ds = operand_a(of_dq, memory_ds(traits, storage), *dq_shape, keys)
     return Products(
         s=umma.accumulator(scores, of_s[:2], traits.column_s),
         s_k=operand_a(scores, storage.k, *of_s)[None, None, None, 0],
@@ -153,11 +161,11 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         dp_v=operand_a(scores, storage.v, *of_dp)[None, None, None, 0],
         dp_do=operand_b(scores, storage.do, *of_dp),
         dv=umma.accumulator(by_dv, (rows, traits.tile_dv), traits.column_dv),
-        p=p,
+        p=probabilities(by_dv, traits.tile_dv),
         dv_do=operand_b(by_dv, by_columns[1], rows, traits.tile_dv, traits.tile_m),
         dk=umma.accumulator(by_d, (rows, traits.tile_d), traits.column_dk),
-        ds=ds,
+        ds=score_gradients(by_d, traits.tile_d),
         dk_q=operand_b(by_d, by_columns[0], rows, traits.tile_d, traits.tile_m),
         dq=(PartOfDq(umma.accumulator(of_dq, dq_shape, traits.column_dq), dq_k),),
-        dq_ds=dq_ds,
+        dq_ds=score_gradients_of_dq(of_dq),
     )

@@ -122,8 +122,8 @@ class PairLoads:
         row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
         head, kv_head = block.head_idx, work.head_idx
         row = block.index * traits.tile_m
+        own_row = row + traits.query_of(0, rank)
         column = rank * traits.columns_of_cta
-        do_column = rank * traits.value_columns_of_cta
         rows, columns = operands.rows, operands.columns
         key = work.block * traits.tile_n
         pair_key = (work.block - rank) * traits.tile_n
@@ -134,7 +134,7 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_rows(work, q_rows, _Place(head, row), barrier)
+        self._load_rows(work, q_rows, _Place(head, own_row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
             self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
@@ -152,8 +152,9 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_rows(work, do_rows, _Place(head, row), barrier)
+        self._load_rows(work, do_rows, _Place(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
+        do_column = rank * traits.value_columns_of_cta
         if const_expr(not traits.is_folded):
             self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
@@ -199,20 +200,19 @@ class PairLoads:
 
     @cute.jit
     def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
-        """Start the copy of this CTA's half of the queries, all columns. place: of the block."""
-        traits, rank = self.traits, self.traits.group.rank()
+        """Start the copy of this CTA's half of the queries, all columns. place: of the first."""
+        traits = self.traits
         rows, smem = traits.box_rows, operand.smem
         columns = cute.size(smem, mode=[1])
         width = columns if const_expr(traits.box_columns is None) else traits.box_columns
         across, down = columns // width, traits.rows_of_cta // rows
         if const_expr(across * down == 1):
-            first = place.row + traits.query_of(0, rank)
-            self._load_queries(work, operand, place._replace(row=first), barrier)
+            self._load_queries(work, operand, place, barrier)
         else:
             for i in cutlass.range(across * down, unroll=1):
                 row, column = i // across, i % across
                 part = cute.local_tile(smem, (rows, width, 1), (row, column, 0))
-                first = place.row + traits.query_of(row * rows, rank)
+                first = place.row + row * rows * traits.group.size
                 at = place._replace(row=first, column=column * width)
                 self._load_queries(work, operand._replace(smem=part), at, barrier)
 

@@ -91,7 +91,7 @@ from flash_mask_cute.sm90.flash_bwd_scores import (
     BlockScores,
     MainloopState,
     Peeked,
-    by_case,
+    by_turn,
     sync_both,
 )
 from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
@@ -103,10 +103,10 @@ from flash_mask_cute.sm90.flash_bwd_traits import (
 )
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
-    leave_sums,
     scale,
     send_gradients,
     stage_dq,
+    store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
     Role,
@@ -214,7 +214,7 @@ class FlashAttentionBackwardSm90:
             raise ValueError(reason)
         if wants_aux and (score_mod is None or score_mod_bwd is not None):
             raise ValueError(f"wants_aux {wants_aux} needs a score_mod and no score_mod_bwd")
-        if clears_dq and deterministic and not self.traits.by_tokens:
+        if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
         if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pairs.CTAS):
             raise ValueError(
@@ -284,11 +284,10 @@ class FlashAttentionBackwardSm90:
         `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mSemaphores (heads_q,
         row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where
         mSemaphores is not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mSemaphores
-        is None, or with packed_heads in a fixed order zeros (heads_kv, queries). Row blocks are
-        those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums (parts of groups, key
-        blocks, tile_n * tile_d or tile_dv), the parts of a group one after the other. tile_counter,
-        column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block lists are
-        always given as bits. With packed_heads
+        is None. Row blocks are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums
+        (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
+        the other. tile_counter, column_tensors and block_bits are those of
+        `FlashAttentionForwardSm90`; block lists are always given as bits. With packed_heads
         block_bits are the tensors of a `TokenLists`; heads of mStats and mdQaccum are then KV
         heads, and mdK and mdV fp32 sums as with splits_group, of one part, to which CTAs add; they
         start as zeros. aux_grads: fp32
@@ -298,8 +297,7 @@ class FlashAttentionBackwardSm90:
         mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
         in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
         """
-        is_waited_for = self.deterministic or not self.clears_dq
-        check_given("mSemaphores", mSemaphores, is_waited_for)
+        check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
         if const_expr(self.traits.cta_pair or self.traits.splits_keys or self.traits.own_lists):
             check_given("softcap", softcap, False)
@@ -316,8 +314,7 @@ class FlashAttentionBackwardSm90:
             if const_expr(self.splits_group):
                 group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
             of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
-            turns = None if const_expr(token_lists is None) else token_lists.turns
-            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n), turns)
+            gradients = KeyGradients(mdK, mdV, RowBlocks(of_keys, traits.tile_n))
         else:
             gradients = KeyGradients(tma.key_rows(mdK, varlen_k), tma.key_rows(mdV, varlen_k))
 
@@ -391,7 +388,7 @@ class FlashAttentionBackwardSm90:
                     cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
         predecessors = None
-        if const_expr(self.deterministic and not traits.by_tokens):
+        if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
         channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
@@ -410,7 +407,7 @@ class FlashAttentionBackwardSm90:
                 scheme = (self.deterministic, self.clears_dq)
                 sums = sums_of(traits, scheme, tiles, channels, scratch, lengths)
                 of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
-                queries = queries_of(*of_queries, token_lists)
+                queries = queries_of(*of_queries)
                 of_loads = (traits, operands, tiles, channels, queries, sums)
                 BwdLoads(*of_loads, lengths, group_splits).run()
             elif warp_idx == Role.SCHEDULE:
@@ -534,9 +531,6 @@ class FlashAttentionBackwardSm90:
                         if const_expr(by_bits or traits.own_lists):
                             if scores.is_hidden(state, by_bits, first_visible):
                                 peeked = take(None)
-                            elif const_expr(scores.tells_alone(kind)):
-                                peeked = by_case(scores.is_alone(block), partial(take, sums))
-                                accumulate = Boolean(True)
                             else:
                                 peeked = take(sums)
                                 accumulate = Boolean(True)
@@ -558,7 +552,9 @@ class FlashAttentionBackwardSm90:
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
             if const_expr(leaves_sums):
-                leave_sums(acc_dV[0], acc_dK[0], gradients, work, has_sums, traits.by_tokens)
+                given = gradients.blocks, work, has_sums, traits.by_tokens
+                store_sums(acc_dV[0], gradients.dv, *given)
+                store_sums(acc_dK[0], gradients.dk, *given)
             else:
                 end = tiles, block, work, has_sums
                 send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)
@@ -594,24 +590,18 @@ class FlashAttentionBackwardSm90:
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
-        is_alone: bool = False,
     ) -> Peeked:
         """Add a query block to the sums; its dO may still be in flight. Returns what is known of
         the next block.
 
         sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
-        hidden from the block, and add only 0 to its dQ. is_alone: the other one's are.
+        hidden from the block, and add only 0 to its dQ.
         """
         compute = partial(scores.clear, kind, state)
         if sums is not None:
             compute = partial(scores.compute, kind, state, products.half_sums(*sums, state.block))
         following = state._replace(cut=state.cut + int(kind == Kind.PARTIAL))
-        groups = tuple(Int32(group) for group in range(products.traits.key_groups))
-        if sums is None:
-            groups = (1 - products.traits.warpgroup_idx(),)
-        elif is_alone:
-            groups = (products.traits.warpgroup_idx(),)
-        add = partial(self._add, kind, tiles, products, scores, following, sums, groups)
+        add = partial(self._add, kind, tiles, products, scores, following, sums)
 
         def compute_and_add(sums_dq: bool) -> Peeked:
             compute()
@@ -622,10 +612,10 @@ class FlashAttentionBackwardSm90:
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
             # a branch behind P and dS would take registers
-            return by_case(is_turn, compute_and_add)
+            return by_turn(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
-        return by_case(is_turn, add)
+        return by_turn(is_turn, add)
 
     def _add(
         self,
@@ -635,11 +625,10 @@ class FlashAttentionBackwardSm90:
         scores: BlockScores,
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
-        groups: tuple[Int32, ...],
         sums_dq: bool,
     ) -> Peeked:
-        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well, over the
-        keys of groups. state: with the cut of the next block."""
+        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well. state: with
+        the cut of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
@@ -651,6 +640,9 @@ class FlashAttentionBackwardSm90:
         sync_both()
         products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
+        groups = tuple(Int32(group) for group in range(traits.key_groups))
+        if sums is None:
+            groups = (1 - traits.warpgroup_idx(),)
         issue_dQ = partial(products.issue_dq, block, state.tile, groups if sums_dq else ())
         if sums is None or traits.splits_keys:
             if traits.splits_keys:

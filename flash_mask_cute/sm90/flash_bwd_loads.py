@@ -19,7 +19,6 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.dq_sums import UNSENT, DqSums, Scratch, Summed
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
-from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import cta_pairs, wgmma
@@ -61,11 +60,10 @@ def queries_of(
     channels: Channels,
     stats: cute.Tensor,
     lengths: Lengths,
-    lists: TokenLists | None,
 ) -> QueryLoads:
     """Who loads Q, dO and their statistics."""
     given = (traits, operands, tiles, channels, stats, lengths)
-    return TokenLoads(*given, lists) if traits.by_tokens else QueryLoads(*given)
+    return TokenLoads(*given) if traits.by_tokens else QueryLoads(*given)
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,7 @@ class BwdLoads:
         if const_expr(self.lengths.seqused_k is not None):
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
-        predecessor = queries.predecessor(of_block, block)
-        return Loaded(number + 1, last, Summed(block.head_idx, row_block, predecessor))
+        return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.predecessor))
 
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Load the keys and values of a work tile, which complete query block `first` and its dO.

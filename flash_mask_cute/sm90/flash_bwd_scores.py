@@ -100,13 +100,13 @@ class Peeked(NamedTuple):
 
 
 @cute.jit
-def by_case(condition: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """A step of a query block, which is told whether a condition holds.
+def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
+    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
 
     Each case has code of its own: a branch while products are in flight would serialise them.
     """
     peeked = Peeked.nothing()
-    if condition:  # noqa: SIM108 (the compiler of the DSL takes branches)
+    if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
         peeked = step(True)
     else:
         peeked = step(False)
@@ -255,18 +255,10 @@ class BlockScores:
         traits = self.traits
         return marks_of(stats, traits.tile_m, traits.num_stats, traits.packed_heads)
 
-    def tells_alone(self, kind: Kind) -> bool:
-        """Whether a warpgroup knows that the other one's keys are hidden from a block, and sums dQ
-        over its own alone."""
-        return self.traits.own_lists and kind == Kind.FULL and not self.traits.columns.in_turn
-
-    def is_alone(self, block: Int32) -> Boolean:
-        return self._is_listed(block, 1 - mma_warpgroup_idx()) == Boolean(False)
-
-    def _is_listed(self, block: Int32, warpgroup_idx: Int32) -> Boolean:
-        """Whether block lists have a query block for a warpgroup's keys."""
+    def _is_listed(self, block: Int32) -> Boolean:
+        """Whether block lists have a query block for this warpgroup's keys."""
         flags = self.tiles.words[0, self.channels.q.index(block)]
-        return ((flags >> (warpgroup_idx + OWNERS_SHIFT)) & 1) != 0
+        return ((flags >> (mma_warpgroup_idx() + OWNERS_SHIFT)) & 1) != 0
 
     @cute.jit
     def is_hidden(
@@ -284,9 +276,7 @@ class BlockScores:
                 m_block = self.tiles.words[1, self.channels.q.index(state.block)]
                 is_hidden = is_hidden | (m_block < first_visible)
         if const_expr(self.traits.own_lists):
-            is_hidden = is_hidden | (
-                self._is_listed(state.block, mma_warpgroup_idx()) == Boolean(False)
-            )
+            is_hidden = is_hidden | (self._is_listed(state.block) == Boolean(False))
         return is_hidden
 
     def _has_no_bits(self) -> Boolean:
@@ -314,9 +304,8 @@ class BlockScores:
             self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
             cute.arch.sync_warp()
             self.channels.bits.release(state.cut)
-        if not self.tells_alone(kind):
-            self.grads.fill(0)
-            self._store_own_grads(state.block)
+        self.grads.fill(0)
+        self._store_own_grads(state.block)
         self.channels.do.wait_unless(state.peeked.do, state.block)
         cute.arch.fence_proxy("async.shared", space="cta")
 

@@ -17,11 +17,10 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental import primitives
 
-from flash_mask_cute.core import semaphore, tma
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.dq_sums import NOTHING, UNSENT, DqSums, Scratch, Summed
 from flash_mask_cute.core.query_loads import QUERY_WORDS, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
-from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
@@ -61,25 +60,13 @@ class _TokenRows(NamedTuple):
 @dataclass(frozen=True)
 class TokenLoads(QueryLoads):
     """`QueryLoads` of listed queries; stats (heads_kv, queries, -1). In place of a row block each
-    lane has the place of its query in scratch memory, or UNSENT, and with it its query's
-    predecessor."""
-
-    lists: TokenLists | None = None
+    lane has the place of its query in scratch memory, or UNSENT."""
 
     def row_block(self, work: Work, block: Block) -> Int32:
         tokens = self.traits.tokens_per_block
         blocks = RowBlocks(self.lengths, tokens)
         first = blocks.first_of(work.batch_idx, work.offset_q) * tokens
         return cutlass.select_(block.token < 0, Int32(UNSENT), first + block.token)
-
-    def predecessor(self, work: Work, block: Block) -> Int32:
-        if self.lists is None or self.lists.successors is None:
-            return block.predecessor
-        tokens = self.traits.tokens_per_block
-        entry = work.first_block + block.index * tokens + cute.arch.lane_idx() % tokens
-        entry = cutlass.min(entry, work.end_block - 1)
-        end_tile = cute.ceil_div(work.seqlen_k, self.traits.tile_n)
-        return self.lists.predecessor(work.head_idx, entry, work.block, end_tile)
 
     def _rows_copy(
         self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited
@@ -126,7 +113,10 @@ class TokenLoads(QueryLoads):
         row = cute.arch.shuffle_sync(row_of_lane, i)
         atom, source, smem, dim = of_all
         box = cute.local_tile(smem, (rows, dim), (i, 0, None))
-        src, dst = tma.tile_of(atom, source, (0, row, group), ((rows, 1, 1), dim), box)
+        first, tile = (group * rows, row), (rows, 1)
+        if self.traits.group_size < rows:
+            first, tile = (0, row, group), (rows, 1, 1)
+        src, dst = tma.tile_of(atom, source, first, (tile, dim), box)
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
@@ -152,7 +142,7 @@ class TokenLoads(QueryLoads):
 
 @dataclass(frozen=True)
 class TokenSums(DqSums):
-    """`DqSums` of listed queries, of which each lane adds those of its query.
+    """`DqSums` of listed queries, without an order, of which each lane adds those of its query.
 
     part_sizes: the sums of a query. num_tokens: queries of a block.
     """
@@ -162,31 +152,14 @@ class TokenSums(DqSums):
     def _is_block(self, summed: Summed) -> Boolean:
         return cute.arch.shuffle_sync(summed.row_block, 0) != NOTHING
 
-    def _is_mine(self, summed: Summed) -> Boolean:
-        """Whether this lane has a query, whose sums are sent."""
-        return (cute.arch.lane_idx() < self.num_tokens) & (summed.row_block >= 0)
-
-    @cute.jit
-    def with_predecessor(self, summed: Summed) -> Summed:
-        """As it is: in a fixed order, it came with the queries."""
-        return summed
-
     @cute.jit
     def send(self, own_number: Int32, number: Int32, sent: Summed, summed: Summed):
-        """Start adding the dQ of block `number`, if it is one, to the scratch memory.
-
-        In a fixed order, queries of the block before are released first, since this may wait.
-        """
+        """Start adding the dQ of block `number`, if it is one, to the scratch memory."""
         (size,) = self.part_sizes
         lane = cute.arch.lane_idx()
         if self._is_block(summed):
-            if const_expr(self.deterministic):
-                cute.arch.cp_async_bulk_wait_group(0)
-                self.release(own_number, sent)
             self.channel.wait(number)
-            if self._is_mine(summed):
-                if const_expr(self.deterministic):
-                    semaphore.wait(self._semaphore_of(summed), summed.predecessor)
+            if (lane < self.num_tokens) & (summed.row_block >= 0):
                 target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
                 primitives.cp_reduce_async_bulk_global_shared_cta(
                     target,
@@ -205,9 +178,3 @@ class TokenSums(DqSums):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             self.channel.release(number)
-
-    @cute.jit
-    def release(self, own_number: Int32, sent: Summed):
-        """Let the next CTA add to the queries of a block, which this lane has added to."""
-        if self._is_mine(sent):
-            semaphore.release_of_lane(self._semaphore_of(sent), own_number)

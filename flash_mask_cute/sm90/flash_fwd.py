@@ -113,6 +113,8 @@ from flash_mask_cute.sm90.warpgroups import (
 L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
+# the largest head dimension of keys in fp8 whose rows several warps copy
+MOST_OF_SHARED_CODES = 64
 
 
 class FlashAttentionForwardSm90:
@@ -239,12 +241,6 @@ class FlashAttentionForwardSm90:
         self.num_sms = num_sms
         self.split = split
         self.common_kv = common_kv
-        # Rows of pages are copied by the mask warps, too, where few blocks are cut: in decoding
-        # the address work of one warp takes longer than the bytes.
-        by_rows = page_box is not None and page_box % LEAST_BOX != 0
-        few_cuts = mask_mod is score_mod is intervals is None
-        shares_rows = by_rows and few_cuts and tile_m <= DECODE_ROWS
-        self.copying_warps = 1 + traits.num_mask_warps if shares_rows else 1
 
     @cute.jit
     def __call__(
@@ -307,8 +303,8 @@ class FlashAttentionForwardSm90:
         slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
-        traits = self.traits
-        of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
+        traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
+        self.copying_warps = self._num_copying_warps(mKDescale, mVDescale)
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
@@ -339,24 +335,29 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)
+        descales = Descales(mKDescale, mVDescale)
+        own_rows = mO if const_expr(traits.stores_rows) else None
         self.kernel(
-            operands,
-            lse,
-            lengths,
-            score_args,
-            masks,
-            schedule,
-            tile_counter,
-            partials,
-            pages,
-            mO if const_expr(traits.stores_rows) else None,
-            Descales(mKDescale, mVDescale),
+            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
+            own_rows, descales,
         ).launch(
             grid=(grid, 1, 1),
             block=(traits.num_threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )
+        )  # fmt: skip
+
+    def _num_copying_warps(self, *descales: cute.Tensor | None) -> int:
+        """Warps that copy rows of pages. Mask warps do, too, in decoding, where the address work of
+        one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
+        only where that was faster (docs/facts/hopper_forward.md#decoding)."""
+        traits = self.traits
+        by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
+        few_cuts = self.mask_mod is self.score_mod is self.intervals is None
+        of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
+        is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
+        shared = by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
     def kernel(

@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core import semaphore
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes, by_queries
 from flash_mask_cute.core.work_ring import Work
@@ -20,20 +19,12 @@ class KeyGradients(NamedTuple):
 
     If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
     of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. With token lists there
-    is one part, to which CTAs add, in a fixed order if there are `turns` (`core/token_lists.py`).
+    is one part, to which CTAs add.
     """
 
     dk: cute.Tensor
     dv: cute.Tensor
     blocks: RowBlocks | None = None
-    turns: cute.Tensor | None = None
-
-    def turn(self, work: Work) -> cute.Pointer:
-        """This warp's word among `turns`: it adds in the order of its own sums."""
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-        row_block = self.blocks.first_of(work.batch_idx, work.offset_k) + work.block
-        place = (work.head_idx, row_block, warp_idx)
-        return cute.domain_offset(place, self.turns).iterator
 
 
 @cute.jit
@@ -91,24 +82,6 @@ def send_gradients(
                 first_col + start,
             )
             start += width
-
-
-@cute.jit
-def leave_sums(
-    acc_dV: cute.Tensor,
-    acc_dK: cute.Tensor,
-    gradients: KeyGradients,
-    work: Work,
-    has_sums: Boolean,
-    adds: cutlass.Constexpr[bool],
-):
-    """Store or add this warp's sums of dV and dK, when it is their turn."""
-    if const_expr(gradients.turns is not None):
-        semaphore.wait(gradients.turn(work), work.end_block)
-    store_sums(acc_dV, gradients.dv, gradients.blocks, work, has_sums, adds)
-    store_sums(acc_dK, gradients.dk, gradients.blocks, work, has_sums, adds)
-    if const_expr(gradients.turns is not None):
-        semaphore.release(gradients.turn(work), work.first_block)
 
 
 @cute.jit

@@ -22,7 +22,6 @@ q, k, v = [(torch.randn(n, 64) * 0.3).to(torch.bfloat16) for n in (128, 384, 384
 ref = torch.exp2(q.float() @ k.float().T).to(torch.bfloat16).float() @ v.float()
 mma = re.findall(r"\ttcgen05\.mma[^\n]*\n", P)
 commits = re.findall(r"\ttcgen05\.commit[^\n]*\n", P)
-sts = re.findall(r"\ttcgen05\.st[^\n]*\n", P)
 
 
 def sub(old, new, count=1):

@@ -124,7 +124,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # sequences whose rows lie on several devices
     "parallel": (
         *("functional", "interface", "serving", "call.arguments", "call.check.validate"),
-        *("masks.column_mask", "masks.builders", "masks.runs", "runtime", *INDEX_RULES),
+        *("masks.column_mask", "masks.builders", "masks.runs", "lowering.watch", "runtime"),
+        *INDEX_RULES,
     ),
     # torch's FlexAttention call
     "flex": (

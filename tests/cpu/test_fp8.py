@@ -17,12 +17,14 @@ from fp8_caches import (
     draw_descale,
     make_call,
 )
+from planned import forward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute import flash_attn_with_kvcache as over_cache
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
+from flash_mask_cute.runtime.target import Target
 
 FORMS = ("none", "head", "expanded", "token")
 SMALL = {"config": {"tile_m": 64}}
@@ -159,6 +161,19 @@ def test_explained() -> None:
     said = explain(call.q, *call.codes, **call.keywords, **call.descales)
     assert said.tiles.tile_m == 64 and "fp8" in said.reason and said.copies == ""
     assert said.backward is None and "float8_e4m3fn" in said.note and said.spill_bytes == 0
+
+
+def test_lengths_batches_pages_and_scales_are_not_in_the_kernel() -> None:
+    kernels = set()
+    for seed, (batch, capacity) in enumerate(((2, 2000), (3, 2000), (2, 4000))):
+        lengths = (capacity - 9 * seed,) * batch
+        case = Fp8Case("again", 64, lengths=lengths, capacity=capacity, scales=("token", "head"),
+                       page_size=16, is_hard=bool(seed))  # fmt: skip
+        call = make_call(case, seed)
+        made = forward_call(call.q, *call.codes, **call.keywords, **call.descales)
+        plan = planned(made, Target("sm_90a", num_sms=132))
+        kernels.add((plan.problem, plan.fwd_choice.tiles))
+    assert len(kernels) == 1
 
 
 # -- new rows ------------------------------------------------------------------------------------

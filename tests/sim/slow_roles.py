@@ -70,7 +70,9 @@ def launched(simulator: ModuleType) -> dict[str, int]:
     for result in simulator.RESULTS:
         for launch in result["launches"]:
             symbol = launch["kernel"]
-            (name,) = (x for x in kernels_of_package() if symbol.startswith(_symbol_of(x)))
+            fitting = (x for x in kernels_of_package() if symbol.startswith(_symbol_of(x)))
+            # the name of a module may begin with that of another
+            name = max(fitting, key=len)
             found[name] = -(-launch["block"][0] // 32)
     return found
 

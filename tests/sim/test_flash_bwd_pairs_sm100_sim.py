@@ -19,6 +19,7 @@ from flash_mask_cute.call import prepare
 from flash_mask_cute.call.build.backward import compile_bwd
 from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
+from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Role
 
 ARCH = "sm_100a"
 
@@ -111,14 +112,36 @@ def test_pairs_of_the_table(simulator: ModuleType, dims: tuple[int, int]) -> Non
     assert [x["cluster"] for x in launches].count((2, 1, 1)) == 1
 
 
-def test_dq_awaits_what_both_have_sent(
-    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("what", "dims"),
+    [
+        ("ds", (128, 128)),
+        ("ds", (192, 128)),
+        ("ds", (256, 256)),
+        ("scores", (256, 256)),
+        ("parts_over_scores", (192, 128)),
+    ],
+    ids=str,
+)
+def test_products_await(
+    simulator: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    what: str,
+    dims: tuple[int, int],
 ) -> None:
-    """dS in tensor memory, for which dK waits, does not say that dS is in shared memory."""
-    inputs = make_inputs(Case("awaited", 1, 300, 300, 1, 1))
+    """dS of both CTAs, which is not there when the CTAs have their own; P and dS in shared memory;
+    and S of the next block the columns of dQ that lie there."""
+    inputs = make_inputs(Case("awaited", 1, 300, 300, 1, 1, head_dim=dims[0], head_dim_v=dims[1]))
     compile_anew = partial(compile_bwd, cache=CompileCache(tmp_path))
     monkeypatch.setattr(prepare, "compile_bwd", compile_anew)
-    monkeypatch.setattr(Arrivals, "ds", lambda self, number: None)
+    slow = range(Role.COMPUTE, Role.REDUCE)
+    if what == "parts_over_scores":
+        monkeypatch.setattr(BwdTraits, what, 0)
+        slow = range(Role.REDUCE, Role.LOAD)
+    else:
+        monkeypatch.setattr(Arrivals, what, lambda self, number: None)
+    monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset(slow))
     with pytest.raises(AssertionError):
         run_sim(simulator, inputs, (1,), config=PAIR)
 

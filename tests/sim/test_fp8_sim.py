@@ -69,6 +69,15 @@ CASES = (
         keywords={"num_splits": 3},
     ),
     Fp8Case("pages of one", 96, page_size=1, scales=("head", "token")),
+    # whose rows three warps copy
+    Fp8Case(
+        "narrow pages of one",
+        64,
+        page_size=1,
+        seqlen_q=3,
+        scales=("head", "none"),
+        keywords={"causal": True, "window_size_left": 150},
+    ),
     Fp8Case(
         "pages of seven", 80, page_size=7, seqlen_q=3, scales=("token", "token"), keywords=BAND
     ),
@@ -201,14 +210,13 @@ SLOWED = (
         keywords=SMALL | {"causal": True, "window_size_left": 400},
     ),
     Fp8Case(
-        "loads by rows",
-        128,
+        "loads by rows of three warps",
+        64,
         seqlen_q=70,
         heads=(3, 3),
         lengths=(400, 20, 300),
         capacity=400,
         page_size=5,
-        scales=("token", "token"),
         keywords=SMALL | {"causal": True},
     ),
     Fp8Case(

@@ -186,10 +186,6 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         lambda sim: patched(by_tokens.test_several_segments, sim, 40),
         (BACKWARD,),
     ),
-    "queries-of-token-lists-in-order": (
-        lambda sim: patched(by_tokens.check_order, sim, (8, 2, 2), 128, 64, ()),
-        (BACKWARD,),
-    ),
     "queries-of-token-lists-with-mods": (
         lambda sim: token_mods.test_modified_scores(sim, "t5", (12, 1, 1), 128, True),
         (BACKWARD,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,10 @@ from drawn_choices import dense_choice, draw, regroup
 from planned import backward_call, planned
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
-from test_selected_sim import Composed, assert_close, check_backward, positions
+from test_selected_sim import Composed, check_backward, positions
 
 from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.call.choose import token_lists as choose_lists
-from flash_mask_cute.call.prepare import prepare_bwd
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep import token_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -169,6 +168,7 @@ def test_several_segments(
     """Long lists, and lists that are cut at the same queries, of blocks of two key tiles."""
     monkeypatch.setattr(token_lists, "SEGMENT", segment)
     monkeypatch.setattr(choose_lists, "L2_BYTES", 1)
+    monkeypatch.setattr(choose_lists, "MOST_BYTES", 1)
     i, j = positions(300, 600, 300)
     Composed.draw((1, 300, 600), (16, 1, 1), 256, 2).seen(j <= i, causal=True).check()
 
@@ -216,79 +216,3 @@ def test_nobody_chose_anything(simulator: ModuleType, k: int) -> None:
     with quiet_run(simulator, 1):
         got = run_backward(call)
     assert not any(x.any() for x in got)
-
-
-class Ordered(NamedTuple):
-    """A call with deterministic=True, whose lists have many items; leaves in the order of q, k, v,
-    and what the gradients should be."""
-
-    call: Any
-    wanted: list[torch.Tensor]
-    eager: list[torch.Tensor]
-
-    @staticmethod
-    def draw(
-        heads: tuple[int, int, int], block: int, head_dim: int = 64, shape: Any = (1, 40, 600)
-    ) -> Ordered:
-        i, j = positions(*shape[1:], shape[2] - shape[1])
-        drawn = Composed.draw(shape, heads, block, 3).seen(j <= i, causal=True)
-        gen = torch.Generator().manual_seed(head_dim)
-        # some blocks are chosen by all
-        drawn.choice[..., 0] = 0
-        visible = dense_choice(drawn.choice, block, shape[2])
-        visible = visible.repeat_interleave(heads[0] // heads[2], 1) & (j <= i)
-        q, k, v = (torch.randn(*x.shape[:3], head_dim, generator=gen).to(BF16) for x in drawn[:3])
-        drawn = drawn._replace(q=q, k=k, v=v, visible=visible)
-        leaves = [x.double().requires_grad_() for x in drawn[:3]]
-        in_dtype = [x.clone().requires_grad_() for x in drawn[:3]]
-        out, eager = drawn.attend(*leaves), drawn.attend(*in_dtype)
-        dout = torch.randn(out.shape, generator=gen).to(BF16)
-        wanted = torch.autograd.grad(out, leaves, dout.double())
-        of_eager = torch.autograd.grad(eager, in_dtype, dout)
-        rows, keys = (x.detach().transpose(1, 2) for x in leaves[:2])
-        keys = keys.repeat_interleave(heads[0] // heads[1], 1)
-        scores = (rows @ keys.mT * head_dim**-0.5).masked_fill(~visible, -torch.inf)
-        lse = scores.logsumexp(-1).float()
-        call = backward_call(
-            *drawn[:3], out.detach().to(BF16), dout, lse, **drawn.arguments, deterministic=True
-        )
-        return Ordered(call, list(wanted), list(of_eager))
-
-    def run(
-        self, simulator: ModuleType, delay: int | None, num_sms: int, resident: int = 0
-    ) -> list[torch.Tensor]:
-        """With `resident` CTAs at a time and no more, or as many as there are SMs."""
-        with pytest.MonkeyPatch.context() as patch, quiet_run(simulator, delay):
-            patch.setitem(simulator.OPTIONS, "resident", resident or num_sms)
-            patch.setitem(simulator.OPTIONS, "spare", 0)
-            run = prepare_bwd(self.call, Target(ACTIVE_ARCH, num_sms=num_sms))
-            return [x.clone() for x in run(self.call.tensors, self.call.masks)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "block", "head_dim"),
-    [((16, 1, 1), 256, 64), ((8, 2, 2), 128, 64), ((16, 2, 1), 64, 128)],
-)
-def test_sums_have_an_order(
-    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], block: int,
-    head_dim: int,
-) -> None:  # fmt: skip
-    runs = ((1, 1, 1), (2, 3, 3), (3, 4, 1))
-    check_order(simulator, monkeypatch, heads, block, head_dim, runs)
-
-
-def check_order(
-    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], block: int,
-    head_dim: int, runs: Any,
-) -> None:  # fmt: skip
-    """Lists of many items, blocks of several key tiles: the same bits with any number of CTAs and
-    of those that run at a time, whatever comes first. runs: what `Ordered.run` takes."""
-    monkeypatch.setattr(token_lists, "SEGMENT", 12)
-    drawn = Ordered.draw(heads, block, head_dim)
-    assert uses_lists(drawn.call)
-    first = drawn.run(simulator, 5, 2)
-    for name, *of_name in zip(("dq", "dk", "dv"), first, drawn.wanted, drawn.eager, strict=True):
-        assert_close(*of_name, name)
-    for run in runs:
-        for x, y in zip(first, drawn.run(simulator, *run), strict=True):
-            assert torch.equal(x, y), run

@@ -43,8 +43,7 @@ def make(simulator: ModuleType, drawn: DrawnLists, delay: int) -> MadeLists:
     bits = selected_bits(by_entry, num_blocks, QueryTiles(64, 1), lengths.cu_seqlens_q).rows
     made = empty_lists(by_entry, facts, extents)
     for x in made:
-        if x is not None:
-            x.fill_(77)
+        x.fill_(77)
     function = compile_token_lists(facts, ACTIVE_ARCH).function
     with quiet_run(simulator, delay, launches=1):
         fill_lists(function, bits, made, facts, extents, lengths)
@@ -64,7 +63,7 @@ def test_long_lists_and_many_blocks(simulator: ModuleType) -> None:
     choice = torch.randint(0, 1100, (1, 1, n, 3), generator=gen)
     choice[..., 0] = 0
     extents = ListExtents(1, n, keys, keys, 1, 3, 16, 16, n, 2048)
-    drawn = DrawnLists(choice, ListFacts(is_ordered=True), extents, ListLengths())
+    drawn = DrawnLists(choice, ListFacts(), extents, ListLengths())
     made = [make(simulator, drawn, delay) for delay in (1, 2)]
     check_lists(drawn, made[0], SEGMENT)
     count = int(made[0].num_items)

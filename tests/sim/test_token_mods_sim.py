@@ -102,14 +102,12 @@ def check(
 def test_modified_scores(
     simulator: ModuleType, name: str, heads: tuple[int, int, int], block: int, wants: bool
 ) -> None:
-    """Position and head of each score, and gradients of what is read there; in one case sums
-    have an order."""
+    """Position and head of each score, and gradients of what is read there."""
     i, j = positions(70, 300, 0)
     drawn = Composed.draw((2, 70, 300), heads, block, 2, q_start=0, causal=True)
     drawn.choice[..., 0] = 0
     visible = dense_choice(drawn.choice, block, 300).repeat_interleave(heads[0] // heads[2], 1)
-    in_order = {"deterministic": True} if (name, block) == ("slopes", 64) else {}
-    check(simulator, drawn._replace(visible=visible & (j <= i)), name, wants=wants, **in_order)
+    check(simulator, drawn._replace(visible=visible & (j <= i)), name, wants=wants)
 
 
 def sees_by_head(b: Any, h: Any, i: Any, j: Any) -> Any:

@@ -98,7 +98,7 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
 
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
     if x.token_lists:
-        return fake_tensors.token_lists(x.deterministic)
+        return fake_tensors.token_lists()
     return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
 
 
@@ -253,9 +253,8 @@ def _dq_accum(_: AttentionProblem, choice: BwdChoice) -> Any:
     return scratch(choice.tiles.tile_m * choice.tile_d)
 
 
-def _semaphores(x: AttentionProblem, choice: BwdChoice) -> Any:
-    """Where sums have an order, also of those that are cleared first."""
-    return strided(2) if x.deterministic or not choice.tiles.clears_dq else None
+def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
+    return None if choice.tiles.clears_dq else strided(2)
 
 
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:

@@ -11,7 +11,6 @@ from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.mask_prep.token_lists import MMA_WARPS
 from flash_mask_cute.mods.exact_words import NUM_WORDS
 
 Shape = tuple[int, ...]
@@ -23,7 +22,7 @@ class BwdScratch(NamedTuple):
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
     dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: token
-    lists, and what they are made with. key_turns: turns of the warps that add to dK and dV.
+    lists, and what they are made with.
     """
 
     stats: Shape
@@ -33,7 +32,6 @@ class BwdScratch(NamedTuple):
     dk_parts: Shape | None
     dv_parts: Shape | None
     lists: Shape | None = None
-    key_turns: Shape | None = None
 
     @staticmethod
     def of(plan: ExecutionPlan) -> BwdScratch:
@@ -84,14 +82,13 @@ def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
     return BwdScratch(
         stats=(shapes.heads_kv, blocks, stats_words(tile_m, *of_rows)),
         dq_sums=(shapes.heads_kv, blocks, tile_m * choice.tile_d),
-        semaphores=(shapes.heads_kv, blocks * tokens) if problem.deterministic else None,
+        semaphores=None,
         sink_parts=(shapes.heads_q, blocks)
         if plan.gradients and plan.gradients.sink_dtype
         else None,
         dk_parts=(*parts, choice.tile_n * choice.tile_d),
         dv_parts=(*parts, choice.tile_n * choice.tile_dv),
         lists=(extents.num_words(facts),),
-        key_turns=(*parts, MMA_WARPS) if problem.deterministic else None,
     )
 
 

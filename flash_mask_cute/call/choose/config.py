@@ -77,7 +77,8 @@ class FwdTiles:
         """Whether blocks do not consist of whole tiles, but of the keys of whole tiles and of the
         rows of whole warpgroups, which may have lists of their own."""
         rows_nest = self.tile_m == OWN_LISTS_TILE and block_size[0] % ROWS_OF_LISTS == 0
-        return rows_nest and block_size[1] % self.tile_n == 0 and not self.nest_in(block_size)
+        keys_nest = self.tile_n == KEYS_OF_LISTS and block_size[1] % self.tile_n == 0
+        return rows_nest and keys_nest and not self.nest_in(block_size)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,17 @@ from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
-# query heads of a group at most: the rows of a block
-MOST_HEADS = 64
+# rows of a block of queries, and query heads of a group at most
+ROWS = MOST_HEADS = 64
 # keys of a work tile, more of them first: each warpgroup has 64, or both have the same
 TILES_N = (128, 64)
 # a warpgroup sums half of the columns, in one part
 _DIMS = "up to 64, or from 97 to 128"
-# of a GPU, with what leaves it in time
-L2_BYTES = 64 << 20
+# rows of a range of queries, of which little leaves the L2 cache again: at least so many bytes, and
+# at most
+L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
+# blocks of queries that a work tile should visit in a range, where choices are random
+LEAST_VISITS = 8
 # so that 32 bits number entries
 _MOST_ENTRIES = 1 << 31
 
@@ -48,6 +51,7 @@ def why_bits(
         entries *= shapes.batch
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_tokens,
+        "sums in a fixed order": problem.deterministic,
         f"groups of {group} query heads, more than {MOST_HEADS}": group > MOST_HEADS,
         "a choice by query head": selected.heads not in (1, shapes.heads_kv),
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
@@ -102,10 +106,7 @@ def with_token_lists(
 def list_facts(problem: AttentionProblem) -> ListFacts:
     """What determines the code of the kernels that make lists."""
     may_hide = problem.mask_mod is not None or problem.intervals is not None
-    own: dict[str, Any] = {
-        "has_lse": may_hide and not problem.may_empty_rows,
-        "is_ordered": problem.deterministic,
-    }
+    own: dict[str, Any] = {"has_lse": may_hide and not problem.may_empty_rows}
     names = (x.name for x in fields(ListFacts) if x.name not in own)
     return ListFacts(**{name: getattr(problem, name) for name in names}, **own)
 
@@ -124,13 +125,19 @@ def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMa
         block_size=selected.block_size,
         tile_n=problem.token_lists,
         most_rows=shapes.seqlen_q,
-        range_rows=_range_rows(shapes),
+        range_rows=_range_rows(problem, shapes, masks),
     )
 
 
-def _range_rows(shapes: FwdShapes) -> int:
+def _range_rows(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> int:
     """Queries at which lists are cut: as many as the L2 cache holds with all heads of a group, Q
-    and dO in 16 bits and the sums of dQ in 32."""
-    group = shapes.heads_q // shapes.heads_kv
-    of_query = group * (2 * (shapes.head_dim + shapes.head_dim_v) + 4 * shapes.head_dim)
-    return max(L2_BYTES // of_query // CHUNK_ROWS, 1) * CHUNK_ROWS
+    and dO in 16 bits and the sums of dQ in 32; more if lists of a range would be very short."""
+    group, selected = shapes.heads_q // shapes.heads_kv, masks.selected
+    assert selected is not None
+    of_query = 2 * group * (shapes.head_dim + shapes.head_dim_v)
+    of_query += 4 * problem.listed_rows * shapes.head_dim
+    blocks = shapes.seqlen_k / selected.block_size
+    visited = LEAST_VISITS * ROWS // problem.listed_rows
+    rows = visited * blocks / max(selected.indices.shape[-1], 1)
+    rows = min(max(rows, L2_BYTES // of_query), MOST_BYTES // of_query)
+    return max(int(rows) // CHUNK_ROWS, 1) * CHUNK_ROWS

@@ -44,11 +44,10 @@ class KernelBackward:
 
     __slots__ = (
         "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
-        "_kernels", "_key_turns", "_lists_read_lse", "_make_lists", "_make_mask_bits",
-        "_make_shared", "_make_tables", "_mask_arguments", "_padding", "_partial_shapes",
-        "_parts_shape", "_q_start", "_query_turns", "_reads_q_starts", "_reads_query_early",
-        "_scale", "_scale_dq", "_softcap", "_stats_shape", "_tiles_per_block", "_wants_aux",
-        "_window_left", "_window_right", "_written",
+        "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_shared",
+        "_make_tables", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
+        "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
+        "_stats_shape", "_wants_aux", "_window_left", "_window_right", "_written",
     )  # fmt: skip
 
     def __init__(
@@ -72,12 +71,9 @@ class KernelBackward:
             facts_of_lists = list_facts(problem)
             self._make_lists = TokenListMaker(facts_of_lists, extents, arch)
             self._lists_read_lse = facts_of_lists.has_lse
-            self._tiles_per_block = extents.block_size // extents.tile_n
         self._has_aux = bool(problem.aux)
         self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
         self._reads_query_early = problem.may_empty_rows
-        self._query_turns = scratch.semaphores if problem.token_lists else None
-        self._key_turns = scratch.key_turns
         self._parts_shape = scratch.sink_parts
         self._partial_shapes = None
         if scratch.dk_parts is not None and scratch.dv_parts is not None:
@@ -165,9 +161,6 @@ class KernelBackward:
             cleared = dq_accum
         else:
             semaphores = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
-        turns = semaphores
-        if self._query_turns is not None:
-            turns = q.new_zeros(self._query_turns, dtype=torch.int32)
         aux_sums: dict[int, Tensor] | None = None
         aux_grads: Any = None
         if daux is not None:
@@ -185,7 +178,7 @@ class KernelBackward:
             q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
         main(
-            q, k, v, dout, stats, dq_accum, turns, dk_sums, dv_sums, self._scale, cu_seqlens_q,
+            q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
             self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
             q_starts if self._reads_q_starts else self._q_start,
@@ -212,7 +205,7 @@ class KernelBackward:
 
     def _token_lists(
         self, masks: Masks, lengths: Lengths, lse: Tensor | None
-    ) -> tuple[Tensor | int, ...]:
+    ) -> tuple[Tensor, ...]:
         """The lists of this call's choice, new, as the kernel takes them."""
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths
         assert self._make_lists is not None
@@ -225,7 +218,7 @@ class KernelBackward:
                 lse if self._lists_read_lse else None,
             ),
         )
-        return made.operands(self._key_turns, self._tiles_per_block)
+        return tuple(made)
 
 
 class EmptyBackward:

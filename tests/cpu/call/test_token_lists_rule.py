@@ -45,10 +45,6 @@ def test_lists(heads: tuple[int, int, int], dims: tuple[int, int], block: int) -
     assert choice_of(heads, dims, block, **more).startswith("token lists")
 
 
-def test_lists_where_sums_have_an_order() -> None:
-    assert choice_of(causal=True, deterministic=True).startswith("token lists")
-
-
 def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
     sink = torch.zeros(16)
     told = choice_of(window_size=(100, None), learnable_sink=sink, q_start=5, causal=True)
@@ -84,6 +80,7 @@ def test_lists_beside_what_differs_by_head_or_modifies_scores(given: dict[str, A
     ("why", "given"),
     [
         ("on Blackwell", {"target": "sm_100a"}),
+        ("sums in a fixed order", {"deterministic": True}),
         ("groups of 65 query heads", {"heads": (65, 1, 1)}),
         ("a choice by query head", {"heads": (16, 2, 16)}),
         ("blocks of 32 keys", {"block": 32}),

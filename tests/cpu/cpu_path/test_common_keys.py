@@ -9,6 +9,7 @@ import pytest
 import torch
 from common_keys import CommonKeys
 from cutlass import BFloat16
+from placed_attention import assert_calls_and_gradients
 from planned import backward_call, forward_call, planned
 from torch import Tensor
 
@@ -26,13 +27,7 @@ HOPPER, INT = Target.named("sm_90a"), torch.int32
 def test_random_calls(seed: int, earliest: int) -> None:
     draw = CommonKeys(seed, torch.float64, 8, 260, earliest)
     draw.has_rows_behind = True
-    for call in draw.calls(14):
-        out, lse = _flash_attn_fwd(call.q, call.k, call.v, **call.keywords)
-        assert lse is not None
-        call.assert_output(out, lse)
-        dout = draw.normal(*out.shape)
-        operands = call.q, call.k, call.v, out, dout, lse
-        call.assert_gradients(_flash_attn_bwd(*operands, **call.keywords), dout)
+    assert_calls_and_gradients(draw, 14)
 
 
 def test_random_calls_that_use_some_keys() -> None:

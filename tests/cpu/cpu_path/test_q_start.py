@@ -8,25 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from placed_attention import Draw
+from placed_attention import Draw, assert_calls_and_gradients
 
 from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import explain as explain_module
-from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 
 @pytest.mark.parametrize("earliest", [0, -200])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_calls(seed: int, earliest: int) -> None:
-    draw = Draw(seed, torch.float64, 8, 260, earliest)
-    for call in draw.calls(14):
-        out, lse = _flash_attn_fwd(call.q, call.k, call.v, **call.keywords)
-        assert lse is not None
-        call.assert_output(out, lse)
-        dout = draw.normal(*out.shape)
-        operands = call.q, call.k, call.v, out, dout, lse
-        call.assert_gradients(_flash_attn_bwd(*operands, **call.keywords), dout)
+    assert_calls_and_gradients(Draw(seed, torch.float64, 8, 260, earliest), 14)
 
 
 def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,12 +270,17 @@ SHARED: dict[str, Callable[..., Any]] = {
         s + (_pair_of(x, h, q, k) - x[1][h[0]] * (q - k).to(Float32))
     ),
 }
+# of which several scores of a batch entry read an element
+SHARED_BY_MANY: dict[str, Callable[..., Any]] = {
+    "all heads": lambda s, b, h, q, k, x: s + x[0][0, q[0], k[0]],
+    "two reads": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + _pair_of(x, h, q, k)),
+    "transposed, too": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + _pair_of(x, h, k, q)),
+}
 NOT_SHARED: dict[str, Callable[..., Any]] = {
     # rounded twice, not once
     "two sums": lambda s, b, h, q, k, x: s + _pair_of(x, h, q, k) + x[1][h[0]],
     "by batch entry": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + x[2][b[0]]),
     "an index by batch entry": lambda s, b, h, q, k, x: s + x[0][b[0], q[0], k[0]],
-    "all heads": lambda s, b, h, q, k, x: s + x[0][0, q[0], k[0]],
     "the negative score": lambda s, b, h, q, k, x: _pair_of(x, h, q, k) - s,
     "half of the score": lambda s, b, h, q, k, x: s * 0.5 + _pair_of(x, h, q, k),
     "the score twice": lambda s, b, h, q, k, x: s + (s + _pair_of(x, h, q, k)),
@@ -283,16 +288,16 @@ NOT_SHARED: dict[str, Callable[..., Any]] = {
     "a cap": lambda s, b, h, q, k, x: cute.math.tanh(s + _pair_of(x, h, q, k)),
     "a factor": lambda s, b, h, q, k, x: s + _pair_of(x, h, q, k) * x[1][h[0]],
     "a function": lambda s, b, h, q, k, x: s + cute.math.exp2(_pair_of(x, h, q, k)),
-    "two reads": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + _pair_of(x, h, q, k)),
-    "transposed, too": lambda s, b, h, q, k, x: s + (_pair_of(x, h, q, k) + _pair_of(x, h, k, q)),
 }
 
 
-@pytest.mark.parametrize("name", [*SHARED, *NOT_SHARED])
+@pytest.mark.parametrize("name", [*SHARED, *SHARED_BY_MANY, *NOT_SHARED])
 def test_which_tables_all_batch_entries_share(name: str) -> None:
-    mod = (SHARED | NOT_SHARED)[name]
+    mod = (SHARED | SHARED_BY_MANY | NOT_SHARED)[name]
     tables = [torch.zeros(8, 8, 8), torch.zeros(8), torch.zeros(8)]
-    assert reads_of(mod, tables, [0]).shared == ((0,) if name in SHARED else ())
+    reads = reads_of(mod, tables, [0])
+    assert reads.shared == (() if name in NOT_SHARED else (0,))
+    assert reads.shared_once == ((0,) if name in SHARED else ())
 
 
 def test_which_derivatives_are_finite_and_which_constant() -> None:

@@ -77,6 +77,16 @@ def test_the_others_are_told_which_rank_failed(told: list[Told], method: str) ->
     assert "from rank 1 (" in waiting and f"method {method}" in waiting
 
 
+def test_ranks_that_differ_are_told(told: list[Told]) -> None:
+    """All of them, before anything of a call is sent; the groups go on."""
+    other = "has other arguments (method, plan, options, shapes, dtypes) than rank 0"
+    texts = {"mask": "has other contents of mask than rank 0", "plan": other, "softcap": other}
+    for of_process in told:
+        assert len(of_process.differences) == len(METHODS) * len(texts)
+        for (_, what), text in of_process.differences.items():
+            assert f"context_parallel_attention: rank 1 {texts[what]}" in text
+
+
 def test_parts_of_a_ring_are_rounded_once(told: list[Told]) -> None:
     for of_process in told:
         of_part, of_whole = of_process.half_precision

@@ -185,12 +185,14 @@ class Told(NamedTuple):
     """What a process of four tells.
 
     errors: of calls of the groups of which it is the first rank, or what was refused.
-    failures: by method, what it was told where rank 1 of two called with wrong rows.
+    failures: by method, what it was told where rank 1 of two called with wrong rows. differences:
+    by method and what rank 1 of two had otherwise.
     half_precision: see there.
     """
 
     errors: dict[Row | int, Errors | str]
     failures: dict[str, str]
+    differences: dict[tuple[str, str], str]
     half_precision: tuple[float, float]
 
 
@@ -204,8 +206,9 @@ def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
     if rank < 2:
         for method, group in zip(METHODS, of_failures, strict=True):
             failures[method] = fail_in_one(group, method)
+    differences = differ(pairs[rank // 2])
     errors = run_calls(rank, rows, seeds, pairs)
-    return Told(errors, failures, half_precision(pairs[rank // 2]))
+    return Told(errors, failures, differences, half_precision(pairs[rank // 2]))
 
 
 def run_calls(
@@ -236,6 +239,27 @@ def fail_in_one(group: dist.ProcessGroup, method: str) -> str:
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+OTHERWISE = "mask", "plan", "softcap"
+
+
+def differ(group: dist.ProcessGroup) -> dict[tuple[str, str], str]:
+    """Rank 1 has other documents, rows or options. What each rank was told."""
+    told = {}
+    q, k, v = (torch.randn(1, 32, 2, 8) for _ in range(3))
+    for method, what in product(METHODS, OTHERWISE):
+        is_other = dist.get_rank(group) == 1
+        lengths = [30, 34] if is_other and what == "mask" else [40, 24]
+        rows = Plan([[(0, 32)], [(32, 64)]]) if is_other and what == "plan" else interleaved(64, 2)
+        softcap = 3.0 if is_other and what == "softcap" else 0.0
+        mask = builders.causal_document(lengths)
+        try:
+            context_parallel_attention(q, k, v, mask, rows, group, method, softcap=softcap)
+            told[method, what] = "nothing"
+        except ValueError as error:
+            told[method, what] = str(error)
+    return told
 
 
 def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:

@@ -20,6 +20,8 @@ from oracle import NEG_INF, OneSequence, Rule, attend_sequence
 from tolerances import assert_as_good, assert_output_as_good
 from torch import Tensor
 
+from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
 INT = torch.int32
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -257,3 +259,14 @@ class Draw:
         call.keywords["block_sparse_tensors_torch"] = BlockSparseTensorsTorch(
             *lists, block_size=call.block_size
         )
+
+
+def assert_calls_and_gradients(draw: Draw, count: int) -> None:
+    """The first calls of a draw, on the CPU."""
+    for call in draw.calls(count):
+        out, lse = _flash_attn_fwd(call.q, call.k, call.v, **call.keywords)
+        assert lse is not None
+        call.assert_output(out, lse)
+        dout = draw.normal(*out.shape)
+        operands = call.q, call.k, call.v, out, dout, lse
+        call.assert_gradients(_flash_attn_bwd(*operands, **call.keywords), dout)

@@ -70,7 +70,7 @@ def draw_lists(seed: int, most: int = 700) -> DrawnLists:
     facts = ListFacts(
         band == "causal", left is not None, right is not None, is_packed, is_packed,
         lengths.seqused_q is not None, lengths.seqused_k is not None, q_start,
-        lengths.lse is not None, pick(True, False),
+        lengths.lse is not None,
     )  # fmt: skip
     most = max(lens_k), max(lens_q)
     extents = ListExtents(
@@ -118,34 +118,6 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
                 found = [query for queries in segments for query in queries]
                 assert found == wanted.tolist(), (head, b, tile)
         assert not of_tiles
-        if facts.is_ordered:
-            check_order(drawn, made, head)
-
-
-def check_order(drawn: DrawnLists, made: MadeLists, head: int) -> None:
-    """Hold the order of sums to lists and items, which are right."""
-    assert made.successors is not None and made.ends is not None
-    _, facts, extents, lengths = drawn
-    ratio = extents.block_size // extents.tile_n
-    ends: dict[int, int] = {}
-    # of each query, the first tiles of the blocks in whose lists it is, with its entries
-    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for b, tile, begin, end in made.items[head, : int(made.num_items[head])].tolist():
-        number = b * -(-extents.keys // extents.tile_n) + tile
-        if facts.varlen_k and lengths.cu_seqlens_k is not None:
-            number = int(lengths.cu_seqlens_k[b]) // extents.tile_n + b + tile
-        assert begin == ends.get(number, begin), "items of a tile leave out nothing"
-        ends[number] = end
-        if tile % ratio == 0:
-            for entry in range(begin, end):
-                query = b, int(made.tokens[head, entry])
-                places.setdefault(query, []).append((tile, entry))
-    for number, end in ends.items():
-        assert made.ends[head, number] == end
-    for of_query in places.values():
-        tiles, entries = zip(*sorted(of_query), strict=True)
-        wanted = [*(tile + 1 for tile in tiles[1:]), 0]
-        assert made.successors[head, list(entries)].tolist() == wanted
 
 
 def extents_of(drawn: DrawnLists, b: int) -> tuple[int, int, int]:
