@@ -53,14 +53,25 @@ def exp2_polynomial(exponent: Float32, coefficients: Sequence[float]) -> Float32
 Pair: TypeAlias = tuple[Float32, Float32]
 
 
+def exp2_of_pair(exponents: Pair, coefficients: Sequence[float]) -> Pair:
+    """`exp2_polynomial` of two numbers, from Blackwell on, which has instructions for two."""
+    x = tuple(
+        cute.arch.fmin(cute.arch.fmax(e, LOWEST, nan=True), HIGHEST, nan=True) for e in exponents
+    )
+    rounder = (Float32(ROUNDER),) * 2
+    shifted = cute.arch.add_packed_f32x2(x, rounder, rnd="rm")
+    rounded = cute.arch.sub_packed_f32x2(shifted, rounder)
+    return _pair_power(cute.arch.sub_packed_f32x2(x, rounded), shifted, coefficients)
+
+
 def saturating_line(scale: Float32, bias: Float32) -> Pair:
     """Factor and addend of `exp2_of_line`, for exponents number * scale + bias."""
     return scale * Float32(-1 / SPAN), cute.math.fma(bias, Float32(-1 / SPAN), Float32(TOP / SPAN))
 
 
 def exp2_of_line(numbers: Pair, line: Pair, coefficients: Sequence[float]) -> Pair:
-    """2 ** (number * scale + bias) of two numbers, from Blackwell on, which has instructions for
-    two. line: `saturating_line(scale, bias)`.
+    """2 ** (number * scale + bias) of two numbers. line: `saturating_line(scale, bias)`, whose two
+    numbers take registers.
 
     Exactly 0 for -inf, infinity for overflow and for NaN: a saturating multiply-add holds an
     exponent to the range, in place of two comparisons, and is 0 for what is not a number. It rounds
@@ -71,7 +82,11 @@ def exp2_of_line(numbers: Pair, line: Pair, coefficients: Sequence[float]) -> Pa
     shifted = cute.arch.fma_packed_f32x2(held, span, top, rnd="rm")
     # exact but for the last step
     rest = cute.arch.sub_packed_f32x2(top, shifted)
-    fraction = cute.arch.fma_packed_f32x2(held, span, rest)
+    return _pair_power(cute.arch.fma_packed_f32x2(held, span, rest), shifted, coefficients)
+
+
+def _pair_power(fraction: Pair, shifted: Pair, coefficients: Sequence[float]) -> Pair:
+    """2 ** (n + fraction), where n is in the last bits of `shifted`."""
     power = (Float32(coefficients[-1]),) * 2
     for coefficient in (*coefficients[-2::-1], 1.0):
         power = cute.arch.fma_packed_f32x2(power, fraction, (Float32(coefficient),) * 2)

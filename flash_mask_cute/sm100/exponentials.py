@@ -10,7 +10,13 @@ from collections.abc import Sequence
 import cutlass.cute as cute
 from cutlass import Float32
 
-from flash_mask_cute.core.exp2 import CONTINUOUS_3, exp2_of_line, saturating_line
+from flash_mask_cute.core.exp2 import (
+    CONTINUOUS_3,
+    DEGREE_3,
+    exp2_of_line,
+    exp2_of_pair,
+    saturating_line,
+)
 from flash_mask_cute.core.softmax import BinaryOp
 from flash_mask_cute.sm100 import umma
 
@@ -21,11 +27,12 @@ CHAINS = 4
 class WholeRows:
     """`RowArithmetic` for threads that have all columns of a row, for a chunk of them.
 
-    by_polynomial: pairs of the chunk that are computed by a polynomial.
+    by_polynomial: pairs of the chunk that are computed by a polynomial. saturates: by
+    `exp2_of_line`, if there are registers for it, otherwise by `exp2_of_pair`.
     """
 
-    def __init__(self, by_polynomial: Sequence[int] = ()):
-        self.by_polynomial = by_polynomial
+    def __init__(self, by_polynomial: Sequence[int] = (), saturates: bool = True):
+        self.by_polynomial, self.saturates = by_polynomial, saturates
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
         return value
@@ -34,15 +41,18 @@ class WholeRows:
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32
     ) -> list[Float32]:
         results = []
-        line = saturating_line(scale_log2, bias)
         for i, scores_pair in enumerate(_pairs(scores)):
-            if i in self.by_polynomial:
+            if i in self.by_polynomial and self.saturates:
+                line = saturating_line(scale_log2, bias)
                 results += exp2_of_line(scores_pair, line, CONTINUOUS_3)
                 continue
             exponents = cute.arch.fma_packed_f32x2(
                 scores_pair, (scale_log2, scale_log2), (bias, bias)
             )
-            results += [cute.math.exp2(x, fastmath=True) for x in exponents]
+            if i in self.by_polynomial:
+                results += exp2_of_pair(exponents, DEGREE_3)
+            else:
+                results += [cute.math.exp2(x, fastmath=True) for x in exponents]
         return results
 
     def total(self, values: Sequence[Float32]) -> Float32:

@@ -481,7 +481,10 @@ _SM100_FWD = (
 # exponentials of 128 by a polynomial on 10.0: as many as FlashAttention-4 has, and more where
 # products would wait for the others; on 10.3, where they are computed at twice the rate, none
 _POLYNOMIAL = {64: 28, 96: 32}
-SM100_FWD = tuple(row._replace(polynomial=_POLYNOMIAL.get(row.max_dim, 24)) for row in _SM100_FWD)
+SM100_FWD = tuple(
+    row._replace(polynomial=24 if row.for_decode else _POLYNOMIAL.get(row.max_dim, 24))
+    for row in _SM100_FWD
+)
 SM103_FWD = _SM100_FWD
 
 SM90_BWD = (
