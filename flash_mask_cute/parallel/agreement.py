@@ -36,8 +36,9 @@ def check_agreement(
     mask: ColumnMask | None,
     operands: Sequence[Tensor],
 ) -> None:
-    """Compare with the other ranks, once for a mask object and its contents. It waits for the device
-    then, and is left out in the capture of a CUDA graph. Ranks make new masks in the same calls.
+    """Compare with the other ranks, once for a mask object and its contents. It waits for the
+    device then, and is left out in the capture of a CUDA graph. Ranks make new masks in the same
+    calls.
 
     Raises:
         ValueError: in all ranks; names those that differ.
