@@ -16,6 +16,7 @@ from flash_mask_cute.call.choose.arch import ArchSpec
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import given_fields
+from flash_mask_cute.core.packed_heads import rows_of_listed
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
@@ -30,8 +31,8 @@ _DIMS = "up to 64, or from 97 to 128"
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 # blocks of queries that a work tile should visit in a range, where choices are random
 LEAST_VISITS = 8
-# so that 32 bits number entries
-_MOST_ENTRIES = 1 << 31
+# so that 32 bits number entries, and sums of dQ of a KV head
+_MOST_NUMBERED = 1 << 31
 
 
 def why_bits(
@@ -49,6 +50,9 @@ def why_bits(
     entries = selected.by_entry.shape[2] * selected.by_entry.shape[3]
     if not problem.varlen_q:
         entries *= shapes.batch
+    # the last row block of each sequence may be padded
+    rows = shapes.total_q if problem.varlen_q else shapes.batch * shapes.seqlen_q
+    sums = (rows + shapes.batch * ROWS) * rows_of_listed(group) * (64 if d <= 64 else 128)
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_tokens,
         "sums in a fixed order": problem.deterministic,
@@ -60,7 +64,8 @@ def why_bits(
         f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
         "one batch entry of keys for all sequences": problem.common_kv,
         "config": bool(given_fields(call.config)),
-        f"{entries} entries": entries >= _MOST_ENTRIES,
+        f"{entries} entries": entries >= _MOST_NUMBERED,
+        f"{sums} sums of dQ of a KV head": sums >= _MOST_NUMBERED,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from planned import backward_call, planned
 
 from flash_mask_cute import SelectedBlocks, explain
+from flash_mask_cute.runtime.target import Target
 
 
 def choice_of(
@@ -91,3 +93,15 @@ def test_lists_beside_what_differs_by_head_or_modifies_scores(given: dict[str, A
 )
 def test_bits(why: str, given: dict[str, Any]) -> None:
     assert choice_of(**given).startswith(f"bits: {why}")
+
+
+@pytest.mark.parametrize(("queries", "tile_n"), [(262_080, 0), (262_079, 128)])
+def test_bits_where_32_bits_do_not_number_sums(queries: int, tile_n: int) -> None:
+    """Sums of dQ of 64 heads with 128 columns."""
+    of_row = torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16).expand(-1, queries, -1, -1)
+    keys = torch.zeros(1, 128, 1, 128, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 64, 1).expand(-1, -1, queries)
+    chosen = SelectedBlocks(torch.zeros(1, 1, queries, 1, dtype=torch.int32), 128)
+    given = {"block_sparse_tensors_torch": chosen}
+    call = backward_call(of_row, keys, keys, of_row, of_row, lse, **given)
+    assert planned(call, Target("sm_90a", 132)).problem.token_lists == tile_n
