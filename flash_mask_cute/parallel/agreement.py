@@ -23,7 +23,9 @@ from flash_mask_cute.parallel.settings import Settings
 _Key = tuple[str, str, Plan, Settings, int | None]
 _OF_MASKS: WeakKeyDictionary[ColumnMask, set[_Key]] = WeakKeyDictionary()
 _WITHOUT_MASK: set[_Key] = set()
-_MOST_KEPT = 64
+# by group, digests of what its ranks have agreed on
+_OF_CONTENTS: set[tuple[str, tuple[int, ...]]] = set()
+_MOST_KEPT, _MOST_CONTENTS = 64, 4096
 # What is compared, in the order of the numbers that are sent.
 _COMPARED = "arguments (method, plan, options, shapes, dtypes)", "contents of mask"
 
@@ -36,9 +38,9 @@ def check_agreement(
     mask: ColumnMask | None,
     operands: Sequence[Tensor],
 ) -> None:
-    """Compare with the other ranks, once for a mask object and its contents. It waits for the
-    device then, and is left out in the capture of a CUDA graph. Ranks make new masks in the same
-    calls.
+    """Compare with the other ranks, once for a mask and its contents. With a new mask it waits for
+    the device; ranks may pass an object again while others pass an equal copy. It is left out
+    in the capture of a CUDA graph.
 
     Raises:
         ValueError: in all ranks; names those that differ.
@@ -51,6 +53,19 @@ def check_agreement(
     if key in agreed:
         return
     own = _digests(method, plan, settings, mask, operands)
+    contents = peers.group.group_name, tuple(own.tolist())
+    if contents not in _OF_CONTENTS:
+        _compare(peers, method, own)
+        if len(_OF_CONTENTS) >= _MOST_CONTENTS:
+            _OF_CONTENTS.clear()
+        _OF_CONTENTS.add(contents)
+    if len(agreed) >= _MOST_KEPT:
+        agreed.clear()
+    agreed.add(key)
+
+
+def _compare(peers: Peers, method: str, own: Tensor) -> None:
+    """Raise the errors of `check_agreement`. own: the digests of this rank."""
     others = [rank for rank in range(peers.world) if rank != peers.rank]
     sent, lengths = dict.fromkeys(others, own), dict.fromkeys(others, own.numel())
     found = Messages(peers, sent, lengths, own, f"arguments, method {method}").wait()
@@ -66,9 +81,6 @@ def check_agreement(
             f"context_parallel_attention: {', '.join(differences)} than rank 0; all ranks of a "
             "group pass the same ones, of the whole sequence"
         )
-    if len(agreed) >= _MOST_KEPT:
-        agreed.clear()
-    agreed.add(key)
 
 
 @torch.no_grad()

@@ -87,6 +87,10 @@ def test_ranks_that_differ_are_told(told: list[Told]) -> None:
             assert f"context_parallel_attention: rank 1 {texts[what]}" in text
 
 
+def test_a_rank_may_pass_an_equal_copy_of_a_mask(told: list[Told]) -> None:
+    assert all(of_process.copies_are_equal for of_process in told)
+
+
 def test_parts_of_a_ring_are_rounded_once(told: list[Told]) -> None:
     for of_process in told:
         of_part, of_whole = of_process.half_precision

@@ -186,13 +186,14 @@ class Told(NamedTuple):
 
     errors: of calls of the groups of which it is the first rank, or what was refused.
     failures: by method, what it was told where rank 1 of two called with wrong rows. differences:
-    by method and what rank 1 of two had otherwise.
+    by method and what rank 1 of two had otherwise. copies_are_equal: see `with_a_copy`.
     half_precision: see there.
     """
 
     errors: dict[Row | int, Errors | str]
     failures: dict[str, str]
     differences: dict[tuple[str, str], str]
+    copies_are_equal: bool
     half_precision: tuple[float, float]
 
 
@@ -202,13 +203,15 @@ def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     soon = timedelta(seconds=2)
     of_failures = [dist.new_group([0, 1], timeout=soon) for _ in METHODS]
+    of_copies = [dist.new_group(ranks, timeout=soon) for ranks in ([0, 1], [2, 3])]
     failures = {}
     if rank < 2:
         for method, group in zip(METHODS, of_failures, strict=True):
             failures[method] = fail_in_one(group, method)
     differences = differ(pairs[rank // 2])
+    equal = with_a_copy(of_copies[rank // 2])
     errors = run_calls(rank, rows, seeds, pairs)
-    return Told(errors, failures, differences, half_precision(pairs[rank // 2]))
+    return Told(errors, failures, differences, equal, half_precision(pairs[rank // 2]))
 
 
 def run_calls(
@@ -260,6 +263,18 @@ def differ(group: dist.ProcessGroup) -> dict[tuple[str, str], str]:
         except ValueError as error:
             told[method, what] = str(error)
     return told
+
+
+def with_a_copy(group: dist.ProcessGroup) -> bool:
+    """Rank 0 passes its mask again, and rank 1 an equal one: whether results are equal, too."""
+    q, k, v = (torch.randn(1, 32, 2, 8) for _ in range(3))
+    masks = [builders.causal_document([40, 24]) for _ in range(2)]
+    second = masks[dist.get_rank(group)]
+    first, again = (
+        context_parallel_attention(q, k, v, mask, interleaved(64, 2), group, "ring")
+        for mask in (masks[0], second)
+    )
+    return torch.equal(first, again)
 
 
 def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:
