@@ -1,5 +1,6 @@
 """Two warps of the Blackwell backward: the load warp, and the send warp for the sums of dQ."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 
@@ -33,13 +34,10 @@ class KeyLoads:
     @cute.jit
     def run(self):
         """Load keys and values of every work tile, and the query blocks of its walk."""
-        channels = self.channels
-        tile, chunk, number = Int32(0), Int32(0), Int32(0)
-        while channels.ring.wait(tile):
-            step = partial(self._load_block, channels.ring.read(tile), number)
-            chunk, number = channels.walk.visit(chunk, number, step)
-            channels.ring.release(tile)
-            tile += 1
+        visit_walks(self.channels, self._step)
+
+    def _step(self, tile: Int32, first: Int32) -> Callable[..., Int32]:
+        return partial(self._load_block, self.channels.ring.read(tile), first)
 
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):

@@ -10,6 +10,7 @@ arrival to the one that does (`Arrivals`). A CTA sends dS of the other one's que
 (`PeerGrads`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import HALVES
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
@@ -103,16 +104,14 @@ class PairLoads:
     def run(self):
         """Load keys and values of every work tile, and the query blocks of its walk."""
         channels = self.channels
-        tile, chunk, number = Int32(0), Int32(0), Int32(0)
-        while channels.ring.wait(tile):
-            step = partial(self._load_block, channels.ring.read(tile), number)
-            chunk, number = channels.walk.visit(chunk, number, step)
-            channels.ring.release(tile)
-            tile += 1
+        number = visit_walks(channels, self._step)
         # the products of the other CTA may still signal that they have read the last blocks
         for channel in (channels.q, channels.do, channels.q_columns, channels.do_columns):
             if const_expr(channel is not None):
                 channel.drain(number)
+
+    def _step(self, tile: Int32, first: Int32) -> Callable[..., Int32]:
+        return partial(self._load_block, self.channels.ring.read(tile), first)
 
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):

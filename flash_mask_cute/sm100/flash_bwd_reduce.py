@@ -12,7 +12,7 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import Registers
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 
@@ -29,12 +29,7 @@ class DqParts:
     @cute.jit
     def run(self):
         """Move dQ of the query blocks of every walk."""
-        channels = self.channels
-        tile, chunk, number = Int32(0), Int32(0), Int32(0)
-        while channels.ring.wait(tile):
-            chunk, number = channels.walk.visit(chunk, number, self._stage_dq)
-            channels.ring.release(tile)
-            tile += 1
+        visit_walks(self.channels, lambda tile, first: self._stage_dq)
 
     @cute.jit
     def _stage_dq(self, number: Int32, block: Block):

@@ -1,10 +1,12 @@
 """Shared memory of a CTA of the Blackwell backward, and the channels between its roles."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import RING_STAGES, WALK_STAGES, scheduler_rings, swizzled
@@ -55,6 +57,20 @@ class Channels(NamedTuple):
     first_p: Channel | None = None
     dq_left: Channel | None = None
     dv: Channel | None = None
+
+
+@cute.jit
+def visit_walks(
+    channels: Channels, step_of: cutlass.Constexpr[Callable[[Int32, Int32], Callable[..., Any]]]
+) -> Int32:
+    """Fold `number = step(number, block)` over the query blocks of every work tile; returns how
+    many there were. step_of: gives the step by the tile's number and that of its first block."""
+    tile, chunk, number = Int32(0), Int32(0), Int32(0)
+    while channels.ring.wait(tile):
+        chunk, number = channels.walk.visit(chunk, number, step_of(tile, number))
+        channels.ring.release(tile)
+        tile += 1
+    return number
 
 
 class Tiles(NamedTuple):
