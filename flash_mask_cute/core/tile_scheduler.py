@@ -16,12 +16,13 @@ warps read its decision from the ring (`work_ring`).
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.warp_scan import WARP, running
 
 
@@ -61,16 +62,6 @@ class Search(NamedTuple):
     tiles_before: Int32
 
 
-class Claims(Protocol):
-    """How one CTA claims work tiles for several CTAs."""
-
-    def is_leader(self) -> Boolean:
-        """Whether this CTA claims."""
-
-    def share(self, number: Int32, claimed: Int32) -> Int32:
-        """Give claim `number` of the leader to all CTAs."""
-
-
 @dataclass(frozen=True)
 class TileScheduler:
     """Hands out the work tiles of a launch.
@@ -100,19 +91,24 @@ class TileScheduler:
     def start(self) -> Search:
         search = Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
         if self.claims_first and self.counter is not None:
-            return self.advance(search, Int32(0))
+            return self._claim(search, Int32(0))
         return search
 
     def own_block(self, block: Int32) -> Int32:
         """The block of this CTA among those of a work tile."""
         return block * self.ctas_per_tile + cute.arch.block_idx()[0] % self.ctas_per_tile
 
-    @cute.jit
     def advance(self, search: Search, number: Int32) -> Search:
         """Claim the next tile; call it early, its index arrives later. Run by a whole warp.
 
         number: tiles claimed this way before.
         """
+        has_claimed_first = self.claims_first and self.counter is not None
+        return self._claim(search, number + 1 if has_claimed_first else number)
+
+    @cute.jit
+    def _claim(self, search: Search, number: Int32) -> Search:
+        """number: tiles that were claimed before."""
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
         index = search.index + step
