@@ -89,26 +89,25 @@ class TileScheduler:
     claims_first: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
-        search = Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
+        search = self.before_start()
         if self.claims_first and self.counter is not None:
-            return self._claim(search, Int32(0))
+            return self.advance(search, Int32(0))
         return search
+
+    def before_start(self) -> Search:
+        """Where no tile has been claimed."""
+        return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
 
     def own_block(self, block: Int32) -> Int32:
         """The block of this CTA among those of a work tile."""
         return block * self.ctas_per_tile + cute.arch.block_idx()[0] % self.ctas_per_tile
 
+    @cute.jit
     def advance(self, search: Search, number: Int32) -> Search:
         """Claim the next tile; call it early, its index arrives later. Run by a whole warp.
 
         number: tiles claimed this way before.
         """
-        has_claimed_first = self.claims_first and self.counter is not None
-        return self._claim(search, number + 1 if has_claimed_first else number)
-
-    @cute.jit
-    def _claim(self, search: Search, number: Int32) -> Search:
-        """number: tiles that were claimed before."""
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
         index = search.index + step

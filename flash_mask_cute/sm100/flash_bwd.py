@@ -70,7 +70,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
-from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
+from flash_mask_cute.rules.mask_warps import make_mask_bits, send_claimed_walks, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import pair_products, products
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
@@ -403,7 +403,8 @@ class FlashAttentionBackwardSm100:
                 rules = BackwardMask.create(
                     self, traits.columns, masks, lengths, group, traits.cta_pair
                 ).with_tile_n(traits.cluster_tile_n)
-                send_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                send = send_walks if channels.claims is None else send_claimed_walks
+                send(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(traits.makes_dk):
                 sizes = tuple(traits.size_dq(width) for width in traits.parts_dq)
                 scheme = self.deterministic, self.clears_dq
