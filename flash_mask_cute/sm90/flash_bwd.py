@@ -106,6 +106,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     scale,
     send_gradients,
     stage_dq,
+    store_sum_rows,
     store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
@@ -223,16 +224,12 @@ class FlashAttentionBackwardSm90:
             )
         if splits_keys and score_mod is not None:
             raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
-        if splits_group and max(head_dim, head_dim_v) > MAX_OWN_DIM:
-            raise ValueError(
-                f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
-                f"{head_dim}/{head_dim_v}"
-            )
         if self.traits.by_tokens and (not clears_dq or splits_group):
             raise ValueError(
                 f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
+        self.is_wide = max(head_dim, head_dim_v) > MAX_OWN_DIM
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -551,7 +548,11 @@ class FlashAttentionBackwardSm90:
             scores.acquire_grads(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
-            if const_expr(leaves_sums):
+            if const_expr(self.splits_group and self.is_wide):
+                given = gradients.blocks, work, has_sums
+                store_sum_rows(traits, acc_dV, traits.columns.dv, gradients.dv, *given)
+                store_sum_rows(traits, acc_dK, traits.columns.dk, gradients.dk, *given)
+            elif const_expr(leaves_sums):
                 given = gradients.blocks, work, has_sums, traits.by_tokens
                 store_sums(acc_dV[0], gradients.dv, *given)
                 store_sums(acc_dK[0], gradients.dk, *given)
