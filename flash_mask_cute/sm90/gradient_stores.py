@@ -143,16 +143,17 @@ def stage_dq(
         warp_idx = warp_idx % traits.staging_warps
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
+    staged_in = tiles.dq[None, channel.index(number)].iterator
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
         if const_expr(traits.by_tokens):
             layout = by_queries(traits.packed_heads, columns.width)
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            staged = cute.make_tensor(staged_in + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):
                 cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
         else:
             layout = cute.make_layout(traits.shape_dq(columns.width))
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            staged = cute.make_tensor(staged_in + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):
                 cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
