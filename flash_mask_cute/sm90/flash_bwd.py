@@ -83,7 +83,6 @@ from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
-from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
@@ -143,7 +142,7 @@ class FlashAttentionBackwardSm90:
     :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
-        leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
+        leave sums of dK and dV for `BwdAddParts`; above 128 columns with splits_keys only
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
         entry in common, whose gradients are sums over all of them
     :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
@@ -223,10 +222,10 @@ class FlashAttentionBackwardSm90:
             )
         if splits_keys and score_mod is not None:
             raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
-        if splits_group and max(head_dim, head_dim_v) > MAX_OWN_DIM:
+        if splits_group and self.traits.shares_keys:
             raise ValueError(
-                f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
-                f"{head_dim}/{head_dim_v}"
+                "splits_group=True needs warpgroups with keys of their own, which wide heads of "
+                f"{head_dim}/{head_dim_v} have by splits_keys=True alone"
             )
         if self.traits.by_tokens and (not clears_dq or splits_group):
             raise ValueError(

@@ -61,6 +61,10 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
             2,
             {},
         ),
+        # with fewer columns than the tile of keys, of values, and of neither
+        (Case("d136-dv152", 1, 65, 140, 2, 1, head_dim=136, head_dim_v=152, causal=True), 2, {}),
+        (Case("d176-dv72", 1, 65, 140, 2, 1, head_dim=176, head_dim_v=72), 2, {}),
+        (Case("d192-dv128", 1, 65, 140, 4, 1, head_dim=192, head_dim_v=128, window_left=30), 4, {}),
     ],
     ids=lambda x: x.id if isinstance(x, Case) else None,
 )

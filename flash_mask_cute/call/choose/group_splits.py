@@ -43,7 +43,8 @@ def split_group(
         ValueError: `wanted` does not divide the group, or the kernel cannot split it.
     """
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 1
-    splits = _divisors(group) if max(shapes.head_dim, shapes.head_dim_v) <= 128 else [1]
+    is_narrow = max(shapes.head_dim, shapes.head_dim_v) <= 128
+    splits = _divisors(group) if is_narrow or choice.tiles.splits_keys else [1]
     if wanted is not None and wanted not in splits:
         raise ValueError(
             f"config group_splits must be one of {splits} for groups of {group} heads and "
