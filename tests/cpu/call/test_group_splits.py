@@ -21,15 +21,17 @@ def split(
     heads_kv: int,
     *,
     dim: int = 128,
+    dim_v: int | None = None,
     is_causal: bool = True,
     left: int | None = None,
     wanted: int | None = None,
 ) -> BwdChoice:
-    problem = AttentionProblem("bfloat16", dim, dim, is_causal=is_causal)
+    dims = dim, dim if dim_v is None else dim_v
+    problem = AttentionProblem("bfloat16", *dims, is_causal=is_causal)
     shapes = FwdShapes(
-        batch, seqlen, seqlen, batch * seqlen, batch * seqlen, heads_q, heads_kv, dim, dim
+        batch, seqlen, seqlen, batch * seqlen, batch * seqlen, heads_q, heads_kv, *dims
     )
-    choice = select_bwd_config(dim, dim, problem.tuning_class, seqlen_k=seqlen)
+    choice = select_bwd_config(*dims, problem.tuning_class, seqlen_k=seqlen)
     return split_group(choice, problem, shapes, (left, None), SMS, wanted)
 
 
@@ -58,6 +60,13 @@ def test_wide_heads_are_split_too(dim: int, splits: int) -> None:
     """64 key blocks of one KV head, one wave of unequal walks. Pairs of CTAs are 66, and begin with
     the longest walks."""
     assert split(1, 8192, 8, 1, dim=dim).group_splits == splits
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (160, 160), (136, 8)])
+def test_wide_heads_of_which_each_warpgroup_has_keys_are_split(dims: tuple[int, int]) -> None:
+    """Of one KV head of 8K, 64 work tiles would be for 132 SMs."""
+    choice = split(1, 8192, 8, 1, dim=dims[0], dim_v=dims[1])
+    assert choice.tiles.splits_keys and choice.tiles.splits_group and choice.group_splits >= 4
 
 
 def test_full_attention_wants_whole_waves() -> None:
