@@ -585,7 +585,7 @@ SM90_BWD = (
             ),
             (
                 "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
-                *((TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER), 0, None, False),
+                *(None, 0, None, False),
             ),
         )
     ),
