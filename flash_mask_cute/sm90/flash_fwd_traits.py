@@ -32,6 +32,7 @@ from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
+from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
@@ -319,6 +320,11 @@ class FwdTraits(PackedHeads):
     def box_o(self) -> tuple[tuple[int, int], int]:
         """The part of the output stored together: rows of a warpgroup, all columns."""
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads), self.tile_dv
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether warps copy keys and values row by row from pages."""
+        return self.page_box is not None and self.page_box % LEAST_BOX != 0
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = 1
