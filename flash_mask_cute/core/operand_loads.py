@@ -27,8 +27,9 @@ N_BLOCK_SHIFT = 4
 # Steps of copies by rows, a key block and a value block each, that are not waited for at once, at
 # most. There is a stage more, for who reads them to release.
 STEPS_IN_FLIGHT = 1
-# Boxes of pages whose loads are prepared together, where registers are few.
-BOXES_UNROLLED = 2
+# Boxes of pages whose loads are prepared together. Beside warps that convert from fp8, whose loads
+# and stores stand in the same queue, a shuffle takes long.
+BOXES_UNROLLED, BOXES_UNROLLED_OF_CODES = 2, 8
 
 
 class LoadShape(Protocol):
@@ -228,7 +229,6 @@ class OperandLoads:
             pages = self._settled(self._look_up(place, block.index))
         # the table is read while this block is loaded
         next_pages = self._look_up(place, block.index - 1)
-        boxes = self._places_of_boxes(pages)
         channel = self._begin_block(number, block)
         if const_expr(self._by_rows):
             smem = self.k.smem[None, None, channel.index(number)]
@@ -236,8 +236,7 @@ class OperandLoads:
             if const_expr(not self._hands_over):
                 channel.publish_copies(number)
         else:
-            channel.expect(number, self.shape.bytes_k)
-            self._load_boxes(pages, boxes, partial(self._load_key_box, place, number))
+            self._load_key_boxes(place, pages, number)
         self._load_paged_values(state)
         state = state._replace(
             blocks=number + 1,
@@ -257,45 +256,16 @@ class OperandLoads:
                 state = state._replace(cuts=self.cut(work, state.cuts, block))
         return state
 
-    def _places_of_boxes(self, pages: PageRow | BlockRows) -> list[PageRow] | None:
-        """The places of all boxes of a block, which lanes tell each other while its stage may not
-        be free. None: each is told when it is loaded, as registers are few."""
-        if self._by_rows or self.shape.tile_m > DECODE_ROWS:
-            return None
-        return [pages.of_lane(Int32(box)) for box in range(self._num_boxes())]
-
-    def _num_boxes(self) -> int:
-        return self.shape.tile_n // self.shape.page_box
-
     @cute.jit
-    def _load_boxes(
-        self,
-        pages: PageRow,
-        places: list[PageRow] | None,
-        load: cutlass.Constexpr[Callable[[Int32, PageRow], None]],
-    ) -> None:
-        """Load all boxes of a block. places: `_places_of_boxes`."""
-        if const_expr(places is None):
-            for box in cutlass.range(self._num_boxes(), unroll=BOXES_UNROLLED):
-                load(box, pages.of_lane(box))
-        else:
-            for box in cutlass.range_constexpr(self._num_boxes()):
-                load(box, places[box])
-
-    def _load_key_box(self, place: Place, number: Int32, box: Int32, at: PageRow) -> None:
-        gK = self.operands.k[None, None, place.head, at.page]
-        gK = cute.domain_offset((at.row, 0), gK)
-        smem, tile = self.k.smem, self.shape.box_k
-        self._load_box(self.operands.k_atom, gK, smem, tile, box, number, self.k.channel)
-
-    def _load_value_box(
-        self, place: Place, smem: cute.Tensor, number: Int32, box: Int32, at: PageRow
-    ) -> None:
-        gV = self.operands.v[None, None, None, at.page]
-        gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
-        gV = cute.domain_offset(((place.head, at.row), 0), gV)
-        tile = self.shape.box_v
-        self._load_box(self.operands.v_atom, gV, smem, tile, box, number, self.v.channel)
+    def _load_key_boxes(self, place: Place, pages: PageRow, number: Int32) -> None:
+        shape, channel = self.shape, self.k.channel
+        channel.expect(number, shape.bytes_k)
+        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=self._boxes_unrolled):
+            at = pages.of_lane(box)
+            gK = self.operands.k[None, None, place.head, at.page]
+            gK = cute.domain_offset((at.row, 0), gK)
+            smem, tile = self.k.smem, shape.box_k
+            self._load_box(self.operands.k_atom, gK, smem, tile, box, number, channel)
 
     @cute.jit
     def _load_paged_values(self, state: LoadState) -> None:
@@ -303,7 +273,6 @@ class OperandLoads:
         if state.v_block >= 0:
             shape, place, channel = self.shape, state.v_place, self.v.channel
             number = state.blocks - 1
-            boxes = self._places_of_boxes(state.v_pages)
             channel.acquire(number)
             # (d_v, keys) to products, (keys, d_v) to copies
             smem = cute.make_tensor(
@@ -316,8 +285,20 @@ class OperandLoads:
                     channel.publish_copies(number)
             else:
                 channel.expect(number, shape.bytes_v)
-                load = partial(self._load_value_box, place, smem, number)
-                self._load_boxes(state.v_pages, boxes, load)
+                for box in cutlass.range(
+                    shape.tile_n // shape.page_box, unroll=self._boxes_unrolled
+                ):
+                    at = state.v_pages.of_lane(box)
+                    gV = self.operands.v[None, None, None, at.page]
+                    gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
+                    gV = cute.domain_offset(((place.head, at.row), 0), gV)
+                    tile = shape.box_v
+                    self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
+
+    @property
+    def _boxes_unrolled(self) -> int:
+        is_of_codes = self.k.smem.element_type.width == 8
+        return BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
 
     def _load_box(
         self,
