@@ -267,6 +267,13 @@ class FwdTraits(PackedHeads):
         return min(left // WORDS_PER_STEP, self.tile_d // 16)
 
     @property
+    def folded_at_once(self) -> int:
+        """Numbers of the output that a thread folds together: as many are read at once, since the
+        way to the L2 cache and back takes longer than the fold. More would spill."""
+        has_room = self.num_mma_warpgroups < 3 and self.tile_d <= 128 and not self.mask_warpgroup
+        return 64 if has_room else 16
+
+    @property
     def polynomial(self) -> tuple[int, tuple[float, ...]]:
         """How many of 16 exponentials use a polynomial if functions modify scores, and which
         polynomial: the longer products take, the fewer."""
