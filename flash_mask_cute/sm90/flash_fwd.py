@@ -75,7 +75,6 @@ from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
-from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -352,11 +351,10 @@ class FlashAttentionForwardSm90:
         one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
         only where that was faster (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
-        by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         few_cuts = self.mask_mod is self.score_mod is self.intervals is None
         of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
         is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
-        shared = by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        shared = traits.copies_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
