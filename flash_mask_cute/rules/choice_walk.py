@@ -4,15 +4,17 @@ A warp holds the words of 1024 neighbouring blocks, one in each lane. So a walk 
 chunks, and chunks of which nobody chose anything are left out.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from flash_mask_cute.core.walk_ring import CHUNK, highest_bit
+from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.rules.bit_tile import WORD, low_bits
+from flash_mask_cute.rules.bit_tile import WORD, bit_range, low_bits
 
 # where no word begins
 _NOWHERE = 1 << 30
@@ -92,3 +94,97 @@ def chunk_before(rules: Any, held: ChoiceWords, chunk_idx: Int32) -> Int32:
     chunk = cutlass.max(key, 0) // tile_n // CHUNK
     chunk = cutlass.select_(key < 0, Int32(-1), Int32(chunk))
     return cutlass.min(chunk, chunk_idx - 1)
+
+
+# -- parts of a walk ------------------------------------------------------------------------------
+
+
+@cute.jit
+def cut(
+    rules: Any, work: Work, first: Int32, stop: Int32, num_places: Int32
+) -> tuple[Int32, Int32]:
+    """The key tiles [first, end) of a work tile at its places [first, stop) of num_places, among
+    which the tiles that its queries chose are distributed evenly. Run by a whole warp.
+
+    Parts that follow each other in places do so in tiles, whatever queries chose.
+    """
+    begin, end = rules.key_blocks(work)
+    is_cut = (first > 0) | (stop < num_places)
+    if is_cut:
+        total, word = _count_blocks(rules, work, begin, end)
+        low = _tile_at(rules, work, (begin, end), _share_of(total, first, num_places), word)
+        high = _tile_at(rules, work, (begin, end), _share_of(total, stop, num_places), word)
+        begin = cutlass.select_(first > 0, low, begin)
+        end = cutlass.select_(stop < num_places, high, end)
+    return begin, end
+
+
+def _share_of(total: Int32, place: Int32, num_places: Int32) -> Int32:
+    """How many of `total` tiles lie before a place."""
+    return Int32((Int64(total) * place + num_places - 1) // num_places)
+
+
+def _tiles_of_block(rules: Any) -> Int32:
+    return cutlass.max(rules.args.bits.block_k // rules.block_info.tile_n, 1)
+
+
+def _blocks_of(rules: Any, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """The blocks [first, end) that key tiles [begin, end) touch."""
+    block_k, tile_n = rules.args.bits.block_k, rules.block_info.tile_n
+    return begin * tile_n // block_k, cute.ceil_div(end * tile_n, block_k)
+
+
+@cute.jit
+def _word_of(rules: Any, work: Work, blocks: tuple[Int32, Int32], window: Int32) -> Int32:
+    """This lane's word of a window of 1024 blocks that queries chose, of `blocks` alone."""
+    args, word = rules.args.bits, window * WARP + cute.arch.lane_idx()
+    found = Int32(0)
+    if word * WORD < blocks[1]:
+        tile = rules.choice_tile(work, work.block)
+        found = args.of_any[rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)]
+    return found & bit_range(blocks[0] - word * WORD, blocks[1] - word * WORD)
+
+
+@cute.jit
+def _count_blocks(rules: Any, work: Work, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """Of key tiles [begin, end), how many belong to chosen blocks, and each lane's last word."""
+    blocks, total, word = _blocks_of(rules, begin, end), Int32(0), Int32(0)
+    for window in cutlass.range(cute.ceil_div(blocks[1], WARP * WORD), unroll=1):
+        word = _word_of(rules, work, blocks, window)
+        total += Int32(cute.arch.warp_redux_sync(cute.arch.popc(word), "add"))
+    return total * _tiles_of_block(rules), word
+
+
+@cute.jit
+def _tile_at(
+    rules: Any, work: Work, tiles: tuple[Int32, Int32], number: Int32, last_word: Int32
+) -> Int32:
+    """Of the key tiles [begin, end) that belong to chosen blocks, the one with this number, or end.
+
+    last_word: as `_count_blocks` returned it.
+    """
+    blocks, ratio = _blocks_of(rules, *tiles), _tiles_of_block(rules)
+    windows = cute.ceil_div(blocks[1], WARP * WORD)
+    rank = number // ratio
+    window, found, word = Int32(0), tiles[1], last_word
+    while window < windows:
+        if windows > 1:
+            word = _word_of(rules, work, blocks, window)
+        own = cute.arch.popc(word)
+        ends = running(own, operator.add)
+        in_window = cute.arch.shuffle_sync(ends, WARP - 1)
+        if rank < in_window:
+            lane = cute.arch.popc(cute.arch.vote_ballot_sync(ends <= rank))
+            rank -= cute.arch.shuffle_sync(ends - own, lane)
+            bits = cute.arch.shuffle_sync(word, lane)
+            while rank > 0:
+                bits = bits & (bits - 1)
+                rank -= 1
+            bit = cute.arch.popc((bits & -bits) - 1)
+            block = (window * WARP + lane) * WORD + bit
+            first = block * rules.args.bits.block_k // rules.block_info.tile_n
+            found = cutlass.max(cutlass.min(first + number % ratio, tiles[1]), tiles[0])
+            window = windows
+        rank -= in_window
+        window += 1
+    return found

@@ -59,8 +59,9 @@ class BitArgs(NamedTuple):
     A choice of each query (`SelectedBlocks`) has blocks of one query and no `full`: of what is
     chosen the other masks decide. Its rows are those of the call (of all sequences together, if
     they are packed). of_any, of_every: the bits that any or every query of a tile of the walk has,
-    (batch | 1, heads, tiles, words), as `ChoiceBits` numbers tiles. heads_per_choice: consecutive
-    heads of walks that share a head of the choice.
+    (batch | 1, heads, tiles, words), as `ChoiceBits` numbers tiles. most_tiles: key tiles that a
+    tile of the walk may have chosen. heads_per_choice: consecutive heads of walks that share a head
+    of the choice.
     """
 
     visible: cute.Tensor
@@ -69,6 +70,7 @@ class BitArgs(NamedTuple):
     block_k: Int32
     of_any: cute.Tensor | None = None
     of_every: cute.Tensor | None = None
+    most_tiles: Int32 | None = None
     heads_per_choice: Int32 | None = None
 
     @property

@@ -177,8 +177,11 @@ def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
 
 
 def choice_bits() -> tuple[Any, ...]:
-    """The same of a choice, which has no full blocks, and the bits of tiles of queries."""
-    return (strided(4), None, *int32_pair(), strided(4), strided(4))
+    """The same of a choice, which has no full blocks, the bits of tiles of queries, and how many
+    key tiles such a tile may have chosen."""
+    import cutlass
+
+    return (strided(4), None, *int32_pair(), strided(4), strided(4), cutlass.Int32(1))
 
 
 def token_lists() -> tuple[Any, ...]:

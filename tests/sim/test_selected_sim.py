@@ -317,10 +317,10 @@ def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int) -> No
     given = drawn._replace(choice=choice, visible=visible & (j <= i))
     clean = [drawn.q, *(x.nan_to_num(0.0) for x in (drawn.k, drawn.v))]
     wanted, eager = given.attend(*(x.double() for x in clean)), given.attend(*clean)
-    for num_splits in (1, 3):
+    for num_splits in (0, 1, 3):
         call = forward_call(*given[:3], **given.arguments, num_splits=num_splits)
         with quiet_run(sys_simulator(), 1):
-            out, _ = run_forward(call)
+            out, _ = run_forward(call, sms=7)
         assert_close(out, wanted, eager, f"{num_splits} splits")
 
 

@@ -95,8 +95,11 @@ class MaskArguments:
         self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
     ) -> tuple[Any, ...]:
         num_blocks = selected.num_blocks(self._seqlens[1])
-        made = selected_bits(selected.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
-        return made.rows, None, 1, selected.block_size, made.of_any, made.of_every
+        by_entry, size, tiles = selected.by_entry, selected.block_size, self._query_tiles
+        made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
+        queries = min(-(-tiles.tile_m // tiles.pack), self._seqlens[0])
+        most_tiles = queries * by_entry.shape[3] * max(size // self._tile[1], 1)
+        return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
