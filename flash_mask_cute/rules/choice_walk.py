@@ -43,17 +43,46 @@ def words_for(rules: Any, work: Work, base: Int32, held: ChoiceWords) -> ChoiceW
     args, tile_n = rules.args.bits, rules.block_info.tile_n
     first_needed = base * tile_n // args.block_k // WORD
     if first_needed < held.first:
-        last_word = cute.size(args.of_any, mode=[3]) - 1
+        last_word = cutlass.max(work.seqlen_k - 1, 0) // args.block_k // WORD
+        if const_expr(not args.are_entries):
+            last_word = cute.size(args.of_any, mode=[3]) - 1
         last = ((base + CHUNK) * tile_n - 1) // args.block_k // WORD
         first = cutlass.min(last, last_word) - (WORD - 1)
         word = first + cute.arch.lane_idx()
         of_any, of_every = Int32(0), Int32(0)
-        if word >= 0:
+        if const_expr(args.are_entries):
+            of_any = _word_of_entries(rules, work, word)
+            of_every = of_any
+        elif word >= 0:
             tile = rules.choice_tile(work, work.block)
             place = rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)
             of_any, of_every = args.of_any[place], args.of_every[place]
         held = ChoiceWords(first, of_any, of_every)
     return held
+
+
+@cute.jit
+def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
+    """The blocks among 32 that the only query chose, by its entries. Each lane may ask for another
+    word; one that does not exist is 0."""
+    args = rules.args.bits
+    batch_idx, head_idx, *_ = rules.choice_place(
+        args.visible, work, work.head_idx, Int32(0), Int32(0)
+    )
+    mEntries, found = args.visible[batch_idx, head_idx, 0, None], Int32(0)
+    num_entries, num_blocks = cute.size(mEntries), cute.ceil_div(work.seqlen_k, args.block_k)
+    for start in cutlass.range(0, num_entries, WARP, unroll=1):
+        own = Int32(-1)
+        if start + cute.arch.lane_idx() < num_entries:
+            block = mEntries[start + cute.arch.lane_idx()]
+            exists = (block >= 0) & (block < num_blocks)
+            own = cutlass.select_(exists, Int32(block), own)
+        for i in cutlass.range(cutlass.min(num_entries - start, WARP), unroll=4):
+            block = cute.arch.shuffle_sync(own, i)
+            is_here = (block >= 0) & (block // WORD == word)
+            bit = Int32(1) << (block & (WORD - 1))
+            found = found | cutlass.select_(is_here, bit, Int32(0))
+    return found
 
 
 @cute.jit
@@ -139,7 +168,9 @@ def _word_of(rules: Any, work: Work, blocks: tuple[Int32, Int32], window: Int32)
     """This lane's word of a window of 1024 blocks that queries chose, of `blocks` alone."""
     args, word = rules.args.bits, window * WARP + cute.arch.lane_idx()
     found = Int32(0)
-    if word * WORD < blocks[1]:
+    if const_expr(args.are_entries):
+        found = _word_of_entries(rules, work, word)
+    elif word * WORD < blocks[1]:
         tile = rules.choice_tile(work, work.block)
         found = args.of_any[rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)]
     return found & bit_range(blocks[0] - word * WORD, blocks[1] - word * WORD)
