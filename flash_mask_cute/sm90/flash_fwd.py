@@ -147,6 +147,7 @@ class FlashAttentionForwardSm90:
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
     :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
         warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
+    :param shares_mask: mask_mod is the same for heads that share a tile
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -182,6 +183,7 @@ class FlashAttentionForwardSm90:
         in_fp8: bool = False,
         few_rows: bool = False,
         own_lists: bool = False,
+        shares_mask: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -232,7 +234,7 @@ class FlashAttentionForwardSm90:
             )
         self.is_causal = is_causal
         self.is_local = is_local
-        self.mask_mod = mask_mod
+        self.mask_mod, self.shares_mask = mask_mod, shares_mask
         self.score_mod = score_mod
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
@@ -515,10 +517,12 @@ class FlashAttentionForwardSm90:
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
-        cuts_overhang = self.score_mod is not None
         own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
         return ForwardMask.from_kernel(
-            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang, own_rows=own_rows
+            *(self, wgmma.COLUMNS, masks, lengths),
+            cuts_overhang=self.score_mod is not None,
+            own_rows=own_rows,
+            shares_mask=self.shares_mask,
         )
 
     @cute.jit
