@@ -240,7 +240,7 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"bwd-{name}", _backward(variant)
     yield "bwd-d128-deterministic", _backward(_variant(128, is_causal=True, deterministic=True))
     yield "bwd-d256-deterministic", _backward(_variant(256, is_causal=True, deterministic=True))
-    for d in (64, 128):
+    for d in (64, 128, 256):
         split = _backward(_variant(d, is_causal=True))
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
     for d in (64, 128):
@@ -354,8 +354,11 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
     for name, facts in after.items():
         yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
-    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False)
+    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False, 128, "accumulators")
     yield "add_parts", PreparingVariant(partial(build_add_parts, parts))
+    wide = parts._replace(head_dim=256, head_dim_v=256, tile_d=256, tile_dv=256, tile_n=64)
+    by_rows = wide._replace(order="rows")
+    yield "add_parts-rows", PreparingVariant(partial(build_add_parts, by_rows))
     padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for d, reads_mask_bits in ((32, True), (128, False)):

@@ -135,6 +135,7 @@ class OperandLoads:
         if const_expr(self._by_rows):
             nowhere = self._copies.nowhere()
             state = state._replace(v_pages=nowhere, next_pages=nowhere)
+        if const_expr(self._hands_over):
             state = state._replace(k_ready=Int32(0), v_ready=Int32(0))
         if const_expr(self.cut is not None):
             state = state._replace(cuts=Int32(0))
@@ -157,7 +158,7 @@ class OperandLoads:
                 # the next query has to wait for the output, which has to wait for these
                 self._load_values(state)
                 state = state._replace(v_block=Int32(-1))
-            if const_expr(self._by_rows):
+            if const_expr(self._hands_over):
                 # whoever reads them lets the next query come
                 if const_expr(self.share.count == 1 or self.shape.stages_q == 1):
                     state = self._hand_over_rows(state, 0)
@@ -168,8 +169,11 @@ class OperandLoads:
             ring.release(tile)
             tile += 1
         self._load_values(state)
-        if const_expr(self._by_rows):
+        if const_expr(self._hands_over):
             self._hand_over_rows(state._replace(v_block=Int32(-1)), 0)
+        elif const_expr(self._by_rows):
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
         if const_expr(self.k.channel.home is not None):
             # releases come from another CTA, and must not come after the end of this one
             self.q.channel.drain(tile * self.shape.q_fills)
@@ -229,6 +233,8 @@ class OperandLoads:
         if const_expr(self._by_rows):
             smem = self.k.smem[None, None, channel.index(number)]
             self._copies.copy(self.pages.k, place.head, pages, smem)
+            if const_expr(not self._hands_over):
+                channel.publish_copies(number)
         else:
             self._load_key_boxes(place, pages, number)
         self._load_paged_values(state)
@@ -239,7 +245,7 @@ class OperandLoads:
             v_pages=pages,
             next_pages=self._settled(next_pages),
         )
-        if const_expr(self._by_rows):
+        if const_expr(self._hands_over):
             stages = min(self.k.channel.stages, self.v.channel.stages)
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
@@ -275,6 +281,8 @@ class OperandLoads:
             if const_expr(self._by_rows):
                 stage = smem[None, None, channel.index(number)]
                 self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
+                if const_expr(not self._hands_over):
+                    channel.publish_copies(number)
             else:
                 channel.expect(number, shape.bytes_v)
                 for box in cutlass.range(
@@ -340,6 +348,12 @@ class OperandLoads:
     @property
     def _by_rows(self) -> bool:
         return self.pages is not None and self.pages.k is not None
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether copies by rows are waited for before they are handed over: products read them
+        through another proxy. Codes are read as they were written, and arrive by themselves."""
+        return self._by_rows and self.k.smem.element_type.width > 8
 
     @property
     def _copies(self) -> RowCopies:

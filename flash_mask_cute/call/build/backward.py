@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
 from flash_mask_cute.call.build.kernel_operands import (
@@ -23,6 +23,9 @@ from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
 from flash_mask_cute.runtime.target import Target
+
+if TYPE_CHECKING:
+    from flash_mask_cute.kernels.bwd_add_parts import SumsOrder
 
 # keys of a tile that both warpgroups have
 SHARED_TILE_N = 64
@@ -91,8 +94,8 @@ class RowFacts(NamedTuple):
 
 
 class PartFacts(NamedTuple):
-    """Facts that determine the code of the kernel that adds partial sums of dK and dV. added_keys:
-    keys of a tile, if CTAs added to its sums, else 0."""
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV, which has
+    parameters of the same names."""
 
     dtype: str
     head_dim: int
@@ -101,7 +104,8 @@ class PartFacts(NamedTuple):
     tile_dv: int
     varlen_k: bool
     has_seqused_k: bool
-    added_keys: int = 0
+    tile_n: int
+    order: SumsOrder
 
 
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
@@ -156,8 +160,9 @@ def compile_bwd(
     add_parts = None
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
-        of_keys = problem.varlen_k, problem.has_seqused_k, problem.token_lists
-        parts = PartFacts(problem.dtype, *sizes, *of_keys)
+        of_keys = problem.varlen_k, problem.has_seqused_k
+        tile_n = problem.token_lists or choice.tile_n
+        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, _sums_order(problem, choice))
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):
@@ -297,21 +302,30 @@ def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
     return compile_object(ZeroPadding(), arguments, options_of(target))
 
 
+def _sums_order(problem: AttentionProblem, choice: BwdChoice) -> SumsOrder:
+    """The order in which the main kernel leaves sums of dK and dV."""
+    from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
+
+    if problem.token_lists:
+        return "lanes"
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_OWN_DIM
+    return "rows" if is_wide and not choice.tiles.splits_keys else "accumulators"
+
+
 def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
     """Compile the kernel that adds partial sums of dK and dV now."""
-    from flash_mask_cute.kernels.bwd_add_parts import TILE_N, BwdAddParts
+    from flash_mask_cute.kernels.bwd_add_parts import BwdAddParts
 
     rank = 3 if facts.varlen_k else 4
-    cols, tile_n = (facts.tile_d, facts.tile_dv), facts.added_keys or TILE_N
+    cols = facts.tile_d, facts.tile_dv
     arguments = [
-        *(scratch(tile_n * width) for width in cols),
+        *(scratch(facts.tile_n * width) for width in cols),
         operand(facts.dtype, rank, facts.head_dim),
         operand(facts.dtype, rank, facts.head_dim_v),
         fake_tensors.stream(),
         int32_vector(facts.varlen_k),
         int32_vector(facts.has_seqused_k),
     ]
-    kernel = BwdAddParts(
-        fake_tensors.cutlass_dtype(facts.dtype), cols, tile_n, facts.added_keys > 0
-    )
+    dtype = fake_tensors.cutlass_dtype(facts.dtype)
+    kernel = BwdAddParts(dtype, cols, facts.tile_n, facts.order)
     return compile_object(kernel, arguments, options_of(target))

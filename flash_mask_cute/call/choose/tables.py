@@ -283,6 +283,18 @@ def describe_conditions(row: FwdRow | BwdRow) -> str:
 
 SM90_FWD = (
     FwdRow(
+        *(64, 64, 64, 64, 8, 2, False),
+        "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
+        for_decode=True,
+        max_selected=64,
+    ),
+    FwdRow(
+        *(128, 128, 64, 64, 5, 2, True),
+        "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
+        for_decode=True,
+        max_selected=64,
+    ),
+    FwdRow(
         *(64, 64, 64, 128, 6, 2, False),
         "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
         for_decode=True,
@@ -585,7 +597,7 @@ SM90_BWD = (
             ),
             (
                 "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
-                *((TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER), 0, None, False),
+                *(None, 0, None, False),
             ),
         )
     ),

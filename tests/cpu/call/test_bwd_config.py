@@ -104,7 +104,6 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
 
     assert all(takes_pairs(256, 256, kind=kind) for kind in ("full", "causal", "other", "mask_mod"))
     assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2) and takes_pairs(168, 136)
-    assert all(takes_pairs(192, 128, kind=kind) for kind in ("edges", "mask_mod"))
     assert not any(takes_pairs(*dims) for dims in ((64, 256), (192, 256), (128, 128)))
     choice = select_bwd_config(**WIDE)
     assert (choice.tile_n, choice.cluster_tile_n) == (64, 128)
@@ -130,13 +129,13 @@ SHARED = {
 
 
 def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
-    """Each has half of the columns of dQ, in one product; in a fixed order, too."""
+    """Each has half of the columns of dQ, in one product; under all masks, and in a fixed order."""
     from cutlass import BFloat16
 
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
     for dims, cols in (((192, 128), 192), ((160, 160), 160), ((136, 8), 160)):
-        for kind in ("full", "causal", "other"):
+        for kind in ("full", "causal", "other", "edges", "mask_mod"):
             for deterministic in (False, True):
                 for seqlen_k in (4096, 8192, 32768):
                     choice = select_bwd_config(
@@ -182,7 +181,6 @@ def test_keys_of_each_warpgroup_that_cannot_run() -> None:
         select(192, 128, splits_keys=True, stages_kv=2)
     # who does not ask for them gets what is asked for
     assert not select(192, 128, stages_do=2).splits_keys
-    assert select(192, 128, kind="mask_mod", splits_keys=True, cta_pair=False).splits_keys
 
 
 def test_columns_of_heads_whose_dq_is_summed_in_turn() -> None:
