@@ -53,7 +53,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.core import tma
+from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.dq_sums import Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
@@ -81,7 +81,7 @@ from flash_mask_cute.rules.mask_rules import (
 )
 from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
-from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
@@ -216,7 +216,7 @@ class FlashAttentionBackwardSm90:
             raise ValueError(f"wants_aux {wants_aux} needs a score_mod and no score_mod_bwd")
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pairs.CTAS):
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < clusters.CTAS):
             raise ValueError(
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
@@ -389,7 +389,7 @@ class FlashAttentionBackwardSm90:
         cute.arch.mbarrier_init_fence()
         if const_expr(traits.cta_pair):
             # also the other CTA's, on which this one arrives
-            cta_pairs.sync()
+            clusters.sync()
         else:
             cute.arch.sync_threads()
         tiles = traits.tiles(storage)
@@ -454,7 +454,7 @@ class FlashAttentionBackwardSm90:
                 self.mma(traits.for_warpgroup(1), *given)
         if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
-            cta_pairs.sync()
+            clusters.sync()
 
     def _rules(
         self, masks: MaskArgs, lengths: Lengths, group: Int32, token_lists: TokenLists | None

@@ -15,7 +15,9 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core import clusters
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.cta import (
     RING_STAGES,
     THREADS_PER_WARPGROUP,
@@ -32,8 +34,7 @@ from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
-from flash_mask_cute.sm90 import cta_pairs
-from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.cta_pairs import PeerGrads
 from flash_mask_cute.sm90.flash_bwd_limits import (
     MAX_OWN_DIM,
     MMA_REGISTERS,
@@ -184,7 +185,7 @@ class BwdTraits(ListedQueryTraits):
     @property
     def num_ctas(self) -> int:
         """CTAs that process a work tile together."""
-        return cta_pairs.CTAS if self.cta_pair else 1
+        return clusters.CTAS if self.cta_pair else 1
 
     @property
     def cluster_tile_n(self) -> int:

@@ -69,8 +69,9 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdTraits`). order: order of the sums of dQ; num_ctas: CTAs that summed a row block;
-    in_halves: see `BwdPostprocess`. The latter three matter only after. packing: rows of a query in
+    row (`BwdTraits`). num_ctas: CTAs that summed a row block; before, it matters only where these
+    have semaphores. order: order of the sums of dQ; in_halves: see `BwdPostprocess`. These two
+    matter only after. packing: rows of a query in
     a row block that heads of a group share, and these heads, as in `Packing`.
     """
 
@@ -131,9 +132,13 @@ def compile_bwd(
     statistics = num_stats(problem), facts.has_lse_low
     of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
     packing = (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, packing=packing)
+    num_ctas = choice.ctas_of_tile
+    before = RowFacts(
+        *(problem.dtype, problem.head_dim_v, *rows, *of_scores),
+        num_ctas=1 if choice.tiles.clears_dq else num_ctas,
+        packing=packing,
+    )
     order = arch_spec(target).backward.dq_order
-    num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(
         *(problem.dtype, problem.head_dim, *rows),
         order=order,
@@ -226,6 +231,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         has_reference=facts.num_stats == 3,
         packing=Packing(*facts.packing),
         has_marks=facts.marked_dim is not None,
+        num_semaphores=facts.num_ctas,
     )
     arguments = [
         operand(facts.dtype, rank, facts.dim),

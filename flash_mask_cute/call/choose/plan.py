@@ -613,7 +613,6 @@ def _bwd_chooser(
             walk=BwdWalkFacts(
                 _visible((problem.is_causal, *window)),
                 problem.has_lists or problem.has_bits or problem.has_selected,
-                problem.common_kv,
             ),
             listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,

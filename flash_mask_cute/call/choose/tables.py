@@ -653,12 +653,12 @@ _SM100_FOLDED_PAIR = BwdRow(
     clears_dq=True,
     cta_pair=True,
 )
+# Each row with clears_dq is there again for sums that have an order.
 # On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
-SM100_BWD = (
-    _SM100_PAIR,
-    _SM100_WIDE_PAIR,
-    _SM100_ASKED_PAIR,
-    _SM100_FOLDED_PAIR,
+SM100_BWD = tuple(
+    row._replace(clears_dq=clears_dq)
+    for row in (_SM100_PAIR, _SM100_WIDE_PAIR, _SM100_ASKED_PAIR, _SM100_FOLDED_PAIR)
+    for clears_dq in (True, False)
 ) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
