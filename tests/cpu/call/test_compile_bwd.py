@@ -58,7 +58,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "d192-dv128-columns-2": {"head_dim": 192, "intervals": (2, True), "is_causal": True},
     "d192-dv128-columns-4": {"head_dim": 192, "intervals": (4, False)},
     "d192-dv128-mask-lists": {
-        "head_dim": 192, "mask_mod": "documents", "aux": (("int32", 2),), "has_bits": True,
+        "head_dim": 192,
+        "mask_mod": "documents",
+        "aux": (("int32", 2),),
+        "has_bits": True,
     },
     "d192": {"head_dim": 192, "head_dim_v": 192},
     "d96-score": {"head_dim": 96, "head_dim_v": 96, "score_mod": "alibi", "is_causal": True},
