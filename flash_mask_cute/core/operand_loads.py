@@ -226,7 +226,11 @@ class OperandLoads:
         number, pages = state.blocks, state.next_pages
         is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
-            pages = self._settled(self._look_up(place, block.index))
+            pages = self._look_up(place, block.index)
+            if const_expr(not self._settles_late):
+                pages = self._settled(pages)
+        if const_expr(self._settles_late):
+            pages = self._settled(pages)
         # the table is read while this block is loaded
         next_pages = self._look_up(place, block.index - 1)
         channel = self._begin_block(number, block)
@@ -243,7 +247,7 @@ class OperandLoads:
             v_block=block.index,
             v_place=place,
             v_pages=pages,
-            next_pages=self._settled(next_pages),
+            next_pages=next_pages if self._settles_late else self._settled(next_pages),
         )
         if const_expr(self._hands_over):
             stages = min(self.k.channel.stages, self.v.channel.stages)
@@ -336,6 +340,12 @@ class OperandLoads:
         box = cutlass.min(cute.arch.lane_idx(), last)
         key = self._key(place, cutlass.max(block, 0), box)
         return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
+
+    @property
+    def _settles_late(self) -> bool:
+        """Whether pages are settled when their block is loaded, a block after they were looked up:
+        not beside fences, which wait for loads."""
+        return self._by_rows and not self._hands_over
 
     def _settled(self, pages: PageRow | BlockRows) -> PageRow | BlockRows:
         """Pages of the pool, from what was read in the table."""

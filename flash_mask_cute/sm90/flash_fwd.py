@@ -113,7 +113,7 @@ L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
 # the largest head dimension of keys in fp8 whose rows several warps copy
-MOST_OF_SHARED_CODES = 64
+MOST_OF_SHARED_CODES = 256
 
 
 class FlashAttentionForwardSm90:
