@@ -430,10 +430,11 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
+            scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loads = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
-                share=CopyShare(0, self.copying_warps),
+                share=CopyShare(0, self.copying_warps), scales_k=scales.k, scales_v=scales.v,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loads.stream(channels.ring, channels.walk)
