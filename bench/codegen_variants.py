@@ -132,7 +132,7 @@ def compile_variant(name: str) -> Built:
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
-            walk=BwdWalkFacts(variant.window, problem.has_bits),
+            walk=BwdWalkFacts(variant.window, problem.has_bits, own_lists=variant.block_size),
             listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
@@ -173,6 +173,7 @@ def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (72, 80):
         yield f"d{d}-full", _variant(d)
         yield f"d{d}-causal", _variant(d, is_causal=True)
+    yield "d192v128-columns2", _variant(192, dim_v=128, is_causal=True, intervals=(2, True))
     for name, dims in (
         ("d96", (96, 96)),
         ("d136", (136, 136)),
@@ -259,7 +260,9 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
         yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
-    yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
+    for d in (64, 128):
+        own = _backward(_variant(d, has_bits=True, own_lists=True))
+        yield f"bwd-d{d}-own_lists", replace(own, block_size=(64, 64))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)

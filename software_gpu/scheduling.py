@@ -248,7 +248,7 @@ class Scheduler:
                             else "runs"
                         )
                     else:
-                        why = "waits: " + why
+                        why = f"waits: {why}"
                     out.append(
                         f"  CTA {W.cta.ctaid} rank {W.cta.rank} warp {W.index} lanes {m:#010x} "
                         f"pc {pc} {ins!r}"[:260]

@@ -18,7 +18,8 @@ class Deadlock(SimError):
 
 
 class BLOCK:
-    """Returned by a handler that cannot proceed. soft: a try_wait, which may also return false."""
+    """Returned by a handler that cannot proceed. reason: its text is asked for in reports only.
+    soft: a try_wait, which may also return false."""
 
     __slots__ = ("reason", "soft")
 

@@ -205,7 +205,7 @@ class BwdTraits(ListedQueryTraits):
     @property
     def stages_dq(self) -> int:
         """Places of dQ on its way out: two if most blocks may be short, one warpgroup's alone."""
-        return 2 if self.own_lists else 1
+        return 2 if self.own_lists and self.stages_kv == 1 else 1
 
     @property
     def tile_d(self) -> int:

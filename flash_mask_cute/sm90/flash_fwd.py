@@ -113,7 +113,7 @@ L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
 # the largest head dimension of keys in fp8 whose rows several warps copy
-MOST_OF_SHARED_CODES = 64
+MOST_OF_SHARED_CODES = 256
 
 
 class FlashAttentionForwardSm90:
@@ -432,10 +432,11 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
+            scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loads = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
-                share=CopyShare(0, self.copying_warps),
+                share=CopyShare(0, self.copying_warps), scales_k=scales.k, scales_v=scales.v,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loads.stream(channels.ring, channels.walk)

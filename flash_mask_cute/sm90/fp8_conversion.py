@@ -77,6 +77,10 @@ class Descales(NamedTuple):
     k: cute.Tensor | None
     v: cute.Tensor | None
 
+    def of_rows(self) -> "Descales":
+        """Those that have one for each row."""
+        return Descales(*(x if _is_of_rows(x) else None for x in self))
+
 
 class Scales(NamedTuple):
     """The scale of a lane's row of a block.
@@ -163,7 +167,7 @@ class Conversion:
 
     @property
     def _has_scales_of_rows(self) -> bool:
-        return self.descale is not None and cute.rank(self.descale) == 3
+        return _is_of_rows(self.descale)
 
     def _look_up(self, place: Place, block: Int32, entry: Int32) -> Scales:
         """Those of a block. entry: of the table of pages."""
@@ -314,6 +318,10 @@ class Conversion:
         # products read through another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         channel.publish(number)
+
+
+def _is_of_rows(descale: cute.Tensor | None) -> bool:
+    return descale is not None and cute.rank(descale) == 3
 
 
 def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:

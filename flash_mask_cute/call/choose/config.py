@@ -362,11 +362,12 @@ class BwdChoice:
 
 
 class BwdWalkFacts(NamedTuple):
-    """What a backward knows of its walks beside its problem's class. window, has_lists: see
-    `CallFacts`."""
+    """What a backward knows of its walks beside its problem's class. window, has_lists, own_lists:
+    see `CallFacts`."""
 
     window: int | None = None
     has_lists: bool = False
+    own_lists: tuple[int, int] | None = None
 
 
 NO_BWD_WALK_FACTS = BwdWalkFacts()
@@ -421,6 +422,7 @@ def select_bwd_config(
         window=walk.window,
         has_lists=walk.has_lists,
         token_lists=token_lists,
+        own_lists=walk.own_lists,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:

@@ -201,7 +201,9 @@ class BwdRow(NamedTuple):
     with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
     min_window: of windows that are closed on both sides, those with at least so many keys.
     without_lists: no block lists or choices leave out blocks. token_lists: only for choices that
-    are taken as token lists, with so many keys of a work tile.
+    are taken as token lists, with so many keys of a work tile. own_lists: only with block lists of
+    a multiple of tile_m queries and an odd multiple of 64 keys, of which each warpgroup has its
+    own.
     """
 
     max_dim: int
@@ -223,6 +225,7 @@ class BwdRow(NamedTuple):
     without_lists: bool = False
     token_lists: int = 0
     if_asked: bool = False
+    own_lists: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -247,6 +250,15 @@ class BwdRow(NamedTuple):
             )
         if self.without_lists:
             yield Condition("no block lists", lambda call: not call.has_lists)
+        if self.own_lists:
+            yield Condition(
+                f"block lists of a multiple of {self.tile_m} queries and an odd one of 64 keys",
+                lambda call: (
+                    call.own_lists is not None
+                    and call.own_lists[0] % self.tile_m == 0
+                    and call.own_lists[1] % 128 == 64
+                ),
+            )
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
         if self.if_asked:
@@ -517,6 +529,23 @@ SM90_BWD = (
         "a few listed queries; both warpgroups have the same keys, and half of the columns each",
         clears_dq=True,
         token_lists=64,
+    ),
+    *(
+        BwdRow(
+            *(d, d, 64, 2, 2, 1, value_cols),
+            "no CTA waits for one that stores first, and each warpgroup passes over what its lists "
+            "do not have",
+            masks,
+            above_dim=above_dim,
+            clears_dq=True,
+            own_lists=True,
+        )
+        for d, above_dim, value_cols, masks in (
+            (64, 0, 64, None),
+            (96, 64, 96, (TuningClass.OTHER,)),
+            (128, 0, 64, (TuningClass.OTHER,)),
+            (128, 0, 32, None),
+        )
     ),
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),

@@ -22,12 +22,37 @@ def test_a_row_runs_as_written(row: Any) -> None:
     dims, kind = (row.max_dim, row.max_dim_v), (row.masks or (TuningClass.EDGES,))[0]
     num_sms = 2 if row.cta_pair else 1
     seqlen_k = row.min_seqlen_k or row.max_seqlen_k or 8192
-    by_tokens = {"token_lists": row.token_lists, "listed_rows": 16} if row.token_lists else {}
-    choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **by_tokens)
+    more: dict[str, Any] = {}
+    if row.token_lists:
+        more = {"token_lists": row.token_lists, "listed_rows": 16}
+    elif row.own_lists:
+        more = {"walk": BwdWalkFacts(has_lists=True, own_lists=(64, 64))}
+    choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **more)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
     assert not row.token_lists or choice.tile_n == row.token_lists
+
+
+def test_lists_of_warpgroups_have_rows_of_their_own() -> None:
+    """Of blocks of 64 queries also at d=64, where other calls have tiles of 128; not in a fixed
+    order, nor for blocks that are whole tiles."""
+    for dim in (64, 80, 128):
+        for size, is_ordered, is_own in (
+            ((64, 64), False, True),
+            ((128, 192), False, True),
+            ((64, 64), True, False),
+            ((64, 128), False, False),
+            ((96, 64), False, False),
+        ):
+            choice = select_bwd_config(
+                *(dim, dim, "other"),
+                deterministic=is_ordered,
+                walk=BwdWalkFacts(has_lists=True, own_lists=size),
+            )
+            assert choice.tiles.clears_dq == is_own
+            assert choice.tiles.tile_m == (64 if is_own or dim > 64 else 128)
+            assert choice.own_keys_nest_in(size) or not is_own
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
