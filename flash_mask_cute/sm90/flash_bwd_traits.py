@@ -42,7 +42,7 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     why_infeasible,
 )
 from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
-from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
@@ -215,12 +215,12 @@ class BwdTraits(ListedQueryTraits):
             return tile_columns(self.head_dim)
         if not self.shares_keys and sums_in_turn(STEP_COLS * self.steps_d, self.num_ctas):
             return STEP_COLS * self.steps_d
-        return _shared_width(self.head_dim)
+        return shared_width(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
         if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
-            return _shared_width(self.head_dim_v)
+            return shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
 
     @property
@@ -693,8 +693,3 @@ class BwdTraits(ListedQueryTraits):
 
     def _claims(self, storage: Any) -> Claims:
         return Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
-
-
-def _shared_width(dim: int) -> int:
-    """The shared columns of a tile (`column_parts`), for heads of a dimension."""
-    return -(-dim // 32) * 32
