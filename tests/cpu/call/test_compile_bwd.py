@@ -227,7 +227,9 @@ BLACKWELL_SPILLS = dict.fromkeys(
 BLACKWELL_SPILLS |= dict.fromkeys(
     ("pair-causal-more-queries", "pair-columns-1-causal-bits", "pair-mask-aux"), 516
 )
-BLACKWELL_SPILLS |= dict.fromkeys(("pair-d256-causal-more-queries", "pair-d256-mask-aux"), 600)
+BLACKWELL_SPILLS |= dict.fromkeys(
+    ("pair-d256-causal-more-queries", "pair-d256-mask-aux", "d256-lists-in-order"), 600
+)
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),
