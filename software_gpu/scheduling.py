@@ -183,6 +183,7 @@ class Scheduler:
             if fn:
                 fn()
         W.bulk_groups, W.bulk = [], []
+        W.copies.finish(W.copies.started)
         self.note_uninit(W)
         if W.cta.umma:
             finish_warp(self, W)

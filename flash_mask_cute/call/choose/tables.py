@@ -201,7 +201,9 @@ class BwdRow(NamedTuple):
     with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
     min_window: of windows that are closed on both sides, those with at least so many keys.
     without_lists: no block lists or choices leave out blocks. token_lists: only for choices that
-    are taken as token lists, with so many keys of a work tile.
+    are taken as token lists, with so many keys of a work tile. own_lists: only with block lists of
+    a multiple of tile_m queries and an odd multiple of 64 keys, of which each warpgroup has its
+    own.
     """
 
     max_dim: int
@@ -223,6 +225,7 @@ class BwdRow(NamedTuple):
     without_lists: bool = False
     token_lists: int = 0
     if_asked: bool = False
+    own_lists: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -247,6 +250,15 @@ class BwdRow(NamedTuple):
             )
         if self.without_lists:
             yield Condition("no block lists", lambda call: not call.has_lists)
+        if self.own_lists:
+            yield Condition(
+                f"block lists of a multiple of {self.tile_m} queries and an odd one of 64 keys",
+                lambda call: (
+                    call.own_lists is not None
+                    and call.own_lists[0] % self.tile_m == 0
+                    and call.own_lists[1] % 128 == 64
+                ),
+            )
         if self.cta_pair:
             yield Condition("scores that nothing modifies", lambda call: call.may_pair)
         if self.if_asked:
@@ -282,6 +294,18 @@ def describe_conditions(row: FwdRow | BwdRow) -> str:
 
 
 SM90_FWD = (
+    FwdRow(
+        *(64, 64, 64, 64, 8, 2, False),
+        "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
+        for_decode=True,
+        max_selected=64,
+    ),
+    FwdRow(
+        *(128, 128, 64, 64, 5, 2, True),
+        "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
+        for_decode=True,
+        max_selected=64,
+    ),
     FwdRow(
         *(64, 64, 64, 128, 6, 2, False),
         "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
@@ -506,6 +530,23 @@ SM90_BWD = (
         clears_dq=True,
         token_lists=64,
     ),
+    *(
+        BwdRow(
+            *(d, d, 64, 2, 2, 1, value_cols),
+            "no CTA waits for one that stores first, and each warpgroup passes over what its lists "
+            "do not have",
+            masks,
+            above_dim=above_dim,
+            clears_dq=True,
+            own_lists=True,
+        )
+        for d, above_dim, value_cols, masks in (
+            (64, 0, 64, None),
+            (96, 64, 96, (TuningClass.OTHER,)),
+            (128, 0, 64, (TuningClass.OTHER,)),
+            (128, 0, 32, None),
+        )
+    ),
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
         "user callables take the registers of 64 queries, but not those of the values",
@@ -585,7 +626,7 @@ SM90_BWD = (
             ),
             (
                 "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
-                *((TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER), 0, None, False),
+                *(None, 0, None, False),
             ),
         )
     ),
@@ -641,12 +682,12 @@ _SM100_FOLDED_PAIR = BwdRow(
     clears_dq=True,
     cta_pair=True,
 )
+# Each row with clears_dq is there again for sums that have an order.
 # On Blackwell a block is 128 queries by 128 keys, or 64 by 128 (docs/backward_sm100.md says why).
-SM100_BWD = (
-    _SM100_PAIR,
-    _SM100_WIDE_PAIR,
-    _SM100_ASKED_PAIR,
-    _SM100_FOLDED_PAIR,
+SM100_BWD = tuple(
+    row._replace(clears_dq=clears_dq)
+    for row in (_SM100_PAIR, _SM100_WIDE_PAIR, _SM100_ASKED_PAIR, _SM100_FOLDED_PAIR)
+    for clears_dq in (True, False)
 ) + tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
