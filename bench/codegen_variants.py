@@ -241,7 +241,7 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"bwd-{name}", _backward(variant)
     yield "bwd-d128-deterministic", _backward(_variant(128, is_causal=True, deterministic=True))
     yield "bwd-d256-deterministic", _backward(_variant(256, is_causal=True, deterministic=True))
-    for d in (64, 128):
+    for d in (64, 128, 256):
         split = _backward(_variant(d, is_causal=True))
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
     for d in (64, 128):
@@ -290,6 +290,8 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     for mask in ("full", "causal"):
         alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
         yield f"{prefix}-bwd-d128-alone-{mask}", alone
+    in_order = replace(of_hopper["bwd-d128-deterministic"], arch=arch)
+    yield f"{prefix}-bwd-d128-alone-deterministic", replace(in_order, cta_pair=False)
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
         wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
         yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
@@ -298,6 +300,9 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
             wide = _backward(_variant(d, dim_v=dim_v, is_causal=mask == "causal"))
             in_pairs = replace(wide, arch=arch, cta_pair=True)
             yield f"{prefix}-bwd-d{d}v{dim_v}-pair-{mask}", in_pairs
+        in_order = _backward(_variant(d, dim_v=dim_v, is_causal=True, deterministic=True))
+        in_pairs = replace(in_order, arch=arch, cta_pair=True)
+        yield f"{prefix}-bwd-d{d}v{dim_v}-pair-deterministic", in_pairs
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
@@ -337,6 +342,7 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     }
     after = rows | {
         "lanes": plain._replace(tile_m=128, order="lanes"),
+        "lanes-pair": plain._replace(tile_m=128, order="lanes", num_ctas=2),
         "d160-pair": plain._replace(dim=160, tile_d=160, clears_dq=True, num_ctas=2),
         "d192-pair": plain._replace(dim=192, tile_d=192, clears_dq=True, num_ctas=2),
     }
@@ -345,13 +351,17 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         "marks": plain._replace(marked_dim=128),
         "any_size": plain._replace(num_stats=3, has_lse_low=True),
         "sink": plain._replace(has_dlse=True, sink_dtype="bfloat16"),
+        "pair": plain._replace(tile_m=128, num_ctas=2),
     }
     for name, facts in before.items():
         yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
     for name, facts in after.items():
         yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
-    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False)
+    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False, 128, "accumulators")
     yield "add_parts", PreparingVariant(partial(build_add_parts, parts))
+    wide = parts._replace(head_dim=256, head_dim_v=256, tile_d=256, tile_dv=256, tile_n=64)
+    by_rows = wide._replace(order="rows")
+    yield "add_parts-rows", PreparingVariant(partial(build_add_parts, by_rows))
     padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for d, reads_mask_bits in ((32, True), (128, False)):

@@ -15,7 +15,9 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core import clusters
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.cta import (
     RING_STAGES,
     THREADS_PER_WARPGROUP,
@@ -32,8 +34,7 @@ from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
-from flash_mask_cute.sm90 import cta_pairs
-from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.cta_pairs import PeerGrads
 from flash_mask_cute.sm90.flash_bwd_limits import (
     MAX_OWN_DIM,
     MMA_REGISTERS,
@@ -42,7 +43,7 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     why_infeasible,
 )
 from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
-from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
@@ -184,7 +185,7 @@ class BwdTraits(ListedQueryTraits):
     @property
     def num_ctas(self) -> int:
         """CTAs that process a work tile together."""
-        return cta_pairs.CTAS if self.cta_pair else 1
+        return clusters.CTAS if self.cta_pair else 1
 
     @property
     def cluster_tile_n(self) -> int:
@@ -215,12 +216,12 @@ class BwdTraits(ListedQueryTraits):
             return tile_columns(self.head_dim)
         if not self.shares_keys and sums_in_turn(STEP_COLS * self.steps_d, self.num_ctas):
             return STEP_COLS * self.steps_d
-        return _shared_width(self.head_dim)
+        return shared_width(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
         if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
-            return _shared_width(self.head_dim_v)
+            return shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
 
     @property
@@ -693,8 +694,3 @@ class BwdTraits(ListedQueryTraits):
 
     def _claims(self, storage: Any) -> Claims:
         return Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
-
-
-def _shared_width(dim: int) -> int:
-    """The shared columns of a tile (`column_parts`), for heads of a dimension."""
-    return -(-dim // 32) * 32

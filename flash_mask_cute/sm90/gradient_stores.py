@@ -7,19 +7,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes, by_queries
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
-from flash_mask_cute.sm90.warpgroups import Role, send_rows
+from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
 
 
 class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
-    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
-    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. With token lists there
-    is one part, to which CTAs add.
+    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in one of the
+    orders of `bwd_add_parts`, and `blocks` numbers the key blocks. With token lists there is one
+    part, to which CTAs add.
     """
 
     dk: cute.Tensor
@@ -115,6 +117,42 @@ def store_sums(
                 cute.arch.red(place, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
         if const_expr(not adds):
             cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+
+
+@cute.jit
+def store_sum_rows(
+    traits: cutlass.Constexpr[BwdTraits],
+    accs: list,
+    columns: cutlass.Constexpr[tuple[ColumnPart, ...]],
+    target: cute.Tensor,
+    blocks: RowBlocks,
+    work: Work,
+    has_sums: Boolean,
+):
+    """`store_sums` where warpgroups have different columns: row by row, pairs of columns of 8 rows
+    at a time."""
+    row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
+    sums = target[work.head_idx, row_block, None]
+    pairs_of_row = cute.size(sums) // traits.tile_n // 2
+    thread = thread_in_warpgroup()
+    row = traits.first_key() + thread // WARP * ROWS_PER_WARP + cute.arch.lane_idx() // 4
+    # the second CTA of a pair may have a block that no sequence has
+    if work.block * traits.tile_n < work.slot:
+        for acc, part in zip(accs, columns, strict=True):
+            first_col = part.first
+            if const_expr(part.sharers > 1):
+                first_col += traits.column_group() * part.width
+            quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, part.width // 8)))
+            for g in cutlass.range_constexpr(part.width // 8):
+                pair = first_col // 2 + g * 4 + cute.arch.lane_idx() % 4
+                for i in cutlass.range_constexpr(2):
+                    values = cute.make_rmem_tensor((2,), Float32)
+                    for j in cutlass.range_constexpr(2):
+                        # without scores, what was loaded is another sequence's
+                        values[j] = cutlass.select_(has_sums, quads[j, i, g], Float32(0.0))
+                    at = (row + 8 * i) * pairs_of_row + pair
+                    stored = cute.make_tensor(sums.iterator, cute.make_layout((2, 2**30)))
+                    cute.autovec_copy(values, stored[None, at])
 
 
 def stage_nothing(traits: BwdTraits, tiles: Tiles, channel: Channel, block: Int32) -> None:

@@ -61,6 +61,24 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
             2,
             {},
         ),
+        # columns shared by warpgroups, and pairs of CTAs
+        (Case("gqa2-d160", 1, 65, 140, 2, 1, head_dim=160, causal=True), 2, {}),
+        (Case("gqa4-d256", 1, 65, 300, 4, 1, head_dim=256, causal=True), 4, {}),
+        (Case("gqa2-d256", 1, 65, 140, 2, 1, head_dim=256), 2, {"deterministic": True}),
+        (
+            Case(
+                "gqa4-d192-dv128-varlen",
+                *(0, 0, 0, 4, 2),
+                head_dim=192,
+                head_dim_v=128,
+                causal=True,
+                lengths_q=(65, 0, 99),
+                lengths_k=(0, 9, 270),
+            ),
+            2,
+            {},
+        ),
+        (Case("gqa2-d136-bias", 1, 65, 140, 2, 1, head_dim=136, score_mod="head_bias"), 2, {}),
         # with fewer columns than the tile of keys, of values, and of neither
         (Case("d136-dv152", 1, 65, 140, 2, 1, head_dim=136, head_dim_v=152, causal=True), 2, {}),
         (Case("d176-dv72", 1, 65, 140, 2, 1, head_dim=176, head_dim_v=72), 2, {}),

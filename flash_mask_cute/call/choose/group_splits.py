@@ -42,12 +42,10 @@ def split_group(
         ValueError: `wanted` does not divide the group, or the kernel cannot split it.
     """
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 1
-    is_narrow = max(shapes.head_dim, shapes.head_dim_v) <= 128
-    splits = _divisors(group) if is_narrow or choice.tiles.splits_keys else [1]
+    splits = _divisors(group)
     if wanted is not None and wanted not in splits:
         raise ValueError(
-            f"config group_splits must be one of {splits} for groups of {group} heads and "
-            f"head_dim={shapes.head_dim}, head_dim_v={shapes.head_dim_v}, got {wanted}"
+            f"config group_splits must be one of {splits} for groups of {group} heads, got {wanted}"
         )
     if wanted is None:
         walks = list(_walks(choice, problem, shapes, window))
@@ -55,9 +53,10 @@ def split_group(
             # one walk over the queries of all sequences
             walks = [shapes.batch * walk for walk in walks]
             shapes = replaced(shapes, batch=1)
+        takers = num_sms // (choice.cluster_tile_n // choice.tile_n)
         masks = replace(problem, score_mod=None).tuning_class
         in_turn = masks is TuningClass.CAUSAL and not problem.deterministic
-        costs = {n: _estimate(walks, shapes, group, n, num_sms, in_turn) for n in splits}
+        costs = {n: _estimate(walks, shapes, group, n, takers, in_turn) for n in splits}
         enough = LEAST_GAIN * min(costs.values())
         wanted = next(n for n in splits if costs[n] <= enough)
     if wanted == 1:
@@ -82,7 +81,7 @@ def _walks(
 ) -> Iterator[int]:
     """Query blocks that the key blocks of a sequence visit, by what the host knows: causal masking
     and windows. Packed sequences are assumed to be equally long."""
-    tile_m, tile_n = choice.tiles.tile_m, choice.tile_n
+    tile_m, tile_n = choice.tiles.tile_m, choice.cluster_tile_n
     seqlen_q, seqlen_k = shapes.seqlen_q, shapes.seqlen_k
     if problem.varlen_q:
         seqlen_q = min(seqlen_q, -(-shapes.total_q // max(shapes.batch, 1)))
@@ -100,20 +99,20 @@ def _walks(
 
 
 def _estimate(
-    walks: list[int], shapes: FwdShapes, group: int, splits: int, num_sms: int, in_turn: bool
+    walks: list[int], shapes: FwdShapes, group: int, splits: int, takers: int, in_turn: bool
 ) -> float:
-    """Query blocks of the busiest SM, in the order in which CTAs take work tiles. in_turn: those of
-    some heads block by block (`heads_in_turn`)."""
+    """Query blocks of the busiest SM, in the order in which `takers` CTAs, or pairs of CTAs, take
+    work tiles. in_turn: those of some heads block by block (`heads_in_turn`)."""
     heads = shapes.batch * shapes.heads_kv * splits
     beside = TILE if splits == 1 else TILE + PARTIAL
     tiles = [walk * group / splits + beside for walk in walks]
-    adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / num_sms
-    if heads * len(tiles) > MANY * num_sms:
-        return heads * sum(tiles) / num_sms + max(tiles, default=0.0) / 4 + adding
-    busy = [0.0] * num_sms
+    adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / takers
+    if heads * len(tiles) > MANY * takers:
+        return heads * sum(tiles) / takers + max(tiles, default=0.0) / 4 + adding
+    busy = [0.0] * takers
     together = 1
     if in_turn:
-        together = heads_in_turn(max(len(tiles), 1), heads, num_sms, lambda x, y, z: y if x else z)
+        together = heads_in_turn(max(len(tiles), 1), heads, takers, lambda x, y, z: y if x else z)
     for first in range(0, heads, together):
         for tile in tiles:
             for _ in range(first, min(first + together, heads)):

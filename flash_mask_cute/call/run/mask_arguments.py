@@ -41,12 +41,12 @@ class MaskArguments:
     reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
     mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
     computed for a `ColumnMask` or for lists that were seen before. The bits of a choice are made in
-    each call: layers do not share choices.
+    each call, since layers do not share choices, or its entries are given as they are.
     """
 
     __slots__ = (
-        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_lists", "_seqlens",
-        "_tile",
+        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_entries",
+        "_reads_lists", "_seqlens", "_tile",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +64,7 @@ class MaskArguments:
         self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
         self._reads_lists = reads_lists
         self._by_tokens = problem.token_lists
+        self._reads_entries = problem.choice_dtype is not None
 
     def __call__(
         self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
@@ -99,8 +100,13 @@ class MaskArguments:
         self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
     ) -> tuple[Any, ...]:
         num_blocks = selected.num_blocks(self._seqlens[1])
-        made = selected_bits(selected.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
-        return made.rows, None, 1, selected.block_size, made.of_any, made.of_every
+        by_entry, size, tiles = selected.by_entry, selected.block_size, self._query_tiles
+        queries = min(-(-tiles.tile_m // tiles.pack), self._seqlens[0])
+        most_tiles = queries * by_entry.shape[3] * max(size // self._tile[1], 1)
+        if self._reads_entries:
+            return by_entry, None, 1, size, None, None, most_tiles
+        made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
+        return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:

@@ -264,6 +264,10 @@ ALONE = {
 }
 
 
+# what pairs of Blackwell do, whose CTAs have turns of their own
+IN_TURN = "deterministic=True", "clears_dq=False"
+
+
 @pytest.mark.parametrize("what", ALONE)
 def test_what_keeps_ctas_alone(what: str) -> None:
     """The last row is theirs, and pairs that a config asks for are refused by name."""
@@ -322,12 +326,13 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
 
 def test_pairs_of_blackwell() -> None:
     """Where both CTAs need most blocks of a walk, which they always do at 256, and for whoever asks
-    for them."""
+    for them. Also where sums have an order, or the first CTA stores."""
 
     def takes_pairs(*dims: int, kind: str = "full", **more: Any) -> bool:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
 
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
+    alone = {what: more for what, more in ALONE.items() if what not in IN_TURN}
     for kind in ("full", "causal", "other", "edges", "mask_mod"):
         assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
         assert all(takes_pairs(d, 72, kind=kind, override=asks) for d in (136, 192))
@@ -341,21 +346,21 @@ def test_pairs_of_blackwell() -> None:
         (BwdWalkFacts(window=512), True),
         (BwdWalkFacts(window=511), False),
         (BwdWalkFacts(has_lists=True), False),
-        (BwdWalkFacts(common_kv=True), False),
     ):
         for d in (128, 192):
-            assert takes_pairs(d, 128, **long, walk=walk) == in_pairs
-            if not walk.common_kv:
-                assert takes_pairs(d, 128, walk=walk, override=asks)
+            for deterministic in (False, True):
+                given = {"walk": walk, "deterministic": deterministic}
+                assert takes_pairs(d, 128, **long, **given) == in_pairs
+                assert takes_pairs(d, 128, override=asks, **given)
     assert takes_pairs(256, 256, walk=BwdWalkFacts(window=100, has_lists=True))
     for dims in ((128, 128), (192, 128), (256, 256)):
-        with pytest.raises(ValueError, match="cta_pair=True is not for keys of one batch entry"):
-            takes_pairs(*dims, walk=BwdWalkFacts(common_kv=True), override=asks)
-        for more in ALONE.values():
+        for what in IN_TURN:
+            assert takes_pairs(*dims, **long, **ALONE[what])
+        for more in alone.values():
             given = {"kind": more.get("tuning_class", "full")} | more
             given.pop("tuning_class", None)
             assert not takes_pairs(*dims, **long, **given)
-    for what, more in ALONE.items():
+    for what, more in alone.items():
         given = replace(more.get("override", BwdConfig()), cta_pair=True)
         if what != "cta_pair=False":
             with pytest.raises(ValueError, match=f"cta_pair=True is not for .*{what}"):

@@ -205,6 +205,17 @@ BLACKWELL = {
         for d, d_v in ((192, 128), (256, 256))
         for name in ("full", "window", "causal-more-queries", "seqused", "mask-aux")
     },
+    **{
+        f"pair-d{d}-{name}-in-order": VARIANTS[name]
+        | {"head_dim": d, "head_dim_v": d_v, "deterministic": True}
+        for d, d_v in ((128, 128), (192, 128), (256, 256))
+        for name in ("full", "window", "seqused")
+    },
+    **{
+        f"pair-d192-{name}-in-order": VARIANTS[name] | {"head_dim": 192, "deterministic": True}
+        for name in ("varlen-causal", "common-keys-causal", "mask-aux", "columns-1-causal-bits")
+    },
+    "pair-common-keys": VARIANTS["common-keys-causal"] | {"head_dim": 192},
 }  # fmt: skip
 # Bytes; the others have none. Of the launch for dK and dQ where scores are modified: the number of
 # the thread, stored once and loaded again where it is needed. More registers for a role, or fewer,
