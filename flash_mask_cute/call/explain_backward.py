@@ -99,7 +99,7 @@ def explain_backward(
         sizes = [x.numel() for x in aux_tensors]
         scratch_bytes += aux_sums_bytes(backward.problem, sizes, backward.shapes.batch)
         if backward.shared is not None:
-            scratch_bytes += backward.shared.num_bytes(sizes)
+            scratch_bytes += backward.shared.num_bytes(aux_tensors)
     explained = BackwardExplanation(
         kernel=arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,

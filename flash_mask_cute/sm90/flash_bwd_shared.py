@@ -494,7 +494,7 @@ class SharedGradientsSm90:
     ):
         """Add dS of 64 queries to their sums. bits: of each of the thread's keys; None: all
         count."""
-        scores, grads, more, sums = (wgmma.rows_by_cols(x) for x in (acc_S, acc_dP, added, total))
+        scores, grads, shifts, sums = (wgmma.rows_by_cols(x) for x in (acc_S, acc_dP, added, total))
         if const_expr(self.traits.has_marks):
             self._clear_marked(half, stats, scores, grads)
         statistics = [self._statistic(stats, i) for i in range(STATS)]
@@ -504,13 +504,15 @@ class SharedGradientsSm90:
             for i in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
                     c = first + i
-                    score = cute.math.fma(scores[r, c], scales.scale_mod, more[r, c])
+                    score = cute.math.fma(scores[r, c], scales.scale_mod, shifts[r, c])
                     score = rounded_difference(score, reference[i])
                     exponent = cute.math.fma(score, scales.scale_log2, -lse[i])
                     prob = cute.math.exp2(exponent, fastmath=True)
+                    more = cute.math.fma(prob, grads[r, c] - delta[i], sums[r, c])
                     if const_expr(bits is not None):
-                        prob = cutlass.select_(bit_tile.is_set(bits[r], c), prob, Float32(0.0))
-                    sums[r, c] = cute.math.fma(prob, grads[r, c] - delta[i], sums[r, c])
+                        # what is hidden may be anything, and 0 times NaN is NaN
+                        more = cutlass.select_(bit_tile.is_set(bits[r], c), more, sums[r, c])
+                    sums[r, c] = more
 
     def _statistic(self, stats: cute.Tensor, i: int) -> cute.Tensor:
         """A statistic of the queries of a thread's columns, in pairs."""

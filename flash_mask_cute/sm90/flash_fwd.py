@@ -75,7 +75,6 @@ from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
-from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -114,7 +113,7 @@ L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
 # the largest head dimension of keys in fp8 whose rows several warps copy
-MOST_OF_SHARED_CODES = 64
+MOST_OF_SHARED_CODES = 256
 
 
 class FlashAttentionForwardSm90:
@@ -354,11 +353,10 @@ class FlashAttentionForwardSm90:
         one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
         only where that was faster (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
-        by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         few_cuts = self.mask_mod is self.score_mod is self.intervals is None
         of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
         is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
-        shared = by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        shared = traits.copies_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
@@ -434,10 +432,11 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
+            scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loads = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
-                share=CopyShare(0, self.copying_warps),
+                share=CopyShare(0, self.copying_warps), scales_k=scales.k, scales_v=scales.v,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loads.stream(channels.ring, channels.walk)

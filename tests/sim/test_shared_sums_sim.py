@@ -87,3 +87,18 @@ def test_rows_that_are_not_finite(simulator: ModuleType) -> None:
     with quiet_run(simulator, None):
         launch_on_simulator(given.inputs, dout, daux=daux)
     assert torch.equal(daux[-1], clean)
+
+
+def test_hidden_keys_that_are_not_finite(simulator: ModuleType) -> None:
+    """In a tile of which other keys are visible."""
+    case = Case("pair-hidden", 2, 70, 200, 1, 1, head_dim=32, window_left=20, window_right=0)
+    given = make_trained(case, "pair")
+    dout, _ = make_output_gradients(given.inputs)
+    clean = gradients(simulator, given, None)[0]
+    hidden = 200 - 70 - 20
+    for x in (given.inputs.k, given.inputs.v):
+        x[:, :hidden] = float("nan")
+    daux = [torch.full_like(x, float("nan")) for x in given.aux_tensors]
+    with quiet_run(simulator, None):
+        launch_on_simulator(given.inputs, dout, daux=daux)
+    assert torch.equal(daux[-1], clean)

@@ -425,7 +425,7 @@ def _choose_tiles(
         if masks.selected is not None:
             problem = with_token_lists(call, problem, shapes, masks, arch_spec(target))
             empties = problem.may_empty_rows
-        choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
+        choose = _bwd_chooser(call, shapes, masks, (window_left, window_right), target)
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = GradientFacts.of(call, problem, sink)
@@ -591,6 +591,7 @@ def _fwd_chooser(
 def _bwd_chooser(
     call: AttentionCall,
     shapes: FwdShapes,
+    masks: ResolvedMasks,
     window: tuple[int | None, int | None],
     target: Target,
 ) -> Choose:
@@ -613,7 +614,7 @@ def _bwd_chooser(
             walk=BwdWalkFacts(
                 _visible((problem.is_causal, *window)),
                 problem.has_lists or problem.has_bits or problem.has_selected,
-                problem.common_kv,
+                masks.own_keys_of(problem, kernel),
             ),
             listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,

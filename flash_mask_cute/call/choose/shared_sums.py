@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
 from flash_mask_cute.call.choose.masks import ResolvedMasks
@@ -41,15 +44,22 @@ class SharedSums(NamedTuple):
     once: tuple[int, ...]
     exact: tuple[int, ...] = ()
 
-    def num_bytes(self, sizes: Sequence[int]) -> int:
-        """Of the sums. sizes: elements of each aux tensor."""
+    def num_bytes(self, aux_tensors: Sequence[Tensor]) -> int:
+        """Of the sums of gradients that are like these tensors."""
 
         def of_element(i: int) -> int:
             if i in self.exact:
                 return 8 * NUM_WORDS
-            return 4 * self.parts if i in self.once else 4
+            if i not in self.once:
+                return 4
+            return 0 if self.is_in_place(aux_tensors[i]) else 4 * self.parts
 
-        return sum(of_element(i) * sizes[i] for i in self.numbers)
+        return sum(of_element(i) * aux_tensors[i].numel() for i in self.numbers)
+
+    def is_in_place(self, gradient: Tensor) -> bool:
+        """Whether the sums of a tensor of `once` are made in its gradient."""
+        is_fp32 = gradient.dtype is torch.float32
+        return self.parts == 1 and is_fp32 and gradient.is_contiguous()
 
     def problem_fields(self, problem: AttentionProblem) -> dict[str, Any]:
         """The fields of the problem that is left to the main kernel."""

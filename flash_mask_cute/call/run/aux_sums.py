@@ -40,15 +40,16 @@ def write_gradients(
     exact_aux: tuple[int, ...] = (),
     entry_aux: tuple[int, ...] = (),
 ) -> None:
-    """Round the sums into their tensors; a tensor without sums, which no score_mod reads, becomes
-    0."""
+    """Round the sums into their tensors, unless they were made there; a tensor without sums, which
+    no score_mod reads, becomes 0."""
     for i, gradient in enumerate(daux):
         if gradient is None:
             continue
         if i in exact_aux:
             gradient.copy_(values_of(sums[i]))
         elif i in entry_aux:
-            gradient.copy_(sums[i].sum(0))
+            if sums[i].data_ptr() != gradient.data_ptr():
+                gradient.copy_(sums[i].sum(0))
         elif i in sums:
             gradient.copy_(sums[i])
         else:

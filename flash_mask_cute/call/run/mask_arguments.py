@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
     BlockSparseTensorsTorch,
+    LogicalBits,
     block_bits,
     from_block_mask,
     retile_lists,
@@ -16,6 +17,7 @@ from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
@@ -77,7 +79,9 @@ class MaskArguments:
                 # a backward makes token lists itself
                 bits = None if self._by_tokens else self._choice_bits(given_lists, cu_seqlens_q)
             elif not self._reads_lists:
-                bits = tuple(block_bits(_sized(given_lists, self._block_size)))
+                sized = _sized(given_lists, self._block_size)
+                on_gpu = sized.mask_block_idx.is_cuda
+                bits = tuple(block_bits(sized, bits_by_kernel if on_gpu else None))
             else:
                 sized = _sized(given_lists, self._block_size)
                 retiled = retile_lists(sized, *self._tile, *self._seqlens)
@@ -108,6 +112,12 @@ class MaskArguments:
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
     """A call's block lists, with a block size resolved before."""
     return from_block_mask(given)._replace(block_size=block_size)
+
+
+def bits_by_kernel(lists: BlockSparseTensorsTorch) -> LogicalBits:
+    """The bits of lists on a GPU, by one launch."""
+    assert lists.block_size is not None
+    return LogicalBits(*order_lists(*lists[:4]).bits, *lists.block_size)
 
 
 def _column_tensors(

@@ -31,8 +31,8 @@ class MakeSharedSums:
         *more: Any,
     ) -> dict[int, Tensor]:
         """The sums by number of the tensor, with the parts as the first dimension, or as
-        `new_sums` makes them. operands: q, k, v, dout, stats; more: both sides of the
-        window, and mask bits."""
+        `new_sums` makes them; of one part in the gradient itself, if it can have them. operands:
+        q, k, v, dout, stats; more: both sides of the window, and mask bits."""
         numbers, parts, once, exact = self.shared
         others = tuple(i for i in numbers if i not in once)
         sums = new_sums(daux, others, torch.float32, exact)
@@ -40,7 +40,12 @@ class MakeSharedSums:
             gradient = daux[i]
             assert gradient is not None
             # no two scores read the same element, so as many scores read all
-            new = gradient.new_empty if gradient.numel() == self._count else gradient.new_zeros
+            is_written = gradient.numel() == self._count
+            if self.shared.is_in_place(gradient):
+                # a table of all pairs is larger than everything else
+                sums[i] = (gradient if is_written else gradient.zero_())[None]
+                continue
+            new = gradient.new_empty if is_written else gradient.new_zeros
             sums[i] = new((parts, *gradient.shape), dtype=torch.float32)
         in_order = tuple(sums[i] for i in numbers)
         self._function(*operands, in_order, tuple(aux_tensors or ()), scale, parts, *more)

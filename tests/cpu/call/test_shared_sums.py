@@ -161,3 +161,31 @@ def test_sums_are_new_where_all_elements_are_read() -> None:
         made = make([torch.zeros(shape)], (None,) * 5, None, 1.0)
         assert made[0].shape == (found.shared.parts, *shape) and made[0].dtype == FP32
     assert (seen[1] == 0).all()
+
+
+def test_sums_of_one_part_are_the_gradient() -> None:
+    """If it is fp32 and contiguous; a table of all pairs is larger than all other tensors."""
+    from flash_mask_cute.call.run.aux_sums import write_gradients
+    from flash_mask_cute.call.run.shared_sums import MakeSharedSums
+
+    found = plan_of(pair_case("one"))
+    assert found.shared is not None
+
+    def fill(*arguments: Any) -> None:
+        (sums,) = arguments[5]
+        sums[:, :4, :70, :140] = 2.0
+
+    make = MakeSharedSums(found.shared._replace(parts=1), found.shapes, fill)
+    expected = torch.zeros(5, 80, 150)
+    expected[:4, :70, :140] = 2.0
+    for shape in ((4, 70, 140), (5, 80, 150)):
+        transposed = torch.full(shape[::-1], torch.nan).permute(2, 1, 0)
+        for gradient, is_there in (
+            (torch.full(shape, torch.nan), True),
+            (torch.full(shape, torch.nan, dtype=BF16), False),
+            (transposed, False),
+        ):
+            made = make([gradient], (None,) * 5, None, 1.0)
+            assert (made[0].data_ptr() == gradient.data_ptr()) == is_there
+            write_gradients([gradient], made, entry_aux=(0,))
+            assert torch.equal(gradient.float(), expected[: shape[0], : shape[1], : shape[2]])
