@@ -19,7 +19,7 @@ from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.backward import BwdKernels, build_bwd, compile_bwd
 from flash_mask_cute.call.build.forward import NO_MODS
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdWalkFacts, select_bwd_config
+from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.choose.tables import SM100_BWD
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
@@ -210,13 +210,14 @@ BLACKWELL = {
         f"pair-d{d}-{name}-in-order": VARIANTS[name]
         | {"head_dim": d, "head_dim_v": d_v, "deterministic": True}
         for d, d_v in ((128, 128), (192, 128), (256, 256))
-        for name in ("full", "window", "seqused")
+        for name in ("full", "window", "seqused", "dense-seqused", "varlen-causal", "columns-2",
+                     "common-keys-causal", "mask-aux", "columns-1-causal-bits")
     },
     **{
-        f"pair-d192-{name}-in-order": VARIANTS[name] | {"head_dim": 192, "deterministic": True}
-        for name in ("varlen-causal", "common-keys-causal", "mask-aux", "columns-1-causal-bits")
+        f"pair-d{d}-{name}": VARIANTS[name] | {"head_dim": d, "head_dim_v": d_v}
+        for d, d_v in ((128, 128), (192, 128), (256, 256))
+        for name in ("common-keys-causal", "dense-seqused")
     },
-    "pair-common-keys": VARIANTS["common-keys-causal"] | {"head_dim": 192},
 }  # fmt: skip
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
@@ -240,7 +241,6 @@ def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
         kernel=arch_spec(target).backward,
-        walk=BwdWalkFacts(common_kv=problem.common_kv),
     )
     assert choice.tiles.cta_pair or not override
     with compile_lock():
