@@ -15,9 +15,8 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core import clusters
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.clusters import Claims
+from flash_mask_cute.core.clusters import CTAS, Claims
 from flash_mask_cute.core.cta import (
     RING_STAGES,
     THREADS_PER_WARPGROUP,
@@ -43,7 +42,7 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     why_infeasible,
 )
 from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
-from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
@@ -185,7 +184,7 @@ class BwdTraits(ListedQueryTraits):
     @property
     def num_ctas(self) -> int:
         """CTAs that process a work tile together."""
-        return clusters.CTAS if self.cta_pair else 1
+        return CTAS if self.cta_pair else 1
 
     @property
     def cluster_tile_n(self) -> int:
@@ -216,12 +215,12 @@ class BwdTraits(ListedQueryTraits):
             return tile_columns(self.head_dim)
         if not self.shares_keys and sums_in_turn(STEP_COLS * self.steps_d, self.num_ctas):
             return STEP_COLS * self.steps_d
-        return _shared_width(self.head_dim)
+        return shared_width(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
         if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
-            return _shared_width(self.head_dim_v)
+            return shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
 
     @property
@@ -694,8 +693,3 @@ class BwdTraits(ListedQueryTraits):
 
     def _claims(self, storage: Any) -> Claims:
         return Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
-
-
-def _shared_width(dim: int) -> int:
-    """The shared columns of a tile (`column_parts`), for heads of a dimension."""
-    return -(-dim // 32) * 32

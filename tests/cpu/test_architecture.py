@@ -30,6 +30,7 @@ INDEX_RULES = (
     "core.packed_heads",
     "core.segments",
     "core.shares",
+    "core.tile_order",
     "rules.band",
     "rules.block_info",
     "rules.intervals",
@@ -175,7 +176,7 @@ LAZY = (
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
     *(
-        "call.choose.tables",
+        *("call.choose.rows", "call.choose.tables"),
         "mods.calling",
         "mods.ir_analysis",
         "mods.derivative",

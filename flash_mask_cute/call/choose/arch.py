@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from flash_mask_cute.call.choose.rows import BwdRow, FwdRow
 from flash_mask_cute.call.choose.tables import (
     SM90_BWD,
     SM90_FWD,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
-    BwdRow,
-    FwdRow,
 )
 from flash_mask_cute.runtime.target import Target
 

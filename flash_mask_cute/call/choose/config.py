@@ -15,7 +15,7 @@ from flash_mask_cute.call.choose.arch import (
     BackwardKernel,
     ForwardKernel,
 )
-from flash_mask_cute.call.choose.tables import (
+from flash_mask_cute.call.choose.rows import (
     BwdRow,
     CallFacts,
     FwdRow,

@@ -19,7 +19,7 @@ from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.backward import BwdKernels, build_bwd, compile_bwd
 from flash_mask_cute.call.build.forward import NO_MODS
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdWalkFacts, select_bwd_config
+from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.choose.tables import SM100_BWD
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
@@ -240,7 +240,6 @@ def test_compiles_well_for_blackwell(name: str, arch: str) -> None:
         deterministic=problem.deterministic,
         modifier=problem.score_modifier,
         kernel=arch_spec(target).backward,
-        walk=BwdWalkFacts(common_kv=problem.common_kv),
     )
     assert choice.tiles.cta_pair or not override
     with compile_lock():

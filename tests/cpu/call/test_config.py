@@ -17,7 +17,8 @@ from flash_mask_cute.call.choose.config import (
     check_feasible,
     select_fwd_config,
 )
-from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.call.choose.rows import FwdRow
+from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.core.packed_heads import padded_group
