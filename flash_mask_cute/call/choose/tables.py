@@ -380,7 +380,7 @@ _SM100_PAIR = BwdRow(
     min_window=512,
     without_lists=True,
 )
-# By the same model, a pair at 192/128 columns keeps them busy for 72 %, and single CTAs for 51 %.
+# By the same model, a pair at 192/128 columns keeps them busy for 76 %, and single CTAs for 51 %.
 _SM100_WIDE_PAIR = _SM100_PAIR._replace(
     max_dim=192,
     reason="two CTAs have room for blocks of 128 queries, and add half as much of dQ to memory",
