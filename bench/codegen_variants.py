@@ -223,7 +223,7 @@ def _choices() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-choice", _choice(is_causal=True, **of_choice)
     mods = Mods(mask_mod=sees_prefix)
     yield "d128-choice-mask_mod", _choice(mods, shares_mask=True, **of_choice)
-    entries = {"choice_dtype": "int32", "split": BY_SLOTS, "has_seqused_k": True}
+    entries: dict[str, Any] = {"choice_dtype": "int32", "split": BY_SLOTS, "has_seqused_k": True}
     yield "decode-d128-choice", replace(_choice(**of_choice, **entries), decode_rows=16)
 
 

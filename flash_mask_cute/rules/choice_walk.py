@@ -77,7 +77,7 @@ def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
             block = mEntries[start + cute.arch.lane_idx()]
             exists = (block >= 0) & (block < num_blocks)
             own = cutlass.select_(exists, Int32(block), own)
-        for i in cutlass.range(cutlass.min(num_entries - start, WARP), unroll=4):
+        for i in cutlass.range(cutlass.min(num_entries - start, WARP), unroll=8):
             block = cute.arch.shuffle_sync(own, i)
             is_here = (block >= 0) & (block // WORD == word)
             bit = Int32(1) << (block & (WORD - 1))
@@ -148,9 +148,13 @@ def cut(
     return begin, end
 
 
+@cute.jit
 def _share_of(total: Int32, place: Int32, num_places: Int32) -> Int32:
     """How many of `total` tiles lie before a place."""
-    return Int32((Int64(total) * place + num_places - 1) // num_places)
+    before = place
+    if total != num_places:
+        before = Int32((Int64(total) * place + num_places - 1) // num_places)
+    return before
 
 
 def _tiles_of_block(rules: Any) -> Int32:
