@@ -134,10 +134,10 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_rows(of_block, q_rows, _Place(head, own_row), barrier)
+        self._load_query_rows(of_block, q_rows, _Place(head, own_row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
-            self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
+            self._load_key_rows(work, k_rows, _Place(kv_head, key), barrier)
         # -- statistics of all queries
         stage = channels.stats.index(number)
         barrier = self._expect(channels.stats, number, Int32(traits.bytes_stats))
@@ -152,14 +152,14 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_rows(of_block, do_rows, _Place(head, own_row), barrier)
+        self._load_query_rows(of_block, do_rows, _Place(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
         do_column = rank * traits.value_columns_of_cta
         if const_expr(not traits.is_folded):
             self._load_queries(of_block, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
-            self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
+            self._load_key_rows(work, v_rows, _Place(kv_head, key), barrier)
         # -- half of the columns of Q, and of the keys of both CTAs
         if const_expr(traits.is_folded):
             channels.q.wait_until_released(number)
@@ -198,23 +198,46 @@ class PairLoads:
         channel.expect(number, num_bytes)
         return channel.barrier(number)
 
-    @cute.jit
-    def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
+    def _load_query_rows(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
         """Start the copy of this CTA's half of the queries, all columns. place: of the first."""
-        traits = self.traits
-        rows, smem = traits.box_rows, operand.smem
+        box = self.traits.box_rows, self.traits.box_columns
+        self._load_boxes(work, operand, place, barrier, box, self._load_queries)
+
+    def _load_key_rows(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of this CTA's keys, all columns. place: of the first."""
+        columns = cute.size(operand.smem, mode=[1])
+        box = self.traits.tile_n, self.traits.key_box_columns(columns)
+        self._load_boxes(work, operand, place, barrier, box, self._load_keys)
+
+    @cute.jit
+    def _load_boxes(
+        self,
+        work: Work,
+        operand: _Operand,
+        place: _Place,
+        barrier: cute.Pointer,
+        box: cutlass.Constexpr[tuple[int, int | None]],
+        load: cutlass.Constexpr[Callable[..., None]],
+    ):
+        """Start the copies of all boxes of an operand; rolled, since the coordinates of all of them
+        do not fit into uniform registers. box: rows, and columns if not all of them."""
+        smem, rows = operand.smem, box[0]
         columns = cute.size(smem, mode=[1])
-        width = columns if const_expr(traits.box_columns is None) else traits.box_columns
-        across, down = columns // width, traits.rows_of_cta // rows
+        width = columns if const_expr(box[1] is None) else box[1]
+        across, down = columns // width, cute.size(smem, mode=[0]) // rows
         if const_expr(across * down == 1):
-            self._load_queries(work, operand, place, barrier)
+            load(work, operand, place, barrier)
         else:
             for i in cutlass.range(across * down, unroll=1):
                 row, column = i // across, i % across
                 part = cute.local_tile(smem, (rows, width, 1), (row, column, 0))
-                first = place.row + row * rows * traits.group.size
+                first = place.row + row * rows * self.traits.group.size
                 at = place._replace(row=first, column=column * width)
-                self._load_queries(work, operand._replace(smem=part), at, barrier)
+                load(work, operand._replace(smem=part), at, barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer

@@ -46,6 +46,8 @@ PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM), (256, 256)
 MOST_OF_PART, LEAST_OF_PART = 64, 32
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
 STORED_ROWS, STORED_COLS = 32, 32
+# columns of a line that is swizzled as a whole, with 16 bits each
+SWIZZLED_COLUMNS = 64
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
 
@@ -179,7 +181,12 @@ class BwdTraits:
     def box_columns(self) -> int | None:
         """Columns of a box of Q and dO by rows, if not all: where a load warp has many boxes, it
         loops over them."""
-        return 64 if self.is_folded else None
+        return SWIZZLED_COLUMNS if self.is_folded else None
+
+    def key_box_columns(self, columns: int) -> int:
+        """The same of K or V by rows, of which there are so many columns."""
+        has_many = self.cta_pair or self.is_wide
+        return SWIZZLED_COLUMNS if has_many and columns % SWIZZLED_COLUMNS == 0 else columns
 
     def query_of(self, row: Int32 | int, rank: Int32 | int) -> Int32 | int:
         """The query of a block that a CTA has in a row of Q and dO by rows."""
@@ -548,11 +555,16 @@ class BwdTraits:
                 tma.rows_of_stage(tma.one_stage(x), self.box_rows, self.box_columns)
                 for x in (layout_q, layout_do)
             )
+        keys = []
+        for layout, columns in ((self.layout_k(), self.tile_d), (self.layout_v(), self.tile_dv)):
+            width = self.key_box_columns(columns)
+            if width < columns:
+                layout = tma.rows_of_stage(tma.one_stage(layout), self.tile_n, width)
+            keys.append((layout, self.tile_n, width))
         return (
             (layout_q, self.box_rows, self.box_columns or self.tile_d),
             (layout_do, self.box_rows, self.box_columns or self.tile_dv),
-            (self.layout_k(), self.tile_n, self.tile_d),
-            (self.layout_v(), self.tile_n, self.tile_dv),
+            *keys,
         )
 
     def layout_ds(self) -> cute.ComposedLayout:

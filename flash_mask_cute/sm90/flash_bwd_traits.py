@@ -15,9 +15,8 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from flash_mask_cute.core import clusters
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.clusters import Claims
+from flash_mask_cute.core.clusters import CTAS, Claims
 from flash_mask_cute.core.cta import (
     RING_STAGES,
     THREADS_PER_WARPGROUP,
@@ -185,7 +184,7 @@ class BwdTraits(ListedQueryTraits):
     @property
     def num_ctas(self) -> int:
         """CTAs that process a work tile together."""
-        return clusters.CTAS if self.cta_pair else 1
+        return CTAS if self.cta_pair else 1
 
     @property
     def cluster_tile_n(self) -> int:
