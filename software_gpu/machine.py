@@ -288,6 +288,7 @@ class Machine(Scheduler):
                 c = W.c
                 c.smem, c.shadow = ctypes.addressof(smp), ctypes.addressof(shp)
                 c.nrank, c.smem_size = n, self.smem_size
+                c.arrived = cta.arrived.ctypes.data
                 if tmpl is None:
                     W.R[:] = 0xFF
                     for off, size, kind, data in prog.inits:
