@@ -180,6 +180,8 @@ class Machine(Scheduler):
         self.L = L
         gx, gy, gz = L.grid
         cx, cy, cz = L.cluster or (1, 1, 1)
+        if max(gy, gz) > 65535:
+            raise SimError(f"grid {L.grid}: at most 65535 CTAs in the second and third dimension")
         rq = prog.kernel.reqntid
         if rq:
             rq = (list(rq) + [1, 1, 1])[:3]

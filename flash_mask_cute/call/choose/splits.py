@@ -122,12 +122,14 @@ def choose_split(
     window: int | None,
     num_sms: int,
     has_config: bool,
+    equal_walks: bool = False,
 ) -> str | None:
     """BY_ROWS, BY_SLOTS, or None: one pass.
 
     num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
     keys that a query sees, None: all. has_config: the caller chose tiles, which are for one pass
-    unless the caller also asks for splits.
+    unless the caller also asks for splits. equal_walks: walks are about as long, whatever the
+    lengths of sequences.
 
     Raises:
         NotImplementedError: num_splits is requested together with lse_low or max_scores.
@@ -146,17 +148,24 @@ def choose_split(
     if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
         return None
     tile_m = DECODE_ROWS if is_decoding else _ROWS
-    is_many = are_enough_tiles(problem, shapes, rows, heads, tile_m, num_sms)
+    of_tiles = rows, heads, tile_m, num_sms
+    is_many = are_enough_tiles(problem, shapes, *of_tiles, equal_walks=equal_walks)
     return None if is_many else BY_SLOTS
 
 
 def are_enough_tiles(
-    problem: AttentionProblem, shapes: FwdShapes, rows: int, heads: int, tile_m: int, num_sms: int
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    rows: int,
+    heads: int,
+    tile_m: int,
+    num_sms: int,
+    equal_walks: bool = False,
 ) -> bool:
     """Whether work tiles keep all SMs busy without splits.
 
     rows: of a sequence that share keys. heads: of a sequence whose rows share nothing. tile_m: rows
-    of a work tile.
+    of a work tile. equal_walks: as for `choose_split`.
     """
     group, is_decoding = rows // max(shapes.seqlen_q, 1), rows <= DECODE_ROWS
     tiles = math.ceil(rows / tile_m) * shapes.batch
@@ -166,5 +175,5 @@ def are_enough_tiles(
     most = num_sms * _MANY_WAVES if is_decoding else num_sms
     if tiles >= most:
         return True
-    are_equal = not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
+    are_equal = equal_walks or not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
     return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
