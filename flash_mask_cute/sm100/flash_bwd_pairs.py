@@ -171,13 +171,9 @@ class PairLoads:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
             place = _Place(kv_head, pair_key, column)
             num_boxes = cute.size(tiles.k_columns, mode=[2])
-            if const_expr(traits.is_wide):
-                # rolled, since addresses and coordinates of all boxes do not fit into registers
-                for i in cutlass.range(num_boxes, unroll=1):
-                    self._load_key_columns(work, k_columns, place, i, barrier)
-            else:
-                for i in cutlass.range_constexpr(num_boxes):
-                    self._load_key_columns(work, k_columns, place, i, barrier)
+            # rolled, since addresses and coordinates of all boxes do not fit into registers
+            for i in cutlass.range(num_boxes, unroll=1):
+                self._load_key_columns(work, k_columns, place, i, barrier)
         if const_expr(traits.is_folded):
             channels.do.wait_until_released(number)
             barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))
@@ -426,22 +422,50 @@ class PeerGrads:
     @cute.jit
     def send(self, number: Int32):
         """Tell where this warp's dS of 32 keys is, all of which it has written, behind a fence."""
-        traits, ds = self.traits, self.tiles.ds
-        rank = traits.group.rank()
-        if self.half == rank:
-            # the bytes are those of a warp of the other CTA
-            self.channels.ds.expect(number, WARP * LINE)
+        if self.half == self.traits.group.rank():
+            self._expect(number)
         else:
-            with cute.arch.elect_one():
-                first = thread_in_warpgroup() // WARP * WARP
-                source = ds[None, traits.cluster_tile_n + first, 0].iterator
-                target = ds[None, rank * traits.tile_n + first, 0].iterator
-                primitives.cp_async_bulk_shared_cluster_shared_cta(
-                    cute.arch.map_dsmem_ptr(target, self.half),
-                    source,
-                    cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
-                    WARP * LINE,
-                )
+            self._copy(number)
+
+    @cute.jit
+    def keep_and_send(self, number: Int32, words: cutlass.Constexpr[list[cute.Tensor]]):
+        """The same of a wide pair, from the words of dS of each chunk. What is sent lies over Q by
+        rows, which S has read. Its place in the other CTA, and that of the others, lie over dO, so
+        dV of both CTAs has to be complete."""
+        if self.half == self.traits.group.rank():
+            self._await_values(number)
+            self._keep_all(words)
+            self._expect(number)
+        else:
+            self._keep_all(words)
+            self._await_values(number)
+            self._copy(number)
+
+    def _await_values(self, number: Int32) -> None:
+        self.channels.dv.wait(number)
+
+    def _keep_all(self, words: list[cute.Tensor]) -> None:
+        for chunk, of_chunk in enumerate(words):
+            self.keep(of_chunk, chunk * umma.CHUNK)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+    def _expect(self, number: Int32) -> None:
+        # the bytes are those of a warp of the other CTA
+        self.channels.ds.expect(number, WARP * LINE)
+
+    def _copy(self, number: Int32) -> None:
+        traits, ds = self.traits, self.tiles.ds
+        with cute.arch.elect_one():
+            first = thread_in_warpgroup() // WARP * WARP
+            source = ds[None, traits.cluster_tile_n + first, 0].iterator
+            target = ds[None, traits.group.rank() * traits.tile_n + first, 0].iterator
+            primitives.cp_async_bulk_shared_cluster_shared_cta(
+                cute.arch.map_dsmem_ptr(target, self.half),
+                source,
+                cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
+                WARP * LINE,
+            )
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ class BwdTraits:
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
-    # those of dP, or of a wide pair over P: a warp writes only where it has read itself.
+    # those of dP: a warp writes only where it has read itself.
 
     @property
     def half_step(self) -> int:
@@ -269,11 +269,6 @@ class BwdTraits:
         return self.column_s + (half if self.is_wide_pair else self._taken(self.tile_m))
 
     @property
-    def column_ds(self) -> int:
-        # of a wide pair, over P, which dV has read then
-        return self.column_s if self.is_wide_pair else self.column_dp
-
-    @property
     def column_dv(self) -> int:
         return 0 if self.is_wide else 2 * self.tile_m
 
@@ -295,7 +290,7 @@ class BwdTraits:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
         if self.is_wide_pair or self.is_folded:
-            # of a wide pair, behind dS, and with as few columns of S as possible
+            # of a wide pair with as few columns of S as possible
             return NUM_COLUMNS - self.tile_d // 2
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s

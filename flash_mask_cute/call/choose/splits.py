@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, DECODE_ROWS, SLOTS_PER_SHARE
+from flash_mask_cute.core.shares import (
+    BY_ROWS,
+    BY_SLOTS,
+    DECODE_ROWS,
+    SLOTS_PER_SHARE,
+    are_busy,
+)
 
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet
@@ -53,10 +59,13 @@ class Splits(NamedTuple):
     def by_slots(
         problem: AttentionProblem, shapes: FwdShapes, num_ctas: int, tile_m: int
     ) -> Splits:
-        """tile_m: query rows of a work tile."""
+        """num_ctas: at most. tile_m: query rows of a work tile."""
         rows = tile_m
         if not problem.varlen_q:
-            rows = min(rows, shapes.seqlen_q * padded_group(problem.packed_heads))
+            of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
+            rows, tiles = min(rows, of_sequence), shapes.batch * math.ceil(of_sequence / tile_m)
+            heads = shapes.heads_q // problem.packed_heads
+            num_ctas = aligned_shares(tiles, heads, num_ctas, tile_m)
         lse_shape = SLOTS_PER_SHARE * num_ctas, rows
         has_low = problem.score_mod is not None
         return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
@@ -72,6 +81,19 @@ class Splits(NamedTuple):
         if self.kind == BY_SLOTS:
             return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
         return f"{self.number} of each work tile; {scratch}"
+
+
+def aligned_shares(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
+    """CTAs that have shares: num_ctas, or a few less if each head has a line of its own, with so
+    many work tiles, and equal tiles then fill whole shares."""
+    most = num_ctas // heads
+    if tile_m <= DECODE_ROWS:
+        for of_head in range(most, 0, -1):
+            if not are_busy(of_head * heads, num_ctas):
+                break
+            if tiles % of_head == 0:
+                return num_ctas if of_head == most else of_head * heads
+    return num_ctas
 
 
 def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
