@@ -101,13 +101,14 @@ def store_sums(
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    groups = cute.size(target, mode=[2]) // (4 * 32 * 8)
-    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, wgmma.num_cols(acc) // 8)))
+    # of the tile, as who adds the parts reads them
+    groups, own_groups = cute.size(target, mode=[2]) // (4 * 32 * 8), wgmma.num_cols(acc) // 8
+    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, own_groups)))
     sums = target[work.head_idx, row_block, None].iterator
     quads_stored = cute.make_tensor(sums, cute.make_layout((4, 32, groups, 8)))
     if const_expr(adds):
         quads_stored = cute.make_tensor(sums, by_lanes(groups))
-    for g in cutlass.range_constexpr(wgmma.num_cols(acc) // 8):
+    for g in cutlass.range_constexpr(own_groups):
         values = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             # without scores, what was loaded is another sequence's, perhaps not even finite

@@ -274,9 +274,9 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     """Sizes are not part of a problem, and equal problems compile once."""
     cache = CompileCache(tmp_path)
 
-    def kernels_of(case: Case) -> BwdKernels:
+    def kernels_of(case: Case, **more: Any) -> BwdKernels:
         inputs = make_inputs(case)
-        keywords = bwd_keywords(inputs)
+        keywords = bwd_keywords(inputs) | more
         found = planned(inputs, TARGET, direction=Direction.BACKWARD, **keywords)
         facts = found.gradients
         assert facts is not None
@@ -303,7 +303,7 @@ def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     assert kernels.zero_padding is None and kernels_of(packed).zero_padding is not None
     assert compile_count() == before + 8
     # a group of heads that is split has a main kernel of its own, and one that adds the parts
-    split = kernels_of(replace(first, id="split", heads_kv=2))
+    split = kernels_of(replace(first, id="split", heads_kv=2), config={"group_splits": 2})
     assert kernels.add_parts is None and split.add_parts is not None
     assert split.preprocess is kernels.preprocess and split.main is not kernels.main
     assert compile_count() == before + 10

@@ -44,6 +44,7 @@ def split(
         ((1, 8192, 8, 1), 4),
         ((1, 16384, 8, 1), 4),
         ((1, 8192, 16, 2), 4),
+        ((1, 8192, 28, 4), 7),
         ((1, 4096, 28, 4), 7),
         ((1, 4096, 32, 8), 1),
         ((2, 8192, 32, 8), 1),
@@ -64,7 +65,7 @@ def test_few_work_tiles_are_split(call: tuple[int, int, int, int], least: int) -
 @pytest.mark.parametrize("dim", [136, 160, 192, 256])
 def test_wide_heads_are_split_too(dim: int) -> None:
     """64 key blocks of one KV head; in two parts, the longest walk would take all of the time."""
-    assert split(1, 8192, 8, 1, dim=dim).group_splits == 4
+    assert split(1, 8192, 8, 1, dim=dim).group_splits >= 4
 
 
 def test_full_attention_wants_whole_waves() -> None:
