@@ -31,8 +31,8 @@ BY_ROWS, BY_SLOTS = "rows", "slots"
 # places that a work tile takes besides its key blocks
 TILE_COST = 1
 SLOTS_PER_SHARE = 2
-# places of a share at least
-LEAST_PLACES = 2
+# places of a share at least; where queries chose blocks, which are few
+LEAST_PLACES, LEAST_PLACES_OF_CHOICE = 2, 1
 # Heads have lines of their own if shares then have at least so many places, and if at least 19 of
 # 20 CTAs have a share.
 _LEAST_PLACES_OF_HEAD = 8
@@ -55,9 +55,15 @@ class Shares(NamedTuple):
 
     @classmethod
     def create(
-        cls, places_of_head: IntLike, num_heads: IntLike, num_ctas: IntLike, tile_m: int
+        cls,
+        places_of_head: IntLike,
+        num_heads: IntLike,
+        num_ctas: IntLike,
+        tile_m: int,
+        least_places: int = LEAST_PLACES,
     ) -> Shares:
-        """places_of_head: of all work tiles of one head. tile_m: rows of a work tile."""
+        """places_of_head: of all work tiles of one head. tile_m: rows of a work tile. least_places:
+        of a share."""
         lines: IntLike = 1
         if tile_m <= DECODE_ROWS:
             ctas_of_head = num_ctas // num_heads
@@ -65,7 +71,7 @@ class Shares(NamedTuple):
             are_long = imin(places_of_head // imax(ctas_of_head * _LEAST_PLACES_OF_HEAD, 1), 1)
             lines = busy * are_long * (num_heads - 1) + 1
         places, shares = places_of_head * (num_heads // lines), num_ctas // lines
-        return cls(lines, imax((places + (shares - 1)) // shares, LEAST_PLACES))
+        return cls(lines, imax((places + (shares - 1)) // shares, least_places))
 
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
         """The line and the share of a CTA. Shares of the last CTAs may lie behind the end."""

@@ -21,6 +21,8 @@ from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.segments import FIRST, IN_TURN, LAST, ONE_SEGMENT
 from flash_mask_cute.core.shares import (
     BY_SLOTS,
+    LEAST_PLACES,
+    LEAST_PLACES_OF_CHOICE,
     Shares,
     TileOnLine,
     slot_of_first,
@@ -154,7 +156,8 @@ def schedule_shares(
     cta, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
     of_head = line.measure_head()
-    shares = Shares.create(of_head, line.num_heads, num_ctas, tile_m)
+    least_places = LEAST_PLACES_OF_CHOICE if rules.has_choice else LEAST_PLACES
+    shares = Shares.create(of_head, line.num_heads, num_ctas, tile_m, least_places)
     first_head, share = shares.of_cta(cta)
     line = line.part(first_head, line.num_heads // shares.num_lines)
     size = shares.size

@@ -327,3 +327,21 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
         wanted = step(left, exact)
         assert (out.cpu().double() - wanted).abs().amax() < 2e-2
         assert torch.equal(exact(pool), left)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_heads_that_share_a_tile_share_a_mask_mod(block: int) -> None:
+    q, k, v, choice = family(1024, block=block)
+    i, j = torch.arange(1024, device="cuda")[:, None], torch.arange(1024, device="cuda")
+    out = flash_attn_func(
+        *(q, k, v),
+        causal=True,
+        mask_mod=lambda b, h, i, j: (i - j) % 64 != 1,
+        block_sparse_tensors=SelectedBlocks(choice, block),
+    )
+    chosen = (choice[0, 0, :, :, None] == j // block).any(1)
+    visible = chosen & (j <= i) & ((i - j) % 64 != 1)
+    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * 128**-0.5
+    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    wanted = torch.einsum("hqk,kd->qhd", probs, v[0, :, 0].double())
+    assert (out[0].double() - wanted).abs().amax() < 2e-2

@@ -9,6 +9,7 @@ import pytest
 from flash_mask_cute.core.shares import (
     DECODE_ROWS,
     LEAST_PLACES,
+    LEAST_PLACES_OF_CHOICE,
     TILE_COST,
     Shares,
     TileOnLine,
@@ -31,10 +32,11 @@ def test_every_block_is_in_one_share(seed: int) -> None:
     longest = draw.choice((1, 3, 20, 400))
     tiles = tiles_of([draw.randint(1, longest) for _ in range(draw.randint(1, 40))])
     num_shares = draw.randint(1, 150)
-    shares_of_line = Shares.create(tiles[-1].end, 1, num_shares, DECODE_ROWS)
+    least = draw.choice((LEAST_PLACES, LEAST_PLACES_OF_CHOICE))
+    shares_of_line = Shares.create(tiles[-1].end, 1, num_shares, DECODE_ROWS, least)
     assert shares_of_line.num_lines == 1
     size = shares_of_line.size
-    assert size >= LEAST_PLACES
+    assert size >= least
     assert num_shares * size >= tiles[-1].end
     slots: dict[int, tuple[int, int]] = {}
     for number, tile in enumerate(tiles):
