@@ -13,6 +13,7 @@ from flash_mask_cute.call.choose.splits import are_enough_tiles
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
+from flash_mask_cute.limits import OPEN_WINDOW
 
 # bytes of partial results that a launch may leave to another one
 MOST_BYTES = 256 << 20
@@ -69,7 +70,8 @@ def choose_segments(
 ) -> Segments:
     """seqlen_k_per_split: of the call, checked. window: the most keys that a query sees, None: all.
     is_wide: out is wider than q, which only a fold of another launch writes."""
-    num_blocks = seqlen_k_per_split // tiles.tile_n
+    # a kernel counts in 32 bits, and no sequence has more keys
+    num_blocks = min(seqlen_k_per_split, OPEN_WINDOW) // tiles.tile_n
     number = max(-(-shapes.seqlen_k // (num_blocks * tiles.tile_n)), 1)
     segments = Segments(ONE_SEGMENT, num_blocks, tiles.tile_n, number)
     if is_wide:

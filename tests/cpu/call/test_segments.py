@@ -238,6 +238,9 @@ def test_results_that_a_fold_of_others_does_not_have() -> None:
     assert plan_of(1, 300, out=wide).problem.split == BY_SEGMENTS
     with pytest.raises(NotImplementedError, match="out in .*max_scores"):
         plan_of(1, 300, out=wide, max_scores=low)
+    # the launch counts key blocks in 32 bits
+    longest = plan_of(1, 300, out=wide, split=1 << 60).segments
+    assert longest is not None and longest.num_blocks < 1 << 31 and longest.number == 1
 
 
 def test_scratch_is_bounded() -> None:
