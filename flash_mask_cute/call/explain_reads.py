@@ -24,9 +24,12 @@ _COST_OF_DIAGONALS = (
     "an addition to memory for each distance in 16 keys and 16 to 64 queries, fewer if neighbours "
     "agree"
 )
-_COST_BY_DIFFERENCE = (
-    "sums in shared memory, and an addition to memory for each difference, 16 keys and head"
-)
+# by scores or not
+_COSTS_BY_DIFFERENCE = {
+    True: "sums in shared memory, and an addition to memory for each difference, 16 keys and head",
+    False: "sums in shared memory, by warps that wait otherwise, and two additions to memory for "
+    "each difference, 128 keys and head",
+}
 _COSTS = {
     ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
     ReadClass.KEY: "an addition to memory for each 8 queries and a key",
@@ -95,8 +98,9 @@ def _reads_of(
             sizes = " and ".join(str(size) for size in sorted({cut.size for cut in reads.cuts}))
             between = f", between multiples of {sizes}" if sizes else ""
             costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS + between}
-    if run.tables is not None and any(x.read.tensor == number for x in run.tables.summed):
-        costs = costs | {ReadClass.DIFFERENCE: _COST_BY_DIFFERENCE}
+    for summed in () if run.tables is None else run.tables.summed:
+        if summed.read.tensor == number:
+            costs = costs | {ReadClass.DIFFERENCE: _COSTS_BY_DIFFERENCE[summed.by_score]}
     cost = costs[reads.read_class]
     if shared is not None and number in shared.numbers:
         cost = "a kernel that computes scores again, "

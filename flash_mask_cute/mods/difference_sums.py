@@ -1,4 +1,4 @@
-"""Gradients of elements that few differences determine: sums of each warp in shared memory.
+"""Gradients of elements that few differences determine: sums of a warp in shared memory.
 
 Along a diagonal of scores between two cuts (`line_sums.py`), the difference is the same. Added to
 memory, the sums of two lines often are for one element, and such additions wait for each other. So
@@ -10,7 +10,7 @@ Where cuts are too many, as in small windows, a warp adds each score, those of a
 they are of one query and of different keys. So the order of all additions is fixed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,43 +20,58 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.difference_reads import ModWithTables, coordinates_of_difference
-from flash_mask_cute.mods.read_classes import DifferenceRead, ModReads
+from flash_mask_cute.mods.read_classes import (
+    ROWS_APART,
+    DifferenceRead,
+    ModReads,
+    SummedDifference,
+)
 
 NO_HEAD = -1
 
 
 class SummedRead(NamedTuple):
     """A read that is summed by difference. number: of the tensor. factor: the derivative by the
-    element. first, middle: of its sums, the first one, and that of the difference 0. by_score: as
-    in `SummedDifference`."""
+    element. first: of its words in a warp's memory."""
 
     number: int
     factor: float
-    read: DifferenceRead
+    summed: SummedDifference
     first: int
-    middle: int
-    end: int
-    by_score: bool
 
     @property
-    def is_of_rectangle(self) -> bool:
-        """Whether the difference is the same between cuts, not only along diagonals."""
-        return all(x.divisor != 1 for x in self.read.terms)
+    def read(self) -> DifferenceRead:
+        return self.summed.read
+
+    @property
+    def start(self) -> int:
+        """The place of the least difference."""
+        return self.first + self.summed.margin
+
+    @property
+    def middle(self) -> int:
+        """The place of the difference 0."""
+        return self.start + self.summed.size // 2
 
 
-def summed_reads(score_mod: Any, reads: ModReads) -> tuple[SummedRead, ...]:
-    """Those that the plan has chosen. reads: all of the wanted tensors."""
+def summed_reads(score_mod: Any, reads: ModReads, by_score: bool) -> tuple[SummedRead, ...]:
+    """Those that the plan has chosen, score by score or not. reads: all of the wanted tensors."""
     if not isinstance(score_mod, ModWithTables):
         return ()
     found, first = [], 0
     for number, tensor in reads.tensors.items():
         own = [x for x in score_mod.summed if x.read.tensor == number]
-        for (read, size, by_score), factor in zip(own, tensor.factors, strict=bool(own)):
+        for summed, factor in zip(own, tensor.factors, strict=bool(own)):
             assert factor.constant is not None, "the plan has chosen constant factors"
-            place = first, first + size // 2, first + size
-            found.append(SummedRead(number, factor.constant, read, *place, by_score))
-            first += size
+            if summed.by_score == by_score:
+                found.append(SummedRead(number, factor.constant, summed, first))
+                first += summed.words
     return tuple(found)
+
+
+def words_of(score_mod: Any, by_score: bool) -> int:
+    """Words of shared memory in which each warp sums by difference, score by score or not."""
+    return sum(x.words for x in getattr(score_mod, "summed", ()) if x.by_score == by_score)
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:
@@ -100,53 +115,32 @@ class DifferenceSums:
 
     @cute.jit
     def clear(self) -> None:
-        for at in cutlass.range(cute.arch.lane_idx(), self.reads[-1].end, cute.arch.WARP_SIZE):
+        words = sum(x.summed.words for x in self.reads)
+        for at in cutlass.range(cute.arch.lane_idx(), words, cute.arch.WARP_SIZE):
             self.sums[at] = Float32(0.0)
 
+    def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
+        """Add sums of neighbouring diagonals to read i, each lane its own. difference: of the first
+        one, which the next keys' follow; what is outside has the sum 0 and is not far
+        (`SummedDifference.margin`). row: of the first key's diagonal, from which other rows' are as
+        far as the rows."""
+        read = self.reads[i]
+        first = read.middle + difference + row % ROWS_APART * read.summed.stride
+        for start in range(0, len(values), ROWS_APART):
+            # so many of a lane, and those of the lanes with the same sums, are of other diagonals
+            places = [first + (start + c) * read.summed.step for c in range(ROWS_APART)]
+            cute.arch.sync_warp()
+            before = [self.sums[at] for at in places]
+            for at, value, known in zip(places, values[start:], before, strict=False):
+                self.sums[at] = known + value
+
     @cute.jit
-    def add(
-        self,
-        i: cutlass.Constexpr[int],
-        lines: tuple[tuple[Float32, Int32, Int32], ...],
-        corner: tuple[Int32, Int32],
-    ) -> None:
-        """Add sums of lines to read i. lines: of this lane, a sum, and a query and a key on the
-        line, any if the sum is 0. corner: a query and a key of the rectangle that lines are of."""
-        summed = self.reads[i]
+    def add_one(self, i: cutlass.Constexpr[int], value: Float32, difference: Int32) -> None:
+        """Add the first lane's value to the sum of a difference of read i."""
         cute.arch.sync_warp()
-        if cutlass.const_expr(summed.is_of_rectangle):
-            total = Float32(0.0)
-            for value, _, _ in lines:
-                total = total + value
-            total = cute.arch.warp_reduction_sum(total)
-            is_first = cute.arch.lane_idx() == 0
-            self._add(i, is_first & (total != 0.0), total, *corner)
-        else:
-            # differences of a lane's lines differ, so its sums are read before any is written
-            ways = [
-                cutlass.select_(value != 0.0, self._place_of(i, q_idx, k_idx), Int32(summed.first))
-                for value, q_idx, k_idx in lines
-            ]
-            before = [self.sums[at] for at in ways]
-            for (value, _, _), at, known in zip(lines, ways, before, strict=True):
-                if value != 0.0:
-                    self.sums[at] = known + value * summed.factor
-
-    def _place_of(self, i: int, q_idx: Int32, k_idx: Int32) -> Int32:
-        return self.reads[i].middle + difference_at(self.reads[i].read, q_idx, k_idx)
-
-    @cute.jit
-    def _add(
-        self,
-        i: cutlass.Constexpr[int],
-        condition: Boolean,
-        value: Float32,
-        q_idx: Int32,
-        k_idx: Int32,
-    ) -> None:
-        if condition:
-            at = self._place_of(i, q_idx, k_idx)
-            self.sums[at] = self.sums[at] + value * self.reads[i].factor
+        if cute.arch.lane_idx() == 0:
+            at = self.reads[i].middle + difference
+            self.sums[at] = self.sums[at] + value
 
     @cute.jit
     def add_column(
@@ -158,8 +152,8 @@ class DifferenceSums:
         """Add gradients of scores to read i, one column after another. scores: of this lane, in one
         column; a gradient, the query and the key, any if the gradient is 0. lanes_per_row: columns
         of a warp."""
-        summed, lane = self.reads[i], cute.arch.lane_idx()
-        places = [summed.middle + difference_at(summed.read, q, k) for _, q, k in scores]
+        read, lane = self.reads[i], cute.arch.lane_idx()
+        places = [read.middle + difference_at(read.read, q, k) for _, q, k in scores]
         for column in cutlass.range_constexpr(lanes_per_row):
             cute.arch.sync_warp()
             if lane % lanes_per_row == column:
@@ -167,7 +161,7 @@ class DifferenceSums:
                 before = [self.sums[at] for at in places]
                 for (value, _, _), at, known in zip(scores, places, before, strict=True):
                     if value != 0.0:
-                        self.sums[at] = known + value * summed.factor
+                        self.sums[at] = known + value
 
     @cute.jit
     def send(self, batch_idx: Int32) -> None:
@@ -177,9 +171,14 @@ class DifferenceSums:
         if head_idx != NO_HEAD:
             for i in cutlass.range_constexpr(len(self.reads)):
                 lane = cute.arch.lane_idx()
-                first, end = self.reads[i].first + lane, self.reads[i].end
-                for at in cutlass.range(first, end, cute.arch.WARP_SIZE, unroll=1):
+                summed = self.reads[i].summed
+                start = self.reads[i].start
+                for at in cutlass.range(
+                    start + lane, start + summed.size, cute.arch.WARP_SIZE, unroll=1
+                ):
                     total = self.sums[at]
+                    for row in cutlass.range_constexpr(1, summed.rows):
+                        total = total + self.sums[at + row * summed.stride]
                     if total != 0.0:
                         coordinates = coordinates_of_difference(
                             self.func, self.reads[i].read.number, batch_idx, head_idx,
@@ -187,6 +186,8 @@ class DifferenceSums:
                         )  # fmt: skip
                         target = self.targets[i]
                         offset = offset_in(target, coordinates)
+                        total = total * self.reads[i].factor
                         add_to_memory(Boolean(True), target, offset, total)
-                        self.sums[at] = Float32(0.0)
+                    for row in cutlass.range_constexpr(summed.rows):
+                        self.sums[at + row * summed.stride] = Float32(0.0)
         cute.arch.sync_warp()

@@ -187,8 +187,13 @@ class DifferenceRead(NamedTuple):
         return all(x.divisor == 1 and abs(x.factor) == 1 for x in self.terms)
 
 
+# how many neighbouring rows of scores have sums along diagonals of their own; how far behind the
+# last difference, or before the first one, a warp may add 0
+ROWS_APART, MARGIN = 4, 40
+
+
 class SummedDifference(NamedTuple):
-    """A read whose gradient each warp sums by difference in shared memory.
+    """A read whose gradient warps sum by difference in shared memory.
 
     size: of its sums, that of the difference 0 in the middle. by_score: scores of different keys
     and one query have different differences; otherwise by diagonals between cuts.
@@ -197,3 +202,28 @@ class SummedDifference(NamedTuple):
     read: DifferenceRead
     size: int
     by_score: bool
+
+    @property
+    def step(self) -> int:
+        """By how much the difference grows from a key to the next one between cuts; 0: there it is
+        the same everywhere."""
+        return sum(x.factor for x in self.read.terms if x.is_key and x.divisor == 1)
+
+    @property
+    def rows(self) -> int:
+        """How many sums there are of a difference."""
+        return 1 if self.by_score or self.step == 0 else ROWS_APART
+
+    @property
+    def margin(self) -> int:
+        return 0 if self.rows == 1 else MARGIN
+
+    @property
+    def stride(self) -> int:
+        """From one row's sums to the next one's, in other banks."""
+        return self.size + 2 * self.margin + 2
+
+    @property
+    def words(self) -> int:
+        """Of shared memory, in each warp that sums."""
+        return self.size if self.rows == 1 else self.rows * self.stride

@@ -83,7 +83,8 @@ class ScoreChain:
     by difference. once: tensors of which a batch entry's scores each read another element. groups:
     of reads that are summed along lines. listed: where blocks have listed queries; head_idx is then
     a group of heads, and nothing is summed over a walk or along lines. of_grads: all gradients of
-    aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`).
+    aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`). is_exact:
+    dS must not be made of a P in 16 bits, because others sum it.
     """
 
     scales: ScoreScales
@@ -104,6 +105,7 @@ class ScoreChain:
     lines: cutlass.Constexpr[Lines | None] = None
     once: cutlass.Constexpr[tuple[int, ...]] = ()
     listed: ListedQueries | None = None
+    is_exact: cutlass.Constexpr[bool] = False
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
         """The chain of a block of listed queries."""
@@ -113,7 +115,7 @@ class ScoreChain:
     def by_parts(self) -> bool:
         """Whether gradients of aux tensors need each score beside its dP, for one part of the
         columns after another (`apply_to_both`)."""
-        return bool(self.wants_aux) and not self.of_grads
+        return self.is_exact or (bool(self.wants_aux) and not self.of_grads)
 
     @property
     def is_empty(self) -> bool:
@@ -437,36 +439,15 @@ class ScoreChain:
         end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
         while k_idx < end_k:
             next_k = next_cut(group.cuts, True, k_idx, end_k)
-            last_k = next_k
-            if const_expr(self.by_difference is not None):
-                last_k = next_cut(group.cuts, True, next_k, end_k)
             from_q = q_idx
             while from_q < end_q:
                 next_q = next_cut(group.cuts, False, from_q, end_q)
-                first, second = (from_q, next_q, k_idx, next_k), (from_q, next_q, next_k, last_k)
-                if const_expr(self.by_difference is None):
-                    self._send_rectangles(block, first_col, group, grads, (first,))
-                elif next_k < last_k:
-                    # two at once: a warp's steps wait for each other, and all warps for the slowest
-                    self._send_rectangles(block, first_col, group, grads, (first, second))
-                else:
-                    self._send_rectangles(block, first_col, group, grads, (first,))
+                sides = from_q, next_q, k_idx, next_k
+                parts = self._between(block, first_col, group, grads, sides)
+                totals = self.lines.totals(group.line, parts)
+                self._send_totals(block, first_col, group, totals, (from_q, k_idx))
                 from_q = next_q
-            k_idx = last_k
-
-    def _send_rectangles(
-        self,
-        block: tuple,
-        first_col: int,
-        group: LineGroup,
-        grads: cute.Tensor,
-        rectangles: tuple[tuple[Int32, Int32, Int32, Int32], ...],
-    ) -> None:
-        """Send the sums along the lines of some rectangles; sides: see `_between`."""
-        parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
-        totals = [self.lines.totals(group.line, x) for x in parts]
-        for found, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
-            self._send_totals(block, first_col, group, found, (from_q, from_k))
+            k_idx = next_k
 
     def _between(
         self,
@@ -506,42 +487,23 @@ class ScoreChain:
         """Add the totals of lines to their elements (`Lines.totals`). corner: the first query and
         the first key with the elements of these lines."""
         targets = self._targets()
-        others = group.reads
-        if group.cuts and self.by_difference is not None:
-            summed = self.by_difference.reads
-            others = tuple(x for x in others if all(x.number != y.number for y in summed))
-        sums = [AuxSums({read.number: targets[read.number]}) for read in others]
-        lines = []
+        sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
         for total, number in totals:
             place = self._place_on_line(block, group.line, first_col, number, corner)
-            lines.append((total, *place[2:]))
-            if not others:
-                continue
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
-            for own, read in zip(sums, others, strict=True):
+            for own, read in zip(sums, group.reads, strict=True):
                 tensor, coordinates, _ = terms[read.term]
                 factor = Float32(read.factor.constant if group.is_constant else 1.0)
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
-        self._add_by_difference(group, tuple(lines), corner)
-
-    def _add_by_difference(
-        self, group: LineGroup, lines: tuple, corner: tuple[Int32, Int32]
-    ) -> None:
-        if self.by_difference is None:
-            return
-        numbers = {read.number for read in group.reads if group.cuts}
-        for i, summed in enumerate(self.by_difference.reads):
-            if summed.number in numbers and not summed.by_score:
-                self.by_difference.add(i, lines, corner)
 
     @property
     def _summed_by_score(self) -> tuple[int, ...]:
         """The numbers of the tensors whose gradients are summed by difference score by score."""
         if self.by_difference is None:
             return ()
-        return tuple(x.number for x in self.by_difference.reads if x.by_score)
+        return tuple(x.number for x in self.by_difference.reads)
 
     def _add_scores(
         self, block: tuple[Work, Int32, Int32], first_col: int, grads: cute.Tensor
@@ -561,13 +523,12 @@ class ScoreChain:
         # a warp may have none, of the last keys
         if cute.arch.vote_any_sync(is_any):
             for i in cutlass.range_constexpr(len(self.by_difference.reads)):
-                if const_expr(self.by_difference.reads[i].by_score):
-                    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
-                        scores = tuple(
-                            (grads[r, c], *place(r, first_col + c)[2:])
-                            for r in range(elements.num_rows)
-                        )
-                        self.by_difference.add_column(i, scores, elements.lanes_per_row)
+                for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+                    scores = tuple(
+                        (grads[r, c], *place(r, first_col + c)[2:])
+                        for r in range(elements.num_rows)
+                    )
+                    self.by_difference.add_column(i, scores, elements.lanes_per_row)
 
     def _place_on_line(
         self,

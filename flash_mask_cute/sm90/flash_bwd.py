@@ -70,6 +70,7 @@ from flash_mask_cute.core.walk_ring import (
     Kind,
 )
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.difference_sums import words_of
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import (
@@ -79,10 +80,11 @@ from flash_mask_cute.rules.mask_rules import (
     WindowArgs,
     check_given,
 )
-from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
+from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import cta_pairs, wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
+from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
 from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
@@ -204,7 +206,8 @@ class FlashAttentionBackwardSm90:
             packed_heads=packed_heads,
             group_size=group_size,
             shares_tile=shares_tile,
-            sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
+            sums_of_warp=words_of(score_mod, True),
+            sums_of_mask_warp=words_of(score_mod, False),
             own_lists=own_lists,
         )
         if own_lists and not (mask_mod is score_mod is None):
@@ -436,15 +439,14 @@ class FlashAttentionBackwardSm90:
                 )
                 rules = self._rules(masks, lengths, group, token_lists)
                 any_bits = tiles.any_bits if passes_over else None
-                make_mask_bits(
-                    rules,
-                    warp_rows,
-                    tiles.bits,
-                    channels.bits,
-                    channels.ring,
-                    channels.walk,
-                    any_bits,
-                )
+                bits = rules, warp_rows, tiles.bits, channels.bits
+                if const_expr(traits.sums_of_mask_warp > 0):
+                    score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
+                    make_bits = partial(make_block_bits, *bits, any_bits)
+                    diagonals = diagonal_sums(self, tiles, channels, score_args)
+                    make_bits_and_sums(make_bits, diagonals, channels)
+                else:
+                    make_mask_bits(*bits, channels.ring, channels.walk, any_bits)
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
@@ -549,6 +551,7 @@ class FlashAttentionBackwardSm90:
                 scale(acc, softmax_scale)
             # they are sent from where dS of the last block is
             scores.acquire_grads(block)
+            scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
             if const_expr(leaves_sums):
@@ -638,6 +641,7 @@ class FlashAttentionBackwardSm90:
             scores.tell_ready(block, state.cut)
         # -- both warpgroups have dS: dQ and dK begin
         sync_both()
+        scores.publish_grads(block)
         products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
         groups = tuple(Int32(group) for group in range(traits.key_groups))

@@ -159,7 +159,7 @@ class BlockScores:
         lengths: Lengths,
         passes_over: bool,
     ) -> "BlockScores":
-        num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
+        num_parts = traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
         # sums of gradients that are kept beside S would not fit the registers
         splits_scores = traits.splits_keys or chain.keeps_grads
         mma = traits.mma_scores()
@@ -192,7 +192,7 @@ class BlockScores:
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return bool(self.chain.wants_aux)
+        return self.chain.by_parts or bool(self.chain.wants_aux)
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -207,6 +207,8 @@ class BlockScores:
         No products may be in flight before. Afterwards dO has arrived, and dQ may read dS after
         `sync_both`. sums: dV and dK, which are added to meanwhile if there are halves.
         """
+        # early, where registers are free
+        self.acquire_summed(state.block)
         if self.traits.shares_keys:
             self._compute_in_turn(kind, state)
             self.channels.do.wait(state.block)
@@ -314,6 +316,21 @@ class BlockScores:
         for channel in (self.channels.grads, self.channels.ds):
             if channel is not None:
                 channel.acquire(block)
+
+    def acquire_summed(self, block: Int32) -> None:
+        """Wait until mask warps have summed what lies in the place of dS of a block."""
+        if self.channels.summed is not None:
+            self.channels.summed.acquire(block)
+
+    def publish_grads(self, block: Int32) -> None:
+        """Let the mask warps sum dS of a block, which both warpgroups have written."""
+        if self.channels.summed is not None:
+            self.channels.summed.publish(block)
+
+    def publish_nothing(self, block: Int32) -> None:
+        """`publish_grads` of a block without dS."""
+        self.acquire_summed(block)
+        self.publish_grads(block)
 
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""

@@ -36,8 +36,8 @@ MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22
 MOST_BLOCKS = 65535
-# of shared memory, for a sum by difference of eight warps in fp32
-BYTES_OF_SUM = 8 * 4
+# warps that sum score by score, and those that sum along diagonals
+SUMMING_WARPS = {True: 8, False: 2}
 STEP_OF_SUMS = 256
 
 Shape = tuple[int, int, int]
@@ -62,7 +62,7 @@ class DifferenceTables(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Shared memory for sums by difference."""
-        return sum(x.size for x in self.summed) * BYTES_OF_SUM
+        return _smem_bytes(self.summed)
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +121,11 @@ def choose_tables(
         found = []
     summed: tuple[SummedDifference, ...] = ()
     if problem.wants_aux and few and not problem.common_kv:
-        wanted = find_reads(score_mod, problem, problem.wants_aux).tensors
-        summed = _summed(wanted, few, lengths[1], _spare_smem(choice, target))
+        wanted = find_reads(score_mod, problem, problem.wants_aux)
+        # along diagonals from dS in shared memory
+        has_dscores = wanted.is_shift and not (problem.has_softcap or problem.token_lists)
+        spare = _spare_smem(choice, target)
+        summed = _summed(wanted.tensors, few, lengths[1], has_dscores, spare)
     if not found and not summed:
         return None
     reads, sizes = tuple(read for read, _ in found), tuple(shape for _, shape in found)
@@ -139,14 +142,20 @@ def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
     return SMEM_CAPACITY - choice.smem_bytes
 
 
+def _smem_bytes(summed: Sequence[SummedDifference]) -> int:
+    return sum(x.words * SUMMING_WARPS[x.by_score] for x in summed) * 4
+
+
 def _summed(
     wanted: Mapping[int, TensorReads],
     reads: Sequence[tuple[DifferenceRead, int]],
     seqlen_k: int,
+    has_dscores: bool,
     spare_smem: int,
 ) -> tuple[SummedDifference, ...]:
     """Those reads whose gradients are summed by difference, of the first tensors that there is room
-    for. reads: with the sizes of their sums."""
+    for. reads: with the sizes of their sums. has_dscores: the gradient of the modified score is dS.
+    """
     found: list[SummedDifference] = []
     for number, tensor in wanted.items():
         own = [x for x in reads if x[0].tensor == number]
@@ -157,9 +166,11 @@ def _summed(
         by_score = not tensor.is_diagonal and tensor.has_constant_factors
         by_score = by_score and not tensor.needs_score and is_known
         by_score = by_score and all(_are_keys_distinct(read.terms, seqlen_k) for read, _ in own)
-        size = sum(x.size for x in found) + sum(size for _, size in own)
-        if is_known and (tensor.is_between_cuts or by_score) and size * BYTES_OF_SUM <= spare_smem:
-            found += [SummedDifference(*x, by_score) for x in own]
+        more = [SummedDifference(*x, by_score) for x in own]
+        is_even = tensor.is_between_cuts and all(x.step in (-1, 0, 1) for x in more)
+        is_summed = by_score or (is_even and has_dscores)
+        if is_known and is_summed and _smem_bytes([*found, *more]) <= spare_smem:
+            found += more
     return tuple(found)
 
 
