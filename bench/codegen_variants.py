@@ -132,7 +132,7 @@ def compile_variant(name: str) -> Built:
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
-            walk=BwdWalkFacts(variant.window, problem.has_bits),
+            walk=BwdWalkFacts(variant.window, problem.has_bits, own_lists=variant.block_size),
             listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,
         )
@@ -173,6 +173,7 @@ def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (72, 80):
         yield f"d{d}-full", _variant(d)
         yield f"d{d}-causal", _variant(d, is_causal=True)
+    yield "d192v128-columns2", _variant(192, dim_v=128, is_causal=True, intervals=(2, True))
     for name, dims in (
         ("d96", (96, 96)),
         ("d136", (136, 136)),
@@ -240,7 +241,7 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"bwd-{name}", _backward(variant)
     yield "bwd-d128-deterministic", _backward(_variant(128, is_causal=True, deterministic=True))
     yield "bwd-d256-deterministic", _backward(_variant(256, is_causal=True, deterministic=True))
-    for d in (64, 128):
+    for d in (64, 128, 256):
         split = _backward(_variant(d, is_causal=True))
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
     for d in (64, 128):
@@ -259,7 +260,9 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
         yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
-    yield "bwd-d128-own_lists", _backward(_variant(128, has_bits=True, own_lists=True))
+    for d in (64, 128):
+        own = _backward(_variant(d, has_bits=True, own_lists=True))
+        yield f"bwd-d{d}-own_lists", replace(own, block_size=(64, 64))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
@@ -287,6 +290,8 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
     for mask in ("full", "causal"):
         alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
         yield f"{prefix}-bwd-d128-alone-{mask}", alone
+    in_order = replace(of_hopper["bwd-d128-deterministic"], arch=arch)
+    yield f"{prefix}-bwd-d128-alone-deterministic", replace(in_order, cta_pair=False)
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
         wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
         yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
@@ -295,6 +300,9 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
             wide = _backward(_variant(d, dim_v=dim_v, is_causal=mask == "causal"))
             in_pairs = replace(wide, arch=arch, cta_pair=True)
             yield f"{prefix}-bwd-d{d}v{dim_v}-pair-{mask}", in_pairs
+        in_order = _backward(_variant(d, dim_v=dim_v, is_causal=True, deterministic=True))
+        in_pairs = replace(in_order, arch=arch, cta_pair=True)
+        yield f"{prefix}-bwd-d{d}v{dim_v}-pair-deterministic", in_pairs
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
@@ -334,6 +342,7 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     }
     after = rows | {
         "lanes": plain._replace(tile_m=128, order="lanes"),
+        "lanes-pair": plain._replace(tile_m=128, order="lanes", num_ctas=2),
         "d160-pair": plain._replace(dim=160, tile_d=160, clears_dq=True, num_ctas=2),
         "d192-pair": plain._replace(dim=192, tile_d=192, clears_dq=True, num_ctas=2),
     }
@@ -342,13 +351,17 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         "marks": plain._replace(marked_dim=128),
         "any_size": plain._replace(num_stats=3, has_lse_low=True),
         "sink": plain._replace(has_dlse=True, sink_dtype="bfloat16"),
+        "pair": plain._replace(tile_m=128, num_ctas=2),
     }
     for name, facts in before.items():
         yield f"preprocess-{name}", PreparingVariant(partial(build_preprocess, facts))
     for name, facts in after.items():
         yield f"postprocess-{name}", PreparingVariant(partial(build_postprocess, facts))
-    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False)
+    parts = PartFacts("bfloat16", 128, 128, 128, 128, False, False, 128, "accumulators")
     yield "add_parts", PreparingVariant(partial(build_add_parts, parts))
+    wide = parts._replace(head_dim=256, head_dim_v=256, tile_d=256, tile_dv=256, tile_n=64)
+    by_rows = wide._replace(order="rows")
+    yield "add_parts-rows", PreparingVariant(partial(build_add_parts, by_rows))
     padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for d, reads_mask_bits in ((32, True), (128, False)):

@@ -540,17 +540,20 @@ def retile_lists(
     return _retiled.get(lists, (tile_m, tile_n, seqlen_q, seqlen_k))
 
 
-def block_bits(lists: BlockSparseTensorsTorch) -> LogicalBits:
+def block_bits(
+    lists: BlockSparseTensorsTorch, make: Callable[..., LogicalBits] | None = None
+) -> LogicalBits:
     """The states of the blocks as bits, for a kernel that does not walk lists.
 
-    They are cached as the results of `retile_lists` are, and shared with them.
+    They are cached as the results of `retile_lists` are, and shared with them. make: makes them of
+    lists that were not seen before; None: a few tensor operations do.
 
     Raises:
         ValueError: `block_size` is None.
     """
     if lists.block_size is None:
         raise ValueError("lists must have a block_size, got None")
-    return _bits.get(lists, ())
+    return _bits.get(lists, (), make)
 
 
 def know_block_bits(lists: BlockSparseTensorsTorch, bits: LogicalBits) -> None:
@@ -586,10 +589,16 @@ class _Kept(Generic[_Made]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, lists: BlockSparseTensorsTorch, sizes: tuple[int, ...]) -> _Made:
+    def get(
+        self,
+        lists: BlockSparseTensorsTorch,
+        sizes: tuple[int, ...],
+        make: Callable[..., _Made] | None = None,
+    ) -> _Made:
+        make = make or self._make
         tensors = [tensor for _, tensor in _named_tensors(lists) if tensor is not None]
         if any(tensor.is_inference() for tensor in tensors):
-            return self._make(lists, *sizes)
+            return make(lists, *sizes)
         key = tuple(map(id, tensors)), lists.block_size, sizes
         is_captured = _is_capturing(tensors[0])
         entry = self._entries.get(key)
@@ -601,7 +610,7 @@ class _Kept(Generic[_Made]):
             if alive and made_from == versions and was_captured is is_captured:
                 return result
         with torch.inference_mode(False), torch.no_grad():
-            result = self._make(lists, *sizes)
+            result = make(lists, *sizes)
         if not is_captured:
             # memory of a graph being captured holds nothing yet, and a replay may find other lists
             self.put(lists, sizes, result)

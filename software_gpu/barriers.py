@@ -1,9 +1,13 @@
 """Handlers of mbarriers, named barriers and cluster barriers."""
 
+from typing import NamedTuple
+
 from .context import Ctx, lanes_of
-from .operand_access import address, first, reader, where_shared
+from .operand_access import address, first, is_uniform, place, reader, where_shared
 from .operands import Mem, Pair, Sink
-from .state import BLOCK, Mbar
+from .state import BLOCK, Cta, Mbar
+
+ALL = 0xFFFFFFFF
 
 
 def mbarrier(m, p, ins):
@@ -104,18 +108,51 @@ def mbarrier_tx(m, p, ins):
     return tx
 
 
+class Awaited(NamedTuple):
+    """What lanes of a warp wait for, and in words why they do. A wait is tried many times, and asks
+    for the same each time."""
+
+    mbar: Mbar
+    value: int
+    by_parity: bool
+    lanes: int
+    cta: Cta
+    offset: int
+
+    def is_over(self):
+        phase = self.mbar.phase & 1 if self.by_parity else self.mbar.phase
+        return phase != self.value
+
+    def is_there(self):
+        return self.cta.mbars.get(self.offset) is self.mbar
+
+    def __str__(self):
+        return (
+            f"mbarrier at {self.offset:#x} of CTA rank {self.cta.rank} for "
+            f"{'parity' if self.by_parity else 'phase'} {self.value}; it is in {self.mbar}"
+        )
+
+
 def mbarrier_wait(m, p, ins):
     mods, a = ins.mods, ins.args
     d = p.pred(a[0].a if isinstance(a[0], Pair) else a[0])
     ad = address(p, a[1])
     par = "parity" in mods
-    val = reader(p, a[2], 4 if par else 8)
+    size = 4 if par else 8
+    val = reader(p, a[2], size)
+    places = place(p, a[1], 4), place(p, a[2], size)
 
-    def wait(W, mask):
-        ok = 0
-        blocked = None
-        for lane in lanes_of(mask):
-            cta, off = where_shared(m, W, ins, ad(W, lane))
+    def awaited(W, mask):
+        lanes = {}
+        if mask == ALL and is_uniform(W, places):
+            lanes[ad(W, 0), val(W, 0)] = mask
+        else:
+            for lane in lanes_of(mask):
+                key = ad(W, lane), val(W, lane)
+                lanes[key] = lanes.get(key, 0) | 1 << lane
+        found = []
+        for (at, v), mine in lanes.items():
+            cta, off = where_shared(m, W, ins, at)
             b = cta.mbars.get(off)
             if b is None:
                 m.fail(
@@ -124,24 +161,26 @@ def mbarrier_wait(m, p, ins):
                     f"wait on shared offset {off:#x} of CTA rank {cta.rank}, where no "
                     "mbarrier is initialised",
                 )
-            v = val(W, lane)
             if par and v > 1:
                 m.fail(W, ins, f"parity {v}")
-            if ((b.phase & 1) != v) if par else (b.phase != v):
-                ok |= 1 << lane
-            else:
-                blocked = (
-                    f"mbarrier at {off:#x} of CTA rank {cta.rank} for "
-                    f"{'parity' if par else 'phase'} {v}; it is in {b}"
-                )
-        if blocked and not ok:
+            found.append(Awaited(b, v, par, mine, cta, off))
+        return found
+
+    def wait(W, mask):
+        tried, waits = W.state.get(ins.pc, (0, ()))
+        if tried != mask or not all(x.is_there() for x in waits):
+            waits = awaited(W, mask)
+        ok = sum(x.lanes for x in waits if x.is_over())
+        if not ok:
             if not W.allow_false and not (
                 m.delay and m.rng.random() < 0.4
             ):  # try_wait may time out at any moment
-                return BLOCK(blocked, soft=True)
+                W.state[ins.pc] = mask, waits
+                return BLOCK(waits[-1], soft=True)
             W.allow_false = False
             W.set_pred(d, mask, 0)
-            W.why[ins.pc] = blocked
+            W.state.pop(ins.pc, None)
+            W.why[ins.pc] = waits[-1]
             return False
         W.set_pred(d, mask, ok)
 

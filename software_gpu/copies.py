@@ -14,7 +14,7 @@ def cp(m, p, ins):
     if mods[1] == "async" and "bulk" not in mods and mods[2] in ("ca", "cg"):
         return cp_async(m, p, ins)
     if mods[1] == "async" and mods[2] in ("commit_group", "wait_group", "wait_all"):
-        return lambda W, mask: None
+        return cp_async_groups(mods[2], ins.args)
     if mods[1] == "async" and mods[2] == "mbarrier":
         ad = address(p, a[0])
         noinc = "noinc" in mods
@@ -22,8 +22,13 @@ def cp(m, p, ins):
         def cpmb(W, mask):
             cx = Ctx(m, p, ins, W, mask)
             if noinc:
-                for lane in lanes_of(mask):
-                    cx.mbar_arrive(*where_shared(m, W, ins, ad(W, lane)))
+                places = [where_shared(m, W, ins, ad(W, lane)) for lane in lanes_of(mask)]
+
+                def arrive():
+                    for place in places:
+                        cx.mbar_arrive(*place)
+
+                W.copies.arrive(m, W, arrive)
 
         return cpmb
     red = mods[1] == "reduce"
@@ -69,18 +74,33 @@ def cp_async(m, p, ins):
             src = reader(p, x, 4)
 
     def run(W, mask):
+        moves = []
         for lane in lanes_of(mask):
             cta, off = where_shared(m, W, ins, d(W, lane))
             k = min(src(W, lane), n) if src else n
             if off % n:
                 m.fail(W, ins, "misaligned cp.async destination")
-            if k:
-                cta.smem[off : off + k] = m.mem(s(W, lane), k, W, ins)
-            cta.smem[off + k : off + n] = 0
-            cta.shadow[off : off + n] = W.c.tag  # cp.async is generic proxy
-            W.c.dlo, W.c.dhi = min(W.c.dlo, off), max(W.c.dhi, off + n)
+            moves.append((cta, off, k, s(W, lane)))
+
+        def go():
+            for cta, off, k, begin in moves:
+                if k:
+                    cta.smem[off : off + k] = m.mem(begin, k, W, ins)
+                cta.smem[off + k : off + n] = 0
+                cta.shadow[off : off + n] = W.c.tag  # cp.async is generic proxy
+                W.c.dlo, W.c.dhi = min(W.c.dlo, off), max(W.c.dhi, off + n)
+
+        W.copies.start(m, go)
 
     return run
+
+
+def cp_async_groups(what, args):
+    """cp.async.commit_group, .wait_group and .wait_all"""
+    if what == "commit_group":
+        return lambda W, mask: W.copies.commit()
+    left = args[0].value if what == "wait_group" else None
+    return lambda W, mask: W.copies.wait(left)
 
 
 def bulk(m, p, ins, red):

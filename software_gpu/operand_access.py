@@ -2,15 +2,32 @@
 
 import numpy as np
 
-from .operands import Reg
+from .operands import Mem, Reg
 from .ptx_types import SIZE, Unsupported
 from .state import SMEM_MAX
 
 
+def place(p, x, size):
+    """(offset in the registers of a warp, bytes) of an operand"""
+    if isinstance(x, Mem):
+        return p.addr(x)[:2]
+    if isinstance(x, Reg):
+        return p.src(x, SIZE[x.type]), SIZE[x.type]
+    return p.src(x, size, exact=False), size
+
+
+def is_uniform(W, places):
+    """whether all 32 lanes have the same values there"""
+    for o, size in places:
+        values = W.R[o : o + 32 * size].tobytes()
+        if values != values[:size] * 32:
+            return False
+    return True
+
+
 def reader(p, x, size):
     """(warp, lane) -> value of an operand"""
-    o = p.src(x, size, exact=False) if not isinstance(x, Reg) else p.src(x, SIZE[x.type])
-    size = SIZE[x.type] if isinstance(x, Reg) else size
+    o, size = place(p, x, size)
     if size == 4:
         i = o >> 2
         return lambda W, lane: int(W.v32[i + lane])

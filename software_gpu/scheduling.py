@@ -183,6 +183,7 @@ class Scheduler:
             if fn:
                 fn()
         W.bulk_groups, W.bulk = [], []
+        W.copies.finish(W.copies.started)
         self.note_uninit(W)
         if W.cta.umma:
             finish_warp(self, W)
@@ -247,7 +248,7 @@ class Scheduler:
                             else "runs"
                         )
                     else:
-                        why = "waits: " + why
+                        why = f"waits: {why}"
                     out.append(
                         f"  CTA {W.cta.ctaid} rank {W.cta.rank} warp {W.index} lanes {m:#010x} "
                         f"pc {pc} {ins!r}"[:260]

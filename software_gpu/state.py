@@ -18,7 +18,8 @@ class Deadlock(SimError):
 
 
 class BLOCK:
-    """Returned by a handler that cannot proceed. soft: a try_wait, which may also return false."""
+    """Returned by a handler that cannot proceed. reason: its text is asked for in reports only.
+    soft: a try_wait, which may also return false."""
 
     __slots__ = ("reason", "soft")
 
@@ -71,6 +72,45 @@ class Cluster:
         self.bar_arrived = set()
 
 
+class Copies:
+    """The cp.async of a warp. In a run with delays some are late, until somebody waits for them."""
+
+    def __init__(self):
+        self.waiting, self.started, self.groups = {}, 0, []
+
+    def start(self, m, fn):
+        number, self.started = self.started, self.started + 1
+        if m.late():
+            self.waiting[number] = fn
+        else:
+            fn()
+
+    def finish(self, end):
+        """those before number `end`"""
+        for number in [x for x in self.waiting if x < end]:
+            self.waiting.pop(number)()
+
+    def arrive(self, m, warp, fn):
+        """fn when all copies started so far are there"""
+        end = self.started
+
+        def go():
+            self.finish(end)
+            fn()
+
+        m.defer((warp, f"cp.async{id(go)}"), go)
+
+    def commit(self):
+        self.groups.append(self.started)
+
+    def wait(self, left):
+        """for all but the last `left` groups; None: for everything"""
+        if left is None:
+            self.finish(self.started)
+        elif len(self.groups) > left:
+            self.finish(self.groups[len(self.groups) - left - 1])
+
+
 class Warp:
     def __init__(self, prog, cta, index, lanes):
         self.prog, self.cta, self.index = prog, cta, index
@@ -93,6 +133,7 @@ class Warp:
         self.state = {}  # pc -> handler state while blocked (named barriers ...)
         self.why = {}  # pc -> reason
         self.bulk, self.bulk_groups = [], []
+        self.copies = Copies()
         self.wg, self.wg_groups = [], []
         self.allow_false = False
         self.soft = False

@@ -3,10 +3,12 @@
 Runs each draw of `tests/support/cases/drawn_blackwell.py` on the software GPU: in order, with
 delays of two seeds, and with each role slow; or, where sums are in a fixed order, with five seeds
 and all numbers of CTAs at a time, which must give equal bits. A draw that was right is a row of
-bench/results/blackwell_cases.txt, which is printed. Draws that have a row are not run again, so a
-run that was too short is continued by the next one; without the file, all are run.
+bench/results/blackwell_cases.txt, which is printed, with the commit that was run. Draws that have
+a row are not run again, so a run that was too short is continued by the next one; without the
+file, all are run.
 
---rows FILE: the table. --workers N: processes. --seconds S: after so long the run ends.
+--rows FILE: the table. --workers N: processes. --seconds S: after so long the run ends. --commit
+NAME: of this tree, where git does not say it.
 Exit status: 1 where a draw has no row.
 """
 
@@ -14,61 +16,114 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = "cases", "masks"
 TESTS = "tests/sim/test_drawn_sm100_sim.py::test_draw"
+# the libraries of the software GPU, once, and not by every worker
+BUILD = """\
+import software_gpu
+from software_gpu import interpreter
+software_gpu.activate("sm_100a")
+interpreter.lib()
+"""
+# of a run that is told to end, to say what failed
+SECONDS_TO_END = 20
 HEAD = """\
 Drawn calls of the Blackwell kernels, executed in the software GPU against float64, by
 python tests/drawn_cases.py (docs/testing.md).
 {found} of {drawn} draws, {runs} runs; no run had a warning. The largest error is {share} of what is
 allowed: twice the error of eager attention in the same dtype, and an ulp.
-Columns: draw; runs (in order, with delays of two seeds, and so many sets of warps slow in turn; or
-those whose bits are equal); largest error (-: was right, in a run that was cut short before its
-numbers were kept); the call.
+{kinds}
+Columns: draw; commit; runs (in order, with delays of two seeds, and so many sets of warps slow in
+turn; or those whose bits are equal); largest error; the call.
 
 """
-ROW = re.compile(r"(\S+) +(\d+) .+? (\d\.\d\d|   -)  d")
 
 
-def read_rows(path: Path) -> dict[str, str]:
+class Row(NamedTuple):
+    """A draw that was right. commit: "" in what a test writes."""
+
+    draw: str
+    commit: str
+    runs: str
+    share: str
+    call: str
+
+    def __str__(self) -> str:
+        return f"{self.draw:25} {self.commit:9} {self.runs:35} {self.share}  {self.call}"
+
+    @classmethod
+    def read(cls, line: str) -> Row:
+        draw, commit, rest = line.split(maxsplit=2)
+        runs, rest = rest[:35], rest[36:]
+        return cls(draw, commit, runs.rstrip(), *rest.split("  ", 1))
+
+
+def read_rows(path: Path) -> dict[str, Row]:
     """Rows by the names of their draws."""
     lines = path.read_text().partition("\n\n")[2].splitlines() if path.is_file() else []
-    return {line.split()[0]: line for line in lines}
+    return {row.draw: row for row in map(Row.read, lines)}
 
 
-def table(names: list[str], rows: dict[str, str]) -> str:
-    found = [rows[name] for name in names if name in rows]
-    cells = [match.groups() for row in found if (match := ROW.match(row))]
-    runs = sum(int(x[1]) for x in cells)
-    share = max((x[2] for x in cells if x[2].strip() != "-"), default="0")
-    head = HEAD.format(found=len(found), drawn=len(names), runs=runs, share=share)
+def table(kinds: Mapping[str, str], rows: Mapping[str, Row]) -> str:
+    """kinds: of all draws, by their names."""
+    found = [rows[name] for name in kinds if name in rows]
+    counts, drawn = Counter(kinds[row.draw] for row in found), Counter(kinds.values())
+    told = ", ".join(f"{kind} {counts[kind]} of {n}" for kind, n in drawn.items())
+    head = HEAD.format(
+        found=len(found),
+        drawn=len(kinds),
+        runs=sum(int(row.runs.split()[0]) for row in found),
+        share=max((row.share for row in found), default="0"),
+        kinds=textwrap.fill(f"Draws: {told}.", 100),
+    )
     return head + "".join(f"{row}\n" for row in found)
 
 
-def run(names: list[str], workers: int, seconds: float | None) -> dict[str, str]:
-    """Rows of the draws that were right, in time."""
+def run(names: list[str], workers: int, seconds: float | None) -> list[Row]:
+    """Rows of the draws that were right, in time. They begin in the order of their names."""
     with tempfile.TemporaryDirectory(prefix="flash_mask_cute_drawn_") as folder:
         log = Path(folder, "rows")
         command = [
-            *(sys.executable, "-m", "pytest", "-v", "-n", str(workers), "--dist", "worksteal"),
+            *(sys.executable, "-m", "pytest", "-v", "-rf", "--tb=short", "--durations=12"),
+            *("-n", str(workers), "--dist", "load", "--maxschedchunk", "1"),
             *("-p", "no:cacheprovider", *(f"{TESTS}[{name}]" for name in names)),
         ]
-        told = {"FLASH_MASK_SIM_ARCH": "sm_100a", "FLASH_MASK_SIM_ROWS": str(log), "TMPDIR": folder}
+        told = {"FLASH_MASK_SIM_ARCH": "sm_100a", "FLASH_MASK_SIM_ROWS": str(log)}
+        subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, check=True)
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | told, start_new_session=True)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
-        return {line.split()[0]: line.rstrip() for line in lines if line.endswith("\n")}
+        return [Row(*line.rstrip().split("\t")) for line in lines if line.endswith("\n")]
+
+
+def commit_of_tree() -> str:
+    """The commit that is checked out; "+" behind it: with changes."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        name = subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
+        changes = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + "+" * any(not line.endswith(".txt") for line in changes.splitlines())
 
 
 def main() -> int:
@@ -77,18 +132,21 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=kept, help="the table")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--seconds", type=float, help="after so long the run ends")
+    parser.add_argument("--commit", help="of this tree, where git does not say it")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / "support" / name) for name in SUPPORT)]
-    from drawn_blackwell import DRAWS
+    from drawn_blackwell import DRAWS, IN_TURN
 
-    names = [draw.id for draw in DRAWS]
-    rows = read_rows(options.rows)
-    missing = [name for name in names if name not in rows]
+    calls = {draw.id: draw.told for draw in DRAWS}
+    rows = {x.draw: x for x in read_rows(options.rows).values() if calls.get(x.draw) == x.call}
+    missing = [draw.id for draw in IN_TURN if draw.id not in rows]
     if missing:
-        rows |= run(missing, options.workers, options.seconds)
-    options.rows.write_text(text := table(names, rows))
+        commit = options.commit or commit_of_tree()
+        found = run(missing, options.workers, options.seconds)
+        rows |= {row.draw: row._replace(commit=commit) for row in found}
+    options.rows.write_text(text := table({draw.id: draw.kind for draw in DRAWS}, rows))
     print(text)
-    missing = [name for name in names if name not in rows]
+    missing = [name for name in missing if name not in rows]
     print(f"{len(missing)} draws have no row: {' '.join(missing)}" if missing else "all have rows")
     return int(bool(missing))
 

@@ -23,7 +23,9 @@ def explain_choice(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
     if heads > 1:
         queries = tiles.cluster_tile_m // padded_group(heads)
         parts[0] = f"tiles of {queries} queries x {heads} heads walk over what these chose together"
-    if run.backend is Backend.KERNEL:
+    if run.problem.choice_dtype is not None:
+        parts.append("the kernel reads the entries of the only query")
+    elif run.backend is Backend.KERNEL:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
         parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
     return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])

@@ -105,7 +105,9 @@ class AttentionProblem:
     (`segments.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
-    choice of key blocks is given, as bits. common_kv: all sequences have the keys of one batch
+    choice of key blocks is given, as bits. choice_dtype: that of its entries, if a forward of one
+    query reads them itself, else None. shares_mask: heads that share a tile of a forward with a
+    choice see the same of a mask_mod. common_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
     `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
     tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
@@ -156,6 +158,8 @@ class AttentionProblem:
     page_box: int | None = None
     optional: tuple[GivenTensor, ...] = ()
     has_selected: bool = False
+    choice_dtype: str | None = None
+    shares_mask: bool = False
     common_kv: bool = False
     in_fp8: bool = False
     few_rows: bool = False

@@ -74,7 +74,7 @@ class BwdConfig:
     above 128. This requires tiles of at most 320 columns of keys and values together, as 192/128
     and 160 have, one CTA, and scores that are neither modified nor capped.
     group_splits: CTAs that share the query heads of a group, each with an equal number of them. It
-    divides the group size, and is 1 for head dimensions above 128.
+    divides the group size.
 
     Raises:
         TypeError, ValueError: as by `FwdConfig`; value_cols may be 0.

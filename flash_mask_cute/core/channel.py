@@ -20,6 +20,9 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from flash_mask_cute.core.cursor import Cursor
 
+# of a warp that publishes its copies: each lane when its own are there, and the warp for the rest
+COPY_ARRIVALS = 33
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -105,6 +108,13 @@ class Channel:
             cute.arch.mbarrier_arrive(
                 self.barrier(number), self.home, relaxed=relaxed, scope=self._scope
             )
+
+    @cute.jit
+    def publish_copies(self, number: Int32) -> None:
+        """`publish`, when the asynchronous copies that this warp has started are there, for which
+        nobody waits here. A warp counts as `COPY_ARRIVALS` producers."""
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.barrier(number))
+        self.publish(number)
 
     def wait(self, number: Int32) -> None:
         """Wait until fill `number` is complete."""

@@ -4,7 +4,7 @@ Where keys lie in pages that TMA cannot load, other warps may copy their share o
 (`row_copies`); each arrives for every block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
 from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, Kind, WalkRing
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work, WorkRing
 
 # where the number of a key block begins in the word of its stage
@@ -108,7 +109,8 @@ class OperandLoads:
     CTA's part of a block. pages: for keys and values in pages. share: of the rows of these, if they
     are copied by several warps. cut: makes the bits of a block that is cut, from the work tile, the
     number of such blocks before it and the block, and returns the next number; for warps that only
-    copy rows, and load no query.
+    copy rows, and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads),
+    which others read soon.
     """
 
     operands: tma.Operands
@@ -123,6 +125,8 @@ class OperandLoads:
     pages: Pages | None = None
     share: CopyShare = CopyShare()
     cut: cutlass.Constexpr[Callable[[Work, Int32, Block], Int32] | None] = None
+    scales_k: cute.Tensor | None = None
+    scales_v: cute.Tensor | None = None
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -135,6 +139,7 @@ class OperandLoads:
         if const_expr(self._by_rows):
             nowhere = self._copies.nowhere()
             state = state._replace(v_pages=nowhere, next_pages=nowhere)
+        if const_expr(self._hands_over):
             state = state._replace(k_ready=Int32(0), v_ready=Int32(0))
         if const_expr(self.cut is not None):
             state = state._replace(cuts=Int32(0))
@@ -157,7 +162,7 @@ class OperandLoads:
                 # the next query has to wait for the output, which has to wait for these
                 self._load_values(state)
                 state = state._replace(v_block=Int32(-1))
-            if const_expr(self._by_rows):
+            if const_expr(self._hands_over):
                 # whoever reads them lets the next query come
                 if const_expr(self.share.count == 1 or self.shape.stages_q == 1):
                     state = self._hand_over_rows(state, 0)
@@ -168,8 +173,11 @@ class OperandLoads:
             ring.release(tile)
             tile += 1
         self._load_values(state)
-        if const_expr(self._by_rows):
+        if const_expr(self._hands_over):
             self._hand_over_rows(state._replace(v_block=Int32(-1)), 0)
+        elif const_expr(self._by_rows):
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
         if const_expr(self.k.channel.home is not None):
             # releases come from another CTA, and must not come after the end of this one
             self.q.channel.drain(tile * self.shape.q_fills)
@@ -222,24 +230,31 @@ class OperandLoads:
         number, pages = state.blocks, state.next_pages
         is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
-            pages = self._settled(self._look_up(place, block.index))
+            pages = self._look_up(place, block.index)
+            if const_expr(not self._settles_late):
+                pages = self._settled(pages)
+        if const_expr(self._settles_late):
+            pages = self._settled(pages)
         # the table is read while this block is loaded
         next_pages = self._look_up(place, block.index - 1)
         channel = self._begin_block(number, block)
         if const_expr(self._by_rows):
             smem = self.k.smem[None, None, channel.index(number)]
             self._copies.copy(self.pages.k, place.head, pages, smem)
+            if const_expr(not self._hands_over):
+                channel.publish_copies(number)
         else:
             self._load_key_boxes(place, pages, number)
+        self._ask_for_scales(self.scales_k, place, pages)
         self._load_paged_values(state)
         state = state._replace(
             blocks=number + 1,
             v_block=block.index,
             v_place=place,
             v_pages=pages,
-            next_pages=self._settled(next_pages),
+            next_pages=next_pages if self._settles_late else self._settled(next_pages),
         )
-        if const_expr(self._by_rows):
+        if const_expr(self._hands_over):
             stages = min(self.k.channel.stages, self.v.channel.stages)
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
@@ -274,9 +289,13 @@ class OperandLoads:
             )
             if const_expr(self._by_rows):
                 stage = smem[None, None, channel.index(number)]
+                self._ask_for_scales(self.scales_v, place, state.v_pages)
                 self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
+                if const_expr(not self._hands_over):
+                    channel.publish_copies(number)
             else:
                 channel.expect(number, shape.bytes_v)
+                self._ask_for_scales(self.scales_v, place, state.v_pages)
                 for box in cutlass.range(
                     shape.tile_n // shape.page_box, unroll=self._boxes_unrolled
                 ):
@@ -329,6 +348,30 @@ class OperandLoads:
         key = self._key(place, cutlass.max(block, 0), box)
         return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
 
+    def _ask_for_scales(
+        self, scales: cute.Tensor | None, place: Place, pages: PageRow | BlockRows
+    ) -> None:
+        """Ask for the scales of a block's rows to be brought into the L2 cache: who converts the
+        block waits for them."""
+        if scales is None:
+            return
+        for page, row in zip(*pages, strict=True) if self._by_rows else self._rows_of_boxes(pages):
+            at = cute.crd2idx((page, row, place.head), scales.layout)
+            cute.arch.prefetch((scales.iterator + at).to_llvm_ptr(), cache_level="L2")
+
+    def _rows_of_boxes(self, pages: PageRow) -> Iterator[tuple[Int32, Int32]]:
+        """The page and the row of each row of this lane, of those of all boxes of a block."""
+        for first in range(0, self.shape.tile_n, WARP):
+            row = cutlass.min(first + cute.arch.lane_idx(), self.shape.tile_n - 1)
+            at = pages.of_lane(row // self.shape.page_box)
+            yield at.page, at.row + row % self.shape.page_box
+
+    @property
+    def _settles_late(self) -> bool:
+        """Whether pages are settled when their block is loaded, a block after they were looked up:
+        not beside fences, which wait for loads."""
+        return self._by_rows and not self._hands_over
+
     def _settled(self, pages: PageRow | BlockRows) -> PageRow | BlockRows:
         """Pages of the pool, from what was read in the table."""
         if self._by_rows:
@@ -340,6 +383,12 @@ class OperandLoads:
     @property
     def _by_rows(self) -> bool:
         return self.pages is not None and self.pages.k is not None
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether copies by rows are waited for before they are handed over: products read them
+        through another proxy. Codes are read as they were written, and arrive by themselves."""
+        return self._by_rows and self.k.smem.element_type.width > 8
 
     @property
     def _copies(self) -> RowCopies:

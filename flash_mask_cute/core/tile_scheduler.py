@@ -16,12 +16,13 @@ warps read its decision from the ring (`work_ring`).
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.warp_scan import WARP, running
 
 
@@ -61,16 +62,6 @@ class Search(NamedTuple):
     tiles_before: Int32
 
 
-class Claims(Protocol):
-    """How one CTA claims work tiles for several CTAs."""
-
-    def is_leader(self) -> Boolean:
-        """Whether this CTA claims."""
-
-    def share(self, number: Int32, claimed: Int32) -> Int32:
-        """Give claim `number` of the leader to all CTAs."""
-
-
 @dataclass(frozen=True)
 class TileScheduler:
     """Hands out the work tiles of a launch.
@@ -98,10 +89,14 @@ class TileScheduler:
     claims_first: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
-        search = Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
+        search = self.before_start()
         if self.claims_first and self.counter is not None:
             return self.advance(search, Int32(0))
         return search
+
+    def before_start(self) -> Search:
+        """Where no tile has been claimed."""
+        return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
 
     def own_block(self, block: Int32) -> Int32:
         """The block of this CTA among those of a work tile."""

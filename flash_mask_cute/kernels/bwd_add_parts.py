@@ -3,10 +3,12 @@
 These split a group of heads, and leave partial sums, or have different queries of token lists
 (`core/token_lists.py`), and add to the same sums.
 
-The sums are fp32, in the layout of the summing kernel (`bwd_postprocess`). They are added in the
-order of the parts, so the result does not depend on the run. There is little to add, and there are
+The sums are fp32, in an order that suits the summing kernel. They are added in the order of the
+parts, so the result does not depend on the run. There is little to add, and there are
 few key blocks: a CTA takes some columns of one, so that many SMs have something to read.
 """
+
+from typing import Literal
 
 import cutlass
 import cutlass.cute as cute
@@ -29,6 +31,10 @@ TILE_N = 128
 # column groups that a CTA adds
 GROUPS = 4
 
+# The order of a key block's sums: that of accumulators with all columns (`bwd_postprocess`), that
+# of `row_blocks.by_lanes`, or row by row, where warpgroups have different columns.
+SumsOrder = Literal["accumulators", "lanes", "rows"]
+
 
 class BwdAddParts:
     """Adds partial sums of dK and dV and rounds them; to be passed to `cute.compile`.
@@ -37,7 +43,7 @@ class BwdAddParts:
     :param accum_cols: columns of a key block's sums of dK and of dV, multiples of 16
     :param tile_n: keys of a block: 128, or 64, of which the second four warps had the second half
         of the columns
-    :param by_lanes: sums are in the order of `row_blocks.by_lanes`
+    :param order: of the sums
     """
 
     def __init__(
@@ -45,13 +51,13 @@ class BwdAddParts:
         dtype: type[cutlass.Numeric],
         accum_cols: tuple[int, int],
         tile_n: int = TILE_N,
-        by_lanes: bool = False,
+        order: SumsOrder = "accumulators",
     ):
         if tile_n not in (TILE_N, TILE_N // 2):
             raise ValueError(f"tile_n must be {TILE_N} or {TILE_N // 2}, got {tile_n}")
         self.dtype = dtype
         self.tile_n = tile_n
-        self.by_lanes = by_lanes
+        self.order = order
         # of a warp
         self.num_groups = tuple(cols * tile_n // TILE_N // COLS_PER_GROUP for cols in accum_cols)
         self.num_chunks = tuple(-(-groups // GROUPS) for groups in self.num_groups)
@@ -127,6 +133,9 @@ class BwdAddParts:
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP
         first = chunk * GROUPS
+        row, first_pair = warp * 16 + lane // 4, first * 4 + lane % 4
+        if const_expr(self.tile_n < TILE_N):
+            row, first_pair = row % self.tile_n, first_pair + warp // 4 * num_groups * 4
         totals = [cute.make_rmem_tensor((VECTOR_32_BITS,), Float32) for _ in range(GROUPS)]
         for values in totals:
             values.fill(0.0)
@@ -136,20 +145,24 @@ class BwdAddParts:
                 for g in cutlass.range_constexpr(GROUPS):
                     if first + g < num_groups:
                         values = cute.make_rmem_tensor((VECTOR_32_BITS,), Float32)
-                        if const_expr(self.by_lanes):
+                        if const_expr(self.order == "lanes"):
                             stored = cute.make_tensor(source.iterator, by_lanes(num_groups))
                             for i in cutlass.range_constexpr(VECTOR_32_BITS):
                                 values[i] = stored[i, lane, first + g, warp]
+                        elif const_expr(self.order == "rows"):
+                            width = cute.size(source) // self.tile_n
+                            for i in cutlass.range_constexpr(2):
+                                at = (row + 8 * i) * (width // 2) + first_pair + g * 4
+                                pair = cute.local_tile(values, (2,), (i,))
+                                cute.autovec_copy(vector_of(source, at, 2), pair)
                         else:
                             at = (warp * num_groups + first + g) * WARP + lane
                             cute.autovec_copy(vector_of(source, at, VECTOR_32_BITS), values)
                         totals[g].store(totals[g].load() + values.load())
             gRows = rows_of_head(target, head_idx, rows)
-            row, first_pair = warp * 16 + lane // 4, first * 4 + lane % 4
-            if const_expr(self.tile_n < TILE_N):
-                row, first_pair = row % self.tile_n, first_pair + warp // 4 * num_groups * 4
             for g in cutlass.range_constexpr(GROUPS):
-                self._store(totals[g], gRows, rows, row, first_pair + g * 4)
+                if first + g < num_groups:
+                    self._store(totals[g], gRows, rows, row, first_pair + g * 4)
 
     @cute.jit
     def _store(self, values: cute.Tensor, gRows: cute.Tensor, rows, row: Int32, pair: Int32):

@@ -113,8 +113,9 @@ class BwdPostprocess:
 
         :param mdQaccum: fp32 (heads_q, num_row_blocks, tile_m * accum_cols), contiguous and aligned
             to 16 bytes
-        :param mSemaphores: int32 (heads_q, num_row_blocks), or None if all row blocks have sums; 0:
-            the sums of a row block were never written, and count as zeros
+        :param mSemaphores: int32 (heads_q, num_ctas * num_row_blocks), those of a row block side by
+            side, or None if all row blocks have sums; 0: the sums of a row block were never
+            written, and count as zeros
         :param mdQ: (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim),
             rows contiguous and aligned to 16 bytes, other strides free. Gets scale times the sums;
             0 in rows of a sequence that are not in use; rows of no sequence stay as they are.
@@ -153,7 +154,8 @@ class BwdPostprocess:
         if rows.in_slot > 0:
             has_sums = Boolean(True)
             if const_expr(mSemaphores is not None):
-                has_sums = mSemaphores[head_idx, block] != 0
+                # its CTAs have the same walks
+                has_sums = mSemaphores[head_idx, block * self.num_ctas] != 0
             sums = mdQaccum[head_idx, block, None]
             if const_expr(self.order == BY_LANES):
                 self._lanes_to_rows(sums, sdQ, scale, thread)

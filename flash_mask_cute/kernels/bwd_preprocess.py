@@ -242,6 +242,7 @@ class BwdPreprocess:
         scratch tensors are then KV heads, and the statistics of a query, of all its heads, follow
         each other (`row_blocks.stats_words`); those of padding rows are of rows that see nothing.
     :param has_marks: mQ is given
+    :param num_semaphores: of a row block: one for each CTA that sums a part of its rows
     :raises ValueError: a size is none of these
     """
 
@@ -253,6 +254,7 @@ class BwdPreprocess:
         has_reference: bool = False,
         packing: Packing = ALONE,
         has_marks: bool = False,
+        num_semaphores: int = 1,
     ):
         if tile_m % packing.rows or packing.heads > packing.rows:
             raise ValueError(
@@ -267,6 +269,7 @@ class BwdPreprocess:
         self.has_reference = has_reference
         self.packing = packing
         self.has_marks = has_marks
+        self.num_semaphores = num_semaphores
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS
@@ -305,7 +308,8 @@ class BwdPreprocess:
             `row_blocks.marks_of`
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
-        :param mSemaphores: int32 (heads_q, num_row_blocks); zeroed, if given
+        :param mSemaphores: int32 (heads_q, num_semaphores * num_row_blocks), those of a row block
+            side by side; zeroed, if given
         :param mSink: (heads_q,), the learnable sinks; given together with mSinkParts, or not at all
         :param mSinkParts: fp32 (heads_q, num_row_blocks): what each row block adds to the gradient
             of its head's sink; 0 where it belongs to no sequence
@@ -353,7 +357,8 @@ class BwdPreprocess:
             self._clear(mdQaccum[head_idx, block, None], thread)
         if const_expr(mSemaphores is not None):  # noqa: SIM102 (decided while tracing)
             if thread == 0:
-                mSemaphores[head_idx, block] = Int32(0)
+                for i in range_constexpr(self.num_semaphores):
+                    mSemaphores[head_idx, block * self.num_semaphores + i] = Int32(0)
         if const_expr(mSink is not None):
             sink = mSink[self._query_head(head_idx, thread)].to(Float32)
         if const_expr(mQ is not None):

@@ -1,18 +1,23 @@
 """Bits of key blocks: whether a query chose a block, and whether a query of a tile did, or all.
 
-A thread makes one word, of 32 neighbouring blocks, of all queries of a tile. It reads all entries
-of a query, which are few, and whose order and repetitions then do not matter. So there are no
-atomics, and the result is the same in every run.
+A warp has the queries of a tile, and a word of 32 neighbouring blocks for each lane. Its lanes read
+the entries of a few queries at a time and set bits in shared memory, so neither the order of
+entries nor repetitions matter, and the result is the same in every run.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from flash_mask_cute.core.warp_scan import WARP
+
 NUM_THREADS = 128
-WORD, LOG_WORD = 32, 5
-# entries that a thread loads before it compares
-UNROLL = 4
+NUM_WARPS = NUM_THREADS // WARP
+WORD = 32
+# key blocks of a warp
+SPAN = WARP * WORD
+# queries whose bits a warp makes at a time, and entries that a lane loads before it uses them
+ROWS, IN_FLIGHT = 8, 4
 
 
 class SelectedBits:
@@ -40,9 +45,9 @@ class SelectedBits:
         :param mCuSeqlensQ: int32 (num_sequences + 1,), where rows of all sequences are in one entry
         """
         batch, heads, tiles, words = mAny.shape
-        num_words = batch * heads * tiles * words
+        num_warps = batch * heads * tiles * cute.ceil_div(words, WARP)
         self.kernel(mIndices, mRows, mAny, mEvery, tile_m, pack, mCuSeqlensQ).launch(
-            grid=((num_words + NUM_THREADS - 1) // NUM_THREADS, 1, 1),
+            grid=(cute.ceil_div(num_warps, NUM_WARPS), 1, 1),
             block=(NUM_THREADS, 1, 1),
             stream=stream,
         )
@@ -60,28 +65,76 @@ class SelectedBits:
     ):
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        layout = cute.make_layout((WARP, ROWS, NUM_WARPS))
+        smem = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout)
+        sBits = smem[None, None, warp]
         batch, heads, tiles, words = mAny.shape
-        index = cta * NUM_THREADS + thread
-        line = index // words
-        word = index - line * words
+        spans = cute.ceil_div(words, WARP)
+        index = cta * NUM_WARPS + warp
+        line = index // spans
+        first_word = (index - line * spans) * WARP
         head = line // tiles
         tile = line - head * tiles
         batch_idx = head // heads
         head_idx = head - batch_idx * heads
+        word = first_word + lane
         if batch_idx < batch:
-            first, end = self._rows_of(tile, tile_m, pack, mIndices.shape[2], mCuSeqlensQ)
+            for i in cutlass.range_constexpr(ROWS):
+                sBits[lane, i] = Int32(0)
+            mEntries = mIndices[batch_idx, head_idx, None, None]
+            start, end = self._rows_of(tile, tile_m, pack, mIndices.shape[2], mCuSeqlensQ)
             of_any, of_every = Int32(0), Int32(-1)
-            for row in cutlass.range(first, end):
-                bits = Int32(0)
-                for i in cutlass.range(mIndices.shape[3], unroll=UNROLL):
-                    block = mIndices[batch_idx, head_idx, row, i]
-                    # a number that is negative, or behind the last word, is in no word
-                    if (block >> LOG_WORD) == word:
-                        bits = bits | (Int32(1) << (Int32(block) & (WORD - 1)))
-                mRows[batch_idx, head_idx, row, word] = bits
-                of_any, of_every = of_any | bits, of_every & bits
-            mAny[batch_idx, head_idx, tile, word] = of_any
-            mEvery[batch_idx, head_idx, tile, word] = of_every & of_any
+            for first in cutlass.range(start, end, ROWS, unroll=1):
+                cute.arch.sync_warp()
+                self._set_bits(mEntries, sBits, first, end, first_word * WORD)
+                cute.arch.sync_warp()
+                for i in cutlass.range_constexpr(ROWS):
+                    bits = sBits[lane, i]
+                    sBits[lane, i] = Int32(0)
+                    if first + i < end:
+                        of_any, of_every = of_any | bits, of_every & bits
+                        if word < words:
+                            mRows[batch_idx, head_idx, first + i, word] = bits
+            if word < words:
+                mAny[batch_idx, head_idx, tile, word] = of_any
+                mEvery[batch_idx, head_idx, tile, word] = of_every & of_any
+
+    @cute.jit
+    def _set_bits(
+        self, mEntries: cute.Tensor, sBits: cute.Tensor, first: Int32, end: Int32, base: Int32
+    ):
+        """Set the bits of ROWS queries from `first` on, before `end`, of the blocks from `base` on.
+
+        Lanes have the entries of one query, or of several with few.
+        """
+        lane, k = cute.arch.lane_idx(), mEntries.shape[1]
+        lanes = cutlass.max(cutlass.min(k, WARP), 1)
+        rows = cutlass.min(WARP // lanes, ROWS)
+        own_row, own_entry = lane // lanes, lane % lanes
+        end = cutlass.min(end, first + cutlass.select_(own_row < rows, Int32(ROWS), Int32(0)))
+        for start in cutlass.range(0, k, WARP, unroll=1):
+            for step in cutlass.range(0, ROWS, IN_FLIGHT * rows, unroll=1):
+                blocks = []
+                for i in cutlass.range_constexpr(IN_FLIGHT):
+                    row = first + step + i * rows + own_row
+                    blocks.append(self._entry(mEntries, row, end, start + own_entry, base))
+                for i in cutlass.range_constexpr(IN_FLIGHT):
+                    if blocks[i] >= 0:
+                        row = step + i * rows + own_row
+                        place = cute.crd2idx((blocks[i] // WORD, row), sBits.layout)
+                        bit = Int32(1) << (blocks[i] % WORD)
+                        cute.arch.atomic_or(sBits.iterator + place, bit, sem="relaxed", scope="cta")
+
+    @cute.jit
+    def _entry(self, mEntries: cute.Tensor, row: Int32, end: Int32, i: Int32, base: Int32) -> Int32:
+        """Entry i of a query, counted from block `base`; negative if it is none of the SPAN blocks
+        from there on."""
+        found = Int32(-1)
+        if (row < end) & (i < mEntries.shape[1]):
+            block = mEntries[row, i] - base
+            found = cutlass.select_((block >= 0) & (block < SPAN), Int32(block), found)
+        return found
 
     @cute.jit
     def _rows_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,17 +11,15 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.limits import AT_END
-from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.dtypes import dtype_name
 
 KERNEL_NAME = "token_lists"
 # as in the device code, which a host that has no compiler cannot import
-CHUNK_ROWS, SEGMENT, ITEM_WORDS, WORD = 256, 1024, 4, 32
-# rows of a choice whose bits a thread makes; of the bits of tiles nothing is read
-_TILES = QueryTiles(64, 1)
+CHUNK_ROWS, SEGMENT, ITEM_WORDS = 256, 1024, 4
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,20 @@ class ListExtents(NamedTuple):
         """Entries of the lists of a head, at most."""
         return (self.rows if is_packed else self.rows * self.batch) * self.k
 
-    def num_words(self, facts: ListFacts) -> int:
-        """int32 words that lists of all heads take, with the bits and counts they are made with."""
+    def scratch(self, facts: ListFacts) -> tuple[tuple[int, int, int], tuple[int, int], int]:
+        """What lists are made with: the shape of counts (heads, chunks, blocks of the longest
+        sequence), that of totals (heads, blocks), and the ranges of the longest sequence."""
         blocks = self.num_blocks(self.keys, self.block_size, facts.varlen_k)
         chunks = self.num_blocks(self.rows, CHUNK_ROWS, facts.varlen_q)
-        words = -(-self.most_keys // self.block_size // WORD)
-        rows = self.entries(facts.varlen_q) // max(self.k, 1)
-        of_lists = self.entries(facts.varlen_q) + self.items(facts) * ITEM_WORDS + blocks
-        return self.heads * (of_lists + (chunks * WORD + rows) * words)
+        longest = max(-(-self.most_keys // self.block_size), 1)
+        ranges = max(-(-self.most_rows // self.range_rows), 1)
+        return (self.heads, max(chunks, 1), longest), (self.heads, max(blocks, 1)), ranges
+
+    def num_words(self, facts: ListFacts) -> int:
+        """int32 words that lists of all heads take, with what they are made with."""
+        counts, totals, ranges = self.scratch(facts)
+        of_lists = self.entries(facts.varlen_q) + self.items(facts) * ITEM_WORDS + ranges
+        return math.prod(counts) + 2 * math.prod(totals) + self.heads * of_lists
 
     def items(self, facts: ListFacts) -> int:
         """Segments of the lists of all key tiles, at most."""
@@ -115,27 +120,27 @@ class TokenListMaker:
     arch: of the GPU whose tensors it gets; None: they are on the CPU.
     """
 
-    __slots__ = ("_extents", "_facts", "_function")
+    __slots__ = ("_arch", "_extents", "_facts", "_functions")
 
     def __init__(self, facts: ListFacts, extents: ListExtents, arch: str | None) -> None:
-        self._facts, self._extents = facts, extents
-        self._function: Any = None
-        if arch is not None:
-            self._function = compile_token_lists(facts, arch).function
+        self._facts, self._extents, self._arch = facts, extents, arch
+        self._functions: dict[torch.dtype, Any] = {}
 
     def __call__(self, by_entry: Tensor, lengths: ListLengths) -> MadeLists:
         """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64.
 
-        On a GPU a launch for bits and four for lists on the current stream read everything when
-        they run; a replayed CUDA graph reads it again.
+        On a GPU five launches on the current stream read everything when they run; a replayed CUDA
+        graph reads it again.
         """
         facts, extents = self._facts, self._extents
-        if self._function is None:
+        if self._arch is None:
             return lists_by_torch(by_entry, facts, extents, lengths)
-        num_blocks = -(-extents.most_keys // extents.block_size)
-        bits = selected_bits(by_entry, num_blocks, _TILES, lengths.cu_seqlens_q).rows
+        dtype = by_entry.dtype
+        if dtype not in self._functions:
+            compiled = compile_token_lists(facts, dtype_name(dtype), self._arch)
+            self._functions[dtype] = compiled.function
         made = empty_lists(by_entry, facts, extents)
-        fill_lists(self._function, bits, made, facts, extents, lengths)
+        fill_lists(self._functions[dtype], by_entry, made, facts, extents, lengths)
         return made
 
 
@@ -151,39 +156,41 @@ def empty_lists(like: Tensor, facts: ListFacts, extents: ListExtents) -> MadeLis
 
 
 def fill_lists(
-    function: Any, bits: Tensor, made: MadeLists, facts: ListFacts, extents: ListExtents,
+    function: Any, by_entry: Tensor, made: MadeLists, facts: ListFacts, extents: ListExtents,
     lengths: ListLengths,
 ) -> None:  # fmt: skip
     """Run the compiled kernels."""
-    chunks = extents.num_blocks(extents.rows, CHUNK_ROWS, facts.varlen_q)
-    blocks = extents.num_blocks(extents.keys, extents.block_size, facts.varlen_k)
-    counts = bits.new_empty((extents.heads, chunks, bits.shape[-1] * WORD))
-    starts = bits.new_empty((extents.heads, blocks + 1))
     x = extents
-    numbers = x.block_size, x.tile_n, x.num_tiles(facts), x.most_rows, x.range_rows, x.rows, x.keys
-    function(bits, counts, starts, *made, *numbers, *lengths)
+    counts, totals, ranges = x.scratch(facts)
+    shapes = counts, totals, (x.heads, ranges), totals
+    scratch = (by_entry.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    numbers = x.block_size, x.tile_n, x.num_tiles(facts), x.range_rows, x.rows, x.keys
+    function(by_entry, *scratch, *made, *numbers, *lengths)
 
 
-def compile_token_lists(facts: ListFacts, arch: str, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernels, from the cache or built now; see `fill_lists`."""
+def compile_token_lists(
+    facts: ListFacts, dtype: str, arch: str, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernels, from the cache or built now; see `fill_lists`. dtype: of entries."""
     return cache.get(
         KERNEL_NAME,
-        lambda: asdict(facts),
-        lambda: _build(facts, arch),
+        lambda: asdict(facts) | {"dtype": dtype},
+        lambda: _build(facts, dtype, arch),
         arch=arch,
         options=options_for(arch),
-        token=facts,
+        token=(facts, dtype),
     )
 
 
-def _build(facts: ListFacts, arch: str) -> Compiled:
+def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
     import cutlass
 
     from flash_mask_cute.mask_prep.token_lists_kernel import MakeTokenLists
 
     arguments = [
-        *(fake_tensors.strided(rank) for rank in (4, 3, 2, 2, 3, 1)),
-        *(cutlass.Int32(0) for _ in range(7)),
+        fake_tensors.strided(4, dtype),
+        *(fake_tensors.strided(rank) for rank in (3, 2, 2, 2, 2, 3, 1)),
+        *(cutlass.Int32(0) for _ in range(6)),
         fake_tensors.stream(),
         *map(
             fake_tensors.int32_vector,

@@ -55,7 +55,8 @@ class SummedRead(NamedTuple):
 
 
 def summed_reads(score_mod: Any, reads: ModReads, by_score: bool) -> tuple[SummedRead, ...]:
-    """Those that the plan has chosen, score by score or not. reads: all of the wanted tensors."""
+    """Those that the plan has chosen, if they are summed score by score, or if not. reads: all of
+    the wanted tensors."""
     if not isinstance(score_mod, ModWithTables):
         return ()
     found, first = [], 0
@@ -67,11 +68,6 @@ def summed_reads(score_mod: Any, reads: ModReads, by_score: bool) -> tuple[Summe
                 found.append(SummedRead(number, factor.constant, summed, first))
                 first += summed.words
     return tuple(found)
-
-
-def words_of(score_mod: Any, by_score: bool) -> int:
-    """Words of shared memory in which each warp sums by difference, score by score or not."""
-    return sum(x.words for x in getattr(score_mod, "summed", ()) if x.by_score == by_score)
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:

@@ -4,15 +4,17 @@ A warp holds the words of 1024 neighbouring blocks, one in each lane. So a walk 
 chunks, and chunks of which nobody chose anything are left out.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from flash_mask_cute.core.walk_ring import CHUNK, highest_bit
+from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.rules.bit_tile import WORD, low_bits
+from flash_mask_cute.rules.bit_tile import WORD, bit_range, low_bits
 
 # where no word begins
 _NOWHERE = 1 << 30
@@ -41,17 +43,46 @@ def words_for(rules: Any, work: Work, base: Int32, held: ChoiceWords) -> ChoiceW
     args, tile_n = rules.args.bits, rules.block_info.tile_n
     first_needed = base * tile_n // args.block_k // WORD
     if first_needed < held.first:
-        last_word = cute.size(args.of_any, mode=[3]) - 1
+        last_word = cutlass.max(work.seqlen_k - 1, 0) // args.block_k // WORD
+        if const_expr(not args.are_entries):
+            last_word = cute.size(args.of_any, mode=[3]) - 1
         last = ((base + CHUNK) * tile_n - 1) // args.block_k // WORD
         first = cutlass.min(last, last_word) - (WORD - 1)
         word = first + cute.arch.lane_idx()
         of_any, of_every = Int32(0), Int32(0)
-        if word >= 0:
+        if const_expr(args.are_entries):
+            of_any = _word_of_entries(rules, work, word)
+            of_every = of_any
+        elif word >= 0:
             tile = rules.choice_tile(work, work.block)
             place = rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)
             of_any, of_every = args.of_any[place], args.of_every[place]
         held = ChoiceWords(first, of_any, of_every)
     return held
+
+
+@cute.jit
+def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
+    """The blocks among 32 that the only query chose, by its entries. Each lane may ask for another
+    word; one that does not exist is 0."""
+    args = rules.args.bits
+    batch_idx, head_idx, *_ = rules.choice_place(
+        args.visible, work, work.head_idx, Int32(0), Int32(0)
+    )
+    mEntries, found = args.visible[batch_idx, head_idx, 0, None], Int32(0)
+    num_entries, num_blocks = cute.size(mEntries), cute.ceil_div(work.seqlen_k, args.block_k)
+    for start in cutlass.range(0, num_entries, WARP, unroll=1):
+        own = Int32(-1)
+        if start + cute.arch.lane_idx() < num_entries:
+            block = mEntries[start + cute.arch.lane_idx()]
+            exists = (block >= 0) & (block < num_blocks)
+            own = cutlass.select_(exists, Int32(block), own)
+        for i in cutlass.range(cutlass.min(num_entries - start, WARP), unroll=4):
+            block = cute.arch.shuffle_sync(own, i)
+            is_here = (block >= 0) & (block // WORD == word)
+            bit = Int32(1) << (block & (WORD - 1))
+            found = found | cutlass.select_(is_here, bit, Int32(0))
+    return found
 
 
 @cute.jit
@@ -92,3 +123,99 @@ def chunk_before(rules: Any, held: ChoiceWords, chunk_idx: Int32) -> Int32:
     chunk = cutlass.max(key, 0) // tile_n // CHUNK
     chunk = cutlass.select_(key < 0, Int32(-1), Int32(chunk))
     return cutlass.min(chunk, chunk_idx - 1)
+
+
+# -- parts of a walk ------------------------------------------------------------------------------
+
+
+@cute.jit
+def cut(
+    rules: Any, work: Work, first: Int32, stop: Int32, num_places: Int32
+) -> tuple[Int32, Int32]:
+    """The key tiles [first, end) of a work tile at its places [first, stop) of num_places, among
+    which the tiles that its queries chose are distributed evenly. Run by a whole warp.
+
+    Parts that follow each other in places do so in tiles, whatever queries chose.
+    """
+    begin, end = rules.key_blocks(work)
+    is_cut = (first > 0) | (stop < num_places)
+    if is_cut:
+        total, word = _count_blocks(rules, work, begin, end)
+        low = _tile_at(rules, work, (begin, end), _share_of(total, first, num_places), word)
+        high = _tile_at(rules, work, (begin, end), _share_of(total, stop, num_places), word)
+        begin = cutlass.select_(first > 0, low, begin)
+        end = cutlass.select_(stop < num_places, high, end)
+    return begin, end
+
+
+def _share_of(total: Int32, place: Int32, num_places: Int32) -> Int32:
+    """How many of `total` tiles lie before a place."""
+    return Int32((Int64(total) * place + num_places - 1) // num_places)
+
+
+def _tiles_of_block(rules: Any) -> Int32:
+    return cutlass.max(rules.args.bits.block_k // rules.block_info.tile_n, 1)
+
+
+def _blocks_of(rules: Any, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """The blocks [first, end) that key tiles [begin, end) touch."""
+    block_k, tile_n = rules.args.bits.block_k, rules.block_info.tile_n
+    return begin * tile_n // block_k, cute.ceil_div(end * tile_n, block_k)
+
+
+@cute.jit
+def _word_of(rules: Any, work: Work, blocks: tuple[Int32, Int32], window: Int32) -> Int32:
+    """This lane's word of a window of 1024 blocks that queries chose, of `blocks` alone."""
+    args, word = rules.args.bits, window * WARP + cute.arch.lane_idx()
+    found = Int32(0)
+    if const_expr(args.are_entries):
+        found = _word_of_entries(rules, work, word)
+    elif word * WORD < blocks[1]:
+        tile = rules.choice_tile(work, work.block)
+        found = args.of_any[rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)]
+    return found & bit_range(blocks[0] - word * WORD, blocks[1] - word * WORD)
+
+
+@cute.jit
+def _count_blocks(rules: Any, work: Work, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """Of key tiles [begin, end), how many belong to chosen blocks, and each lane's last word."""
+    blocks, total, word = _blocks_of(rules, begin, end), Int32(0), Int32(0)
+    for window in cutlass.range(cute.ceil_div(blocks[1], WARP * WORD), unroll=1):
+        word = _word_of(rules, work, blocks, window)
+        total += Int32(cute.arch.warp_redux_sync(cute.arch.popc(word), "add"))
+    return total * _tiles_of_block(rules), word
+
+
+@cute.jit
+def _tile_at(
+    rules: Any, work: Work, tiles: tuple[Int32, Int32], number: Int32, last_word: Int32
+) -> Int32:
+    """Of the key tiles [begin, end) that belong to chosen blocks, the one with this number, or end.
+
+    last_word: as `_count_blocks` returned it.
+    """
+    blocks, ratio = _blocks_of(rules, *tiles), _tiles_of_block(rules)
+    windows = cute.ceil_div(blocks[1], WARP * WORD)
+    rank = number // ratio
+    window, found, word = Int32(0), tiles[1], last_word
+    while window < windows:
+        if windows > 1:
+            word = _word_of(rules, work, blocks, window)
+        own = cute.arch.popc(word)
+        ends = running(own, operator.add)
+        in_window = cute.arch.shuffle_sync(ends, WARP - 1)
+        if rank < in_window:
+            lane = cute.arch.popc(cute.arch.vote_ballot_sync(ends <= rank))
+            rank -= cute.arch.shuffle_sync(ends - own, lane)
+            bits = cute.arch.shuffle_sync(word, lane)
+            while rank > 0:
+                bits = bits & (bits - 1)
+                rank -= 1
+            bit = cute.arch.popc((bits & -bits) - 1)
+            block = (window * WARP + lane) * WORD + bit
+            first = block * rules.args.bits.block_k // rules.block_info.tile_n
+            found = cutlass.max(cutlass.min(first + number % ratio, tiles[1]), tiles[0])
+            window = windows
+        rank -= in_window
+        window += 1
+    return found

@@ -46,10 +46,13 @@ class ForwardMask(MaskRules):
     own_rows: so many rows of a tile each have block lists of their own, whose blocks consist of
     such rows. A walk visits the blocks of all, and says whose each one is. None: the lists' blocks
     have whole tiles.
+
+    shares_mask: mask_mod is the same for all heads of a query, and is evaluated for one of them.
     """
 
     cuts_overhang: cutlass.Constexpr[bool] = False
     own_rows: cutlass.Constexpr[int | None] = None
+    shares_mask: cutlass.Constexpr[bool] = False
 
     def num_blocks(self, lengths: Lengths, batch_idx: Int32) -> Int32:
         """Work tiles of a packed sequence in a launch, including those of unused rows."""
@@ -379,12 +382,23 @@ class ForwardMask(MaskRules):
             # A lane evaluates one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = warp_rows.fill(0)
-            for step in cutlass.range(WORD // ROWS_PER_EVAL, unroll=1):
-                words = self._eval_step(work, n_block, warp_rows, step * ROWS_PER_EVAL, words)
+            rows = self._rows_of_step
+            for step in cutlass.range(WORD // rows, unroll=1):
+                words = self._eval_step(work, n_block, warp_rows, step * rows, words)
             words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, warp_rows, words)
         return words
+
+    @property
+    def _rows_of_eval(self) -> int:
+        """Neighbouring rows of which mask_mod is evaluated for one."""
+        heads = self.block_info.qhead_per_kvhead_packgqa
+        return min(heads, WORD) if self.shares_mask else 1
+
+    @property
+    def _rows_of_step(self) -> int:
+        return min(ROWS_PER_EVAL * self._rows_of_eval, WORD)
 
     def _eval_step(
         self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, first: Int32, words: tuple
@@ -400,12 +414,18 @@ class ForwardMask(MaskRules):
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
                 bits = Int32(0)
-                for i in range(ROWS_PER_EVAL):
+                for i in range(0, self._rows_of_step, self._rows_of_eval):
                     row = first_row + i
                     head_idx = head_of_row(work, row, heads, self.group_size)
                     visible = self._eval_mask_mod(work, head_idx, self._query(row), k_idx)
-                    bits = bit_tile.set_if(visible, bits, i)
-                updated.append(bit_tile.push(words[len(updated)], bits, ROWS_PER_EVAL))
+                    if self._rows_of_eval == 1:
+                        bits = bit_tile.set_if(visible, bits, i)
+                    else:
+                        run = bit_range(Int32(i), Int32(i + self._rows_of_eval))
+                        bits = bits | cutlass.select_(visible, run, Int32(0))
+                if self._rows_of_step < WORD:
+                    bits = bit_tile.push(words[len(updated)], bits, self._rows_of_step)
+                updated.append(bits)
         return tuple(updated)
 
     @cute.jit

@@ -59,8 +59,11 @@ class BitArgs(NamedTuple):
     A choice of each query (`SelectedBlocks`) has blocks of one query and no `full`: of what is
     chosen the other masks decide. Its rows are those of the call (of all sequences together, if
     they are packed). of_any, of_every: the bits that any or every query of a tile of the walk has,
-    (batch | 1, heads, tiles, words), as `ChoiceBits` numbers tiles. heads_per_choice: consecutive
-    heads of walks that share a head of the choice.
+    (batch | 1, heads, tiles, words), as `ChoiceBits` numbers tiles. most_tiles: key tiles that a
+    tile of the walk may have chosen. Without of_any and of_every there is one query, `visible` are
+    its entries (batch | 1, heads, 1, k), int32 or int64, and blocks consist of whole tiles of keys.
+    heads_per_choice: consecutive heads of walks that share a head
+    of the choice.
     """
 
     visible: cute.Tensor
@@ -69,11 +72,16 @@ class BitArgs(NamedTuple):
     block_k: Int32
     of_any: cute.Tensor | None = None
     of_every: cute.Tensor | None = None
+    most_tiles: Int32 | None = None
     heads_per_choice: Int32 | None = None
 
     @property
     def is_choice(self) -> bool:
         return self.full is None
+
+    @property
+    def are_entries(self) -> bool:
+        return self.is_choice and self.of_any is None
 
 
 class MaskBitsArgs(NamedTuple):
@@ -307,7 +315,8 @@ class MaskRules:
     @property
     def _may_need_mask_mod(self) -> bool:
         args = self.args
-        return self.mask_mod is not None or args.bits is not None or args.mask_bits is not None
+        has_bits = args.bits is not None and not args.bits.are_entries
+        return self.mask_mod is not None or has_bits or args.mask_bits is not None
 
     def seqlen_of(self, work: Work) -> SeqlenInfoQK:
         """The lengths of a work tile's sequence, as `block_info` takes them."""

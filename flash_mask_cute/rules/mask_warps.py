@@ -49,6 +49,35 @@ def send_walks(
 
 
 @cute.jit
+def send_claimed_walks(
+    scheduler: TileScheduler,
+    rules: BackwardMask,
+    lengths: Lengths,
+    ring: WorkRing,
+    walk: WalkRing,
+) -> None:
+    """`send_walks` of a CTA that claims all work tiles, also the first one.
+
+    The first one is found in the loop: with a second copy of the search of packed sequences,
+    predicates of the whole kernel spill.
+    """
+    blocks_of = partial(rules.num_blocks, lengths), rules.first_block
+    tiles, chunks = Int32(0), Int32(0)
+    search, is_valid = scheduler.before_start(), Boolean(True)
+    while is_valid:
+        ring.acquire(tiles)
+        tile, search = scheduler.locate(scheduler.advance(search, tiles), *blocks_of)
+        is_valid = tile.is_valid
+        if is_valid:
+            work = describe(tile, lengths, True)
+            ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
+            chunks = rules.send_walk(walk, chunks, work)
+            tiles += 1
+    scheduler.finish()
+    ring.write(tiles, NO_WORK)
+
+
+@cute.jit
 def wait_to_claim(
     ring: WorkRing, entries: Int32, walk: WalkRing, chunks: Int32, claims_late: Boolean | None
 ) -> None:

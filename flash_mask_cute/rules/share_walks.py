@@ -30,6 +30,7 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler, W
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
+from flash_mask_cute.rules import choice_walk
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_warps import send_walks, wait_to_claim
 
@@ -127,8 +128,12 @@ class KeyBlockLine:
         return describe(WorkTile(Int32(0), head_idx, batch_idx, Boolean(True)), self.lengths, False)
 
     def _num_blocks(self, work: Work) -> Int32:
-        """Key blocks of a work tile; a work tile that sees nothing visits one."""
+        """Key blocks of a work tile; a work tile that sees nothing visits one. If queries chose
+        blocks, as many as they may have chosen."""
         first, end = self.rules.key_blocks(work)
+        bits = self.rules.args.bits
+        if bits is not None and bits.most_tiles is not None:
+            end = cutlass.min(end, first + bits.most_tiles)
         return cutlass.max(end - first, 1)
 
 
@@ -164,9 +169,13 @@ def schedule_shares(
         is_whole = (first == 0) & (stop == tile.num_blocks)
         slot = cutlass.select_(first == 0, slot_of_first(cta), slot_of_later(cta))
         n_block_min, _ = rules.key_blocks(found.work)
+        first_block, end_block = n_block_min + first, n_block_min + stop
+        if const_expr(rules.has_choice):
+            places = first, stop, tile.num_blocks
+            first_block, end_block = choice_walk.cut(rules, found.work, *places)
         work = found.work._replace(
-            first_block=n_block_min + first,
-            end_block=n_block_min + stop,
+            first_block=first_block,
+            end_block=end_block,
             place=cutlass.select_(is_whole, Int32(WHOLE), slot),
         )
         if first < stop:

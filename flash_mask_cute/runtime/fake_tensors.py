@@ -176,9 +176,14 @@ def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
 
 
-def choice_bits() -> tuple[Any, ...]:
-    """The same of a choice, which has no full blocks, and the bits of tiles of queries."""
-    return (strided(4), None, *int32_pair(), strided(4), strided(4))
+def choice_bits(entries: str | None) -> tuple[Any, ...]:
+    """The same of a choice, which has no full blocks, the bits of tiles of queries, and how many
+    key tiles such a tile may have chosen. entries: their dtype, if they are given in place of
+    bits."""
+    import cutlass
+
+    of_tiles = (strided(4), strided(4)) if entries is None else (None, None)
+    return strided(4, entries or "int32"), None, *int32_pair(), *of_tiles, cutlass.Int32(1)
 
 
 def token_lists() -> tuple[Any, ...]:

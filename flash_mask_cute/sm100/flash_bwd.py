@@ -70,7 +70,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
-from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
+from flash_mask_cute.rules.mask_warps import make_mask_bits, send_claimed_walks, send_walks
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import pair_products, products
 from flash_mask_cute.sm100.flash_bwd_loads import KeyLoads, SumsOut
@@ -133,8 +133,7 @@ class FlashAttentionBackwardSm100:
     :param stages_q, stages_do: see `BwdTraits`
     :param stages_kv, value_cols: 1 and 0
     :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128, of
-        256, or of 192 and 128 columns; requires clears_dq, no score_mod, no soft cap, and at least
-        two SMs
+        256, or of 192 and 128 columns; requires no score_mod, no soft cap, and at least two SMs
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
         (`mods/derivative.py`)
@@ -203,15 +202,10 @@ class FlashAttentionBackwardSm100:
             )
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or not clears_dq or num_sms < 2):
+        if cta_pair and (score_mod is not None or num_sms < 2):
             raise ValueError(
-                "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
-                f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
-            )
-        if cta_pair and common_kv:
-            raise NotImplementedError(
-                "cta_pair=True does not support common_kv=True: keys of one batch entry for "
-                "several sequences"
+                "cta_pair=True needs num_sms of 2 and more, and no score_mod, got "
+                f"num_sms={num_sms}, score_mod={score_mod}"
             )
         self.is_causal = is_causal
         self.is_local = is_local
@@ -270,7 +264,8 @@ class FlashAttentionBackwardSm100:
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionBackwardSm90`.
 
-        The sums in mdQaccum are in the order of lanes (`BwdPostprocess`).
+        The sums in mdQaccum are in the order of lanes (`BwdPostprocess`). With cta_pair
+        mSemaphores is (heads_q, 2 * row_blocks): a row block has one for each CTA's rows.
         """
         if const_expr(mask_bit_tensors is not None):
             raise NotImplementedError(
@@ -290,6 +285,8 @@ class FlashAttentionBackwardSm100:
         for kernel in self.launches():
             traits = kernel.traits
             group = traits.group
+            # a pair takes work tiles in fixed turns, unless others wait for them
+            takes_turns = group.is_pair and not kernel.deterministic
             schedule = KeySchedule.create(
                 lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n),
                 kernel.num_sms // group.size, is_short if kernel.deterministic else None,
@@ -307,7 +304,7 @@ class FlashAttentionBackwardSm100:
                 masks,
                 schedule.params,
                 schedule.group,
-                None if const_expr(group.is_pair) else tile_counter,
+                None if const_expr(takes_turns) else tile_counter,
                 aux_grads if kernel.wants_aux else None,
             ).launch(
                 grid=(schedule.grid * group.size, 1, 1),
@@ -349,7 +346,7 @@ class FlashAttentionBackwardSm100:
             loaded = operands.atoms if const_expr(traits.cta_pair) else operands[:8:2]
             for atom in (*loaded, *gradients[::2]):
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(storage_of(traits))
+        storage = cutlass.memory.SmemAllocator().allocate(storage_of(traits, self.deterministic))
         predecessors = None
         if const_expr(self.deterministic):
             predecessors = storage.predecessors.get_tensor(cute.make_layout((CHUNK, WALK_STAGES)))
@@ -400,16 +397,19 @@ class FlashAttentionBackwardSm100:
                     self.deterministic,
                     lengths.cu_seqlens_k is not None,
                     traits.group.size,
-                    claims_first=self.deterministic and not traits.cta_pair,
+                    channels.claims,
+                    claims_first=self.deterministic,
                 )
                 rules = BackwardMask.create(
                     self, traits.columns, masks, lengths, group, traits.cta_pair
                 ).with_tile_n(traits.cluster_tile_n)
-                send_walks(scheduler, rules, lengths, channels.ring, channels.walk)
+                send = send_walks if channels.claims is None else send_claimed_walks
+                send(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(traits.makes_dk):
                 sizes = tuple(traits.size_dq(width) for width in traits.parts_dq)
                 scheme = self.deterministic, self.clears_dq
-                more = tiles.dq.iterator, channels.out, scratch, lengths
+                own = scratch._replace(semaphores=_own_semaphores(traits, scratch.semaphores))
+                more = tiles.dq.iterator, channels.out, own, lengths
                 if const_expr(traits.cta_pair):
                     # behind those of the other half of the queries
                     more = (*more, partial(_share_of_sums, traits))
@@ -586,6 +586,14 @@ class FlashAttentionBackwardSm100:
             else:
                 cute.copy(atom, src[None, place], dst)
             cute.arch.cp_async_bulk_commit_group()
+
+
+def _own_semaphores(traits: BwdTraits, semaphores: cute.Tensor | None) -> cute.Tensor | None:
+    """(heads_q, row_blocks): those of this CTA's rows. A pair has two of a row block."""
+    if semaphores is None or not traits.cta_pair:
+        return semaphores
+    of_ctas = cute.flat_divide(semaphores, (1, traits.group.size))
+    return of_ctas[0, traits.group.rank(), None, None]
 
 
 def _share_of_sums(traits: BwdTraits) -> tuple[Int32, tuple[int, ...]]:

@@ -101,7 +101,7 @@ class SumsOut:
             if const_expr(self.sums.deterministic):
                 # now, for others wait for it
                 cute.arch.cp_async_bulk_wait_group(0)
-                self.sums.release(work.block + 1, state.last)
+                self.sums.release(self._own_number(work), state.last)
                 state = Sent(state.number, Summed.nothing())
             channels.ring.release(tile)
             tile += 1
@@ -119,6 +119,10 @@ class SumsOut:
         # who comes first to a row block keeps others waiting from then on
         self.channels.out.wait(number * len(self.traits.parts_dq))
         summed = sums.with_predecessor(Summed(block.head_idx, row_block, block.predecessor))
-        sums.send(work.block + 1, number, state.last, summed)
+        sums.send(self._own_number(work), number, state.last, summed)
         sums.free_staging(number, summed)
         return Sent(number + 1, summed)
+
+    def _own_number(self, work: Work) -> Int32:
+        """1 + the key block of the walk, which is that of both CTAs in a pair."""
+        return work.block // self.traits.group.size + 1

@@ -118,7 +118,8 @@ class PairLoads:
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         rank, is_first = traits.group.rank(), number == first
         row_blocks = RowBlocks(self.lengths, traits.tile_m)
-        row_block = block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+        of_block = self.lengths.of_block(work, block)
+        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
         head, kv_head = block.head_idx, work.head_idx
         row = block.index * traits.tile_m
         own_row = row + traits.query_of(0, rank)
@@ -133,7 +134,7 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_rows(work, q_rows, _Place(head, own_row), barrier)
+        self._load_rows(of_block, q_rows, _Place(head, own_row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
             self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
@@ -151,11 +152,11 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_rows(work, do_rows, _Place(head, own_row), barrier)
+        self._load_rows(of_block, do_rows, _Place(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
         do_column = rank * traits.value_columns_of_cta
         if const_expr(not traits.is_folded):
-            self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
+            self._load_queries(of_block, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
             self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
@@ -165,7 +166,7 @@ class PairLoads:
         bytes_k = cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q_columns, number, traits.bytes_q + bytes_k)
         q_columns = _Operand(columns.q_atom, columns.q, tiles.q_columns)
-        self._load_queries(work, q_columns, _Place(head, row, column), barrier)
+        self._load_queries(of_block, q_columns, _Place(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
             place = _Place(kv_head, pair_key, column)
@@ -180,7 +181,7 @@ class PairLoads:
         if const_expr(traits.is_folded):
             channels.do.wait_until_released(number)
             barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))
-            self._load_queries(work, do_columns, _Place(head, row, do_column), barrier)
+            self._load_queries(of_block, do_columns, _Place(head, row, do_column), barrier)
         return number + 1
 
     def _load_key_columns(

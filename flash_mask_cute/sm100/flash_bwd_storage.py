@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.cta import RING_STAGES, WALK_STAGES, scheduler_rings, swizzled
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
@@ -29,7 +30,8 @@ class Channels(NamedTuple):
     Q, dS in shared memory, and what is there in the CTA that does not issue products. Of a folded
     pair: half of the columns of dO, and P and dS of its own keys in shared memory. Of a wide
     pair: taken, released when S is in registers; first_p, when P of the first chunks is there;
-    dq_left, when all of dQ is in registers; dv, full when dV of a block is complete."""
+    dq_left, when all of dQ is in registers; dv, full when dV of a block is complete. claims: of a
+    pair that sums dQ in a fixed order."""
 
     q: Channel
     stats: Channel
@@ -57,6 +59,7 @@ class Channels(NamedTuple):
     first_p: Channel | None = None
     dq_left: Channel | None = None
     dv: Channel | None = None
+    claims: Claims | None = None
 
 
 @cute.jit
@@ -97,8 +100,8 @@ class Tiles(NamedTuple):
     p: cute.Pointer | None = None  # of a folded pair
 
 
-def storage_of(traits: BwdTraits) -> cute.struct:
-    """The shared memory of a CTA."""
+def storage_of(traits: BwdTraits, is_ordered: bool) -> cute.struct:
+    """The shared memory of a CTA. is_ordered: dQ is summed in a fixed order."""
 
     def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
         size = cute.cosize(layout) if is_there else 0
@@ -115,6 +118,7 @@ def storage_of(traits: BwdTraits) -> cute.struct:
 
     # of a folded pair by rows and by columns in turn
     has_columns = traits.cta_pair and not traits.is_folded
+    has_claims = traits.cta_pair and is_ordered
 
     @cute.struct
     class Storage:
@@ -154,6 +158,8 @@ def storage_of(traits: BwdTraits) -> cute.struct:
         there_barriers: barriers(4)
         in_turn_barriers: barriers(4 * traits.is_wide_pair)
         folded_barriers: barriers(4 * traits.is_folded)
+        claims_barriers: barriers(int(has_claims))
+        claimed: cute.struct.MemRange[cutlass.Int32, int(has_claims)]
         tmem: cutlass.Int32
 
     return Storage
@@ -189,6 +195,7 @@ def channels_of(
         dq = multiplied(storage.dq_barriers, REDUCE_WARPS)
         out = channel(storage.out_barriers, REDUCE_WARPS, 1)
     of_pair: dict[str, Channel] = {}
+    more: dict[str, Claims] = {}
     if traits.cta_pair:
         q = channel(storage.q_barriers, 1, 1)
         # who clears marked rows reads them, too
@@ -197,6 +204,9 @@ def channels_of(
         of_pair["q_columns"] = channel(storage.q_columns_barriers, 1, 1)
         # the warps of one half, and the bytes of the other CTA's
         of_pair["ds"] = channel(storage.ds_barriers, COMPUTE_WARPS // HALVES, 1)
+        if predecessors is not None:
+            places = storage.claims_barriers, storage.claimed
+            more["claims"] = Claims.create(*(x.data_ptr() for x in places))
         first = storage.there_barriers.data_ptr()
         for i, name in enumerate(("q_there", "do_there", "q_columns_there", "ds_there")):
             of_pair[name] = Channel.create(first + 2 * i, 1, 1, 1, group.home)
@@ -229,6 +239,7 @@ def channels_of(
         ring=ring,
         walk=walk,
         **of_pair,
+        **more,
     )
 
 

@@ -132,8 +132,8 @@ class FlashAttentionForwardSm100:
     :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
         does not use tile_counter
-    :param split, page_box, common_kv: as for `FlashAttentionForwardSm90`; the first two not with
-        cta_pair
+    :param split, page_box, common_kv, shares_mask: as for `FlashAttentionForwardSm90`; the first
+        two not with cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -162,6 +162,7 @@ class FlashAttentionForwardSm100:
         split: str | None = None,
         page_box: int | None = None,
         common_kv: bool = False,
+        shares_mask: bool = False,
     ):
         self.traits = FwdTraits(
             dtype,
@@ -188,7 +189,7 @@ class FlashAttentionForwardSm100:
             raise ValueError(f"a pair of CTAs needs two SMs, got num_sms={num_sms}")
         self.is_causal = is_causal
         self.is_local = is_local
-        self.mask_mod = mask_mod
+        self.mask_mod, self.shares_mask = mask_mod, shares_mask
         self.score_mod = score_mod
         # of the score_mod, known while the kernel is traced
         self.score_traits = ScoreModTraits()
@@ -367,7 +368,7 @@ class FlashAttentionForwardSm100:
                 if group.is_leader():
                     WalkProducts(traits, self.in_parts, traits.products(storage), channels).run()
             elif warp_idx == Role.SCHEDULE:
-                rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+                rules = self._rules(masks, lengths)
                 rules = rules.with_tile_m(traits.cluster_tile_m)
                 rings = channels.ring, channels.walk
                 schedule_forward(
@@ -377,7 +378,7 @@ class FlashAttentionForwardSm100:
             cute.arch.setmaxregister_decrease(MASK_REGISTERS)
             mask_warp = warp_idx - Role.MASK
             warp_rows = MaskWarpRows.create(mask_warp, NUM_MASK_WARPS, traits.tile_m, umma.COLUMNS)
-            rules = ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths)
+            rules = self._rules(masks, lengths)
             make_mask_bits(
                 rules, warp_rows, tiles.bits, channels.bits, channels.ring, channels.walk
             )
@@ -386,6 +387,10 @@ class FlashAttentionForwardSm100:
         group.sync()
         if warp_idx == Role.MMA:
             group.free()
+
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
+        shares = self.shares_mask
+        return ForwardMask.from_kernel(self, umma.COLUMNS, masks, lengths, shares_mask=shares)
 
     # -- softmax --------------------------------------------------------------------------------
 

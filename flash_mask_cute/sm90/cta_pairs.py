@@ -11,28 +11,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 from cutlass.experimental import primitives
 
 from flash_mask_cute.core.channel import Channel
-
-CTAS = 2
-LEADER = 0
-
-
-def rank() -> Int32:
-    """Rank of this CTA in its cluster, warp-uniform so that descriptors are uniform too."""
-    return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-
-
-def peer() -> Int32:
-    return rank() ^ 1
-
-
-def sync() -> None:
-    """Wait until all threads of both CTAs have arrived."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
+from flash_mask_cute.core.clusters import CTAS, peer
 
 
 @dataclass(frozen=True)
@@ -89,41 +72,3 @@ class PeerGrads:
             vacancy = self.channel.vacancy(block)
             cute.arch.mbarrier_arrive(vacancy)
             cute.arch.mbarrier_arrive(vacancy, peer())
-
-
-@dataclass(frozen=True)
-class Claims:
-    """Work tile numbers that the leader claims for both CTAs, one at a time.
-
-    word: the place where the other CTA reads them. channel: full is used on its side, empty on the
-    leader's.
-    """
-
-    channel: Channel
-    word: cute.Pointer
-
-    @staticmethod
-    def create(barriers: cute.Pointer, word: cute.Pointer) -> "Claims":
-        return Claims(Channel.create(barriers, 1, 1, 1), word)
-
-    def is_leader(self) -> Boolean:
-        return rank() == LEADER
-
-    @cute.jit
-    def share(self, number: Int32, claimed: Int32) -> Int32:
-        """Give the leader's claim `number` to both CTAs; claimed: the leader's, in the leader. Run
-        by a
-        whole warp of each."""
-        if self.is_leader():
-            self.channel.acquire(number)
-            if cute.arch.lane_idx() == 0:
-                barrier = self.channel.barrier(number)
-                cute.arch.store_async_dsmem(self.word, claimed, barrier, peer())
-        else:
-            self.channel.expect(number, 4)
-            self.channel.wait(number)
-            claimed = cute.make_tensor(self.word, cute.make_layout(1))[0]
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(self.channel.vacancy(number), LEADER)
-        return claimed

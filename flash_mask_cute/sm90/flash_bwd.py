@@ -53,7 +53,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.core import tma
+from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.dq_sums import Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
@@ -70,7 +70,6 @@ from flash_mask_cute.core.walk_ring import (
     Kind,
 )
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.difference_sums import words_of
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import (
@@ -82,10 +81,9 @@ from flash_mask_cute.rules.mask_rules import (
 )
 from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
-from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
-from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
@@ -108,6 +106,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     scale,
     send_gradients,
     stage_dq,
+    store_sum_rows,
     store_sums,
 )
 from flash_mask_cute.sm90.warpgroups import (
@@ -145,7 +144,7 @@ class FlashAttentionBackwardSm90:
     :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
-        leave sums of dK and dV for `BwdPostprocess`; for head dimensions up to 128
+        leave sums of dK and dV for `BwdAddParts`
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
         entry in common, whose gradients are sums over all of them
     :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
@@ -192,6 +191,7 @@ class FlashAttentionBackwardSm90:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
+        summed = getattr(score_mod, "summed", ())
         self.traits = BwdTraits(
             dtype,
             head_dim,
@@ -206,8 +206,8 @@ class FlashAttentionBackwardSm90:
             packed_heads=packed_heads,
             group_size=group_size,
             shares_tile=shares_tile,
-            sums_of_warp=words_of(score_mod, True),
-            sums_of_mask_warp=words_of(score_mod, False),
+            sums_of_warp=sum(x.words for x in summed),
+            masks_sum=any(not x.by_score for x in summed),
             own_lists=own_lists,
         )
         if own_lists and not (mask_mod is score_mod is None):
@@ -219,18 +219,13 @@ class FlashAttentionBackwardSm90:
             raise ValueError(f"wants_aux {wants_aux} needs a score_mod and no score_mod_bwd")
         if clears_dq and deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or not clears_dq or num_sms < cta_pairs.CTAS):
+        if cta_pair and (score_mod is not None or not clears_dq or num_sms < clusters.CTAS):
             raise ValueError(
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
                 f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
             )
         if splits_keys and score_mod is not None:
             raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
-        if splits_group and max(head_dim, head_dim_v) > MAX_OWN_DIM:
-            raise ValueError(
-                f"splits_group=True is for head dimensions up to {MAX_OWN_DIM}, got "
-                f"{head_dim}/{head_dim_v}"
-            )
         if self.traits.by_tokens and (not clears_dq or splits_group):
             raise ValueError(
                 f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
@@ -397,7 +392,7 @@ class FlashAttentionBackwardSm90:
         cute.arch.mbarrier_init_fence()
         if const_expr(traits.cta_pair):
             # also the other CTA's, on which this one arrives
-            cta_pairs.sync()
+            clusters.sync()
         else:
             cute.arch.sync_threads()
         tiles = traits.tiles(storage)
@@ -440,7 +435,7 @@ class FlashAttentionBackwardSm90:
                 rules = self._rules(masks, lengths, group, token_lists)
                 any_bits = tiles.any_bits if passes_over else None
                 bits = rules, warp_rows, tiles.bits, channels.bits
-                if const_expr(traits.sums_of_mask_warp > 0):
+                if const_expr(traits.masks_sum):
                     score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
                     make_bits = partial(make_block_bits, *bits, any_bits)
                     diagonals = diagonal_sums(self, tiles, channels, score_args)
@@ -461,7 +456,7 @@ class FlashAttentionBackwardSm90:
                 self.mma(traits.for_warpgroup(1), *given)
         if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
-            cta_pairs.sync()
+            clusters.sync()
 
     def _rules(
         self, masks: MaskArgs, lengths: Lengths, group: Int32, token_lists: TokenLists | None
@@ -554,7 +549,11 @@ class FlashAttentionBackwardSm90:
             scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
-            if const_expr(leaves_sums):
+            if const_expr(self.splits_group and traits.shares_keys):
+                given = gradients.blocks, work, has_sums
+                store_sum_rows(traits, acc_dV, traits.columns.dv, gradients.dv, *given)
+                store_sum_rows(traits, acc_dK, traits.columns.dk, gradients.dk, *given)
+            elif const_expr(leaves_sums):
                 given = gradients.blocks, work, has_sums, traits.by_tokens
                 store_sums(acc_dV[0], gradients.dv, *given)
                 store_sums(acc_dK[0], gradients.dk, *given)

@@ -284,7 +284,7 @@ def diagonal_sums(
         summed,
         score_args.aux_tensors,
         tuple(targets[x.number] for x in summed),
-        tiles.diagonal_sums[None, warp],
+        tiles.sums[None, warp],
     )
     groups = tuple(SumGroup(cuts, tuple(x)) for cuts, x in of_cuts.items())
     return DiagonalSums(kernel.traits, groups, tiles, channels, sums, warp)

@@ -15,13 +15,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from flash_mask_cute.core import tma
+from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.dq_sums import UNSENT, DqSums, Scratch, Summed
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_tokens import TokenLoads, TokenSums
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
 
@@ -168,7 +168,7 @@ class BwdLoads:
         ]
         if traits.cta_pair:
             columns = traits.columns
-            cols = (cta_pairs.rank() * columns.second_dq, columns.cols_dq)
+            cols = (clusters.rank() * columns.second_dq, columns.cols_dq)
             peer_k = (operands.peer_k_atom, operands.peer_k, tiles.peer_k)
             # blocks of a pair are numbered as its CTAs are
             kinds.append((*peer_k, work.block ^ 1, cols, with_k))
@@ -196,5 +196,5 @@ def _share_of_sums(traits: BwdTraits) -> tuple[Int32, tuple[Int32 | int]]:
     first, second = (n * traits.tile_m for n in (columns.cols_dq, columns.second_dq))
     size: Int32 | int = first
     if second < first:
-        size = cutlass.select_(cta_pairs.rank() == cta_pairs.LEADER, Int32(first), Int32(second))
-    return cta_pairs.rank() * first, (size,)
+        size = cutlass.select_(clusters.rank() == clusters.LEADER, Int32(first), Int32(second))
+    return clusters.rank() * first, (size,)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
+from flash_mask_cute.core import clusters
 from flash_mask_cute.core.row_blocks import ColumnPart
-from flash_mask_cute.sm90 import cta_pairs, wgmma
+from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
 
 
@@ -34,7 +35,7 @@ class Fragments(NamedTuple):
         peer_ds = peer_k = None
         if traits.cta_pair:
             peer_ds = wgmma.operand_a(mma_dq, tiles.peer_ds)
-            peer_k = _of_dq(traits, 0, tiles.peer_k, cta_pairs.rank() * columns.second_dq)
+            peer_k = _of_dq(traits, 0, tiles.peer_k, clusters.rank() * columns.second_dq)
         of_keys = traits.tile_m, traits.mma_keys
         return Fragments(
             _of_columns(traits, tiles.do, *of_keys, columns.dv),
@@ -85,7 +86,7 @@ def _of_dq(
         if not traits.cta_pair:
             return columns
         mirrored = traits.tile_d - columns.end - columns.first
-        return columns._replace(first=columns.first + cta_pairs.rank() * mirrored)
+        return columns._replace(first=columns.first + clusters.rank() * mirrored)
 
     parts = tuple(in_this_cta(columns) for columns, _ in traits.columns.products_dq(part))
     rows = wgmma.ROWS_PER_WARPGROUP

@@ -111,12 +111,13 @@ class BlockProducts:
 
     def release_summed(self, block: Int32) -> None:
         """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
-        they share dQ, dS of both warpgroups if it has one place, otherwise dO."""
+        they share dQ, dS of both warpgroups if it has one place, and dO if dV was not complete
+        before."""
         if self.traits.cta_pair:
             self.channels.grads.release(block)
-        elif self.channels.ds is not None:
+        if self.channels.ds is not None:
             self.channels.ds.release(block)
-        else:
+        if not (self.traits.cta_pair or self.traits.splits_keys):
             self.channels.do.release(block)
 
     def _issue_sums(

@@ -6,6 +6,7 @@ Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made wher
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,7 +16,9 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core import clusters
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.cta import (
     RING_STAGES,
     THREADS_PER_WARPGROUP,
@@ -32,8 +35,7 @@ from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
-from flash_mask_cute.sm90 import cta_pairs
-from flash_mask_cute.sm90.cta_pairs import Claims, PeerGrads
+from flash_mask_cute.sm90.cta_pairs import PeerGrads
 from flash_mask_cute.sm90.flash_bwd_limits import (
     MAX_OWN_DIM,
     MMA_REGISTERS,
@@ -42,7 +44,7 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     why_infeasible,
 )
 from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
-from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
 
@@ -92,7 +94,7 @@ class Tiles(NamedTuple):
     sums of a part. stats: `core.row_blocks.stats_words`, words: `query_words`, of a query block.
     bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
     used alternately: whether the bits of the next block had arrived when both warpgroups met in a
-    block. sums: of reads by difference, of each MMA warp. diagonal_sums: of each mask warp.
+    block. sums: of reads by difference, of each warp that sums.
     """
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
@@ -103,14 +105,13 @@ class Tiles(NamedTuple):
     p: cute.Tensor | None  # (64 keys, 64 queries, 1)
     peer_k: cute.Tensor | None  # (64, cols_dq, 1)
     peer_ds: cute.Tensor | None  # (64 queries, 64 keys, 1)
-    dq: cute.Tensor  # (values of a part,)
+    dq: cute.Tensor  # (values of a part, stages_dq)
     stats: cute.Tensor  # (stats_words, stages_q)
     words: cute.Tensor  # (query_words, stages_q)
     bits: cute.Tensor  # (4 words, tile_n)
     any_bits: cute.Tensor  # (tile_n / 32,)
     ready: cute.Tensor  # (2,)
     sums: cute.Tensor | None  # (sums_of_warp, warps)
-    diagonal_sums: cute.Tensor | None  # (sums_of_mask_warp, warps)
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class BwdTraits(ListedQueryTraits):
     nothing modifies the scores; the products of dO with these read half as much shared memory.
 
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
-    sums_of_warp, sums_of_mask_warp: words of an MMA warp and of a mask warp for sums of gradients
-    of aux tensors by difference. Mask warps sum dS from shared memory (`flash_bwd_diagonals`).
+    sums_of_warp: words for sums of gradients of aux tensors by difference. masks_sum: mask warps
+    make them, of dS in shared memory (`flash_bwd_diagonals`), not MMA warps.
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
@@ -154,7 +155,7 @@ class BwdTraits(ListedQueryTraits):
     has_marks: bool = False
     has_reference: bool = False
     sums_of_warp: int = 0
-    sums_of_mask_warp: int = 0
+    masks_sum: bool = False
     own_warpgroup: int | None = None
     packed_heads: int = 1
     group_size: int = 0
@@ -188,7 +189,7 @@ class BwdTraits(ListedQueryTraits):
     @property
     def num_ctas(self) -> int:
         """CTAs that process a work tile together."""
-        return cta_pairs.CTAS if self.cta_pair else 1
+        return clusters.CTAS if self.cta_pair else 1
 
     @property
     def cluster_tile_n(self) -> int:
@@ -199,7 +200,17 @@ class BwdTraits(ListedQueryTraits):
     def ds_stages(self) -> int:
         """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
         sum the previous block; used if there is room."""
-        return 1 if self.cta_pair or self.splits_keys else 2
+        return 1 if self.cta_pair or self.splits_keys or self.own_lists else 2
+
+    @property
+    def waits_for_ds(self) -> bool:
+        """Whether a warpgroup waits until dS of the block before has been read."""
+        return self.ds_stages == 1 and not self.cta_pair
+
+    @property
+    def stages_dq(self) -> int:
+        """Places of dQ on its way out: two if most blocks may be short, one warpgroup's alone."""
+        return 2 if self.own_lists and self.stages_kv == 1 else 1
 
     @property
     def tile_d(self) -> int:
@@ -209,12 +220,12 @@ class BwdTraits(ListedQueryTraits):
             return tile_columns(self.head_dim)
         if not self.shares_keys and sums_in_turn(STEP_COLS * self.steps_d, self.num_ctas):
             return STEP_COLS * self.steps_d
-        return _shared_width(self.head_dim)
+        return shared_width(self.head_dim)
 
     @property
     def tile_dv(self) -> int:
         if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
-            return _shared_width(self.head_dim_v)
+            return shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
 
     @property
@@ -393,10 +404,9 @@ class BwdTraits(ListedQueryTraits):
         return self.tile_n * COLUMNS.num_words * 4
 
     @property
-    def sums_words(self) -> int:
-        """fp32 sums by difference, of all MMA warps and then of all mask warps."""
-        of_masks = self.sums_of_mask_warp * self.num_mask_warps
-        return self.sums_of_warp * self.num_mma_warps + of_masks
+    def shape_sums(self) -> tuple[int, int]:
+        """Sums by difference, of each warp."""
+        return self.sums_of_warp, self.num_mask_warps if self.masks_sum else self.num_mma_warps
 
     @property
     def smem_bytes(self) -> int:
@@ -409,10 +419,10 @@ class BwdTraits(ListedQueryTraits):
             + self.bytes_peer_k
             + self.bytes_peer_ds
             + self.stages_kv * (self.bytes_k + self.bytes_v)
-            + self.bytes_dq
+            + self.stages_dq * self.bytes_dq
             + self.bytes_bits
             + self.bytes_tokens
-            + self.sums_words * 4
+            + prod(self.shape_sums) * 4
             + SMEM_BOOKKEEPING
         )
 
@@ -558,6 +568,7 @@ class BwdTraits(ListedQueryTraits):
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
+        num_dq = self.stages_dq * self.bytes_dq // 4
 
         def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
             size = cute.cosize(layout) if is_there else 0
@@ -573,7 +584,7 @@ class BwdTraits(ListedQueryTraits):
             p: elements(self.layout_p(), self.has_p)
             peer_k: elements(self.layout_peer_k(), self.cta_pair)
             peer_ds: elements(self.layout_peer_ds(), self.cta_pair)
-            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, num_dq], 1024]
             stats: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Float32, self.stats_words * self.stages_q], 128
             ]
@@ -595,10 +606,10 @@ class BwdTraits(ListedQueryTraits):
             ]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
+            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_dq]
+            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.waits_for_ds else 0]
             summed_barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * self.ds_stages if self.sums_of_mask_warp > 0 else 0
+                cutlass.Int64, 2 * self.ds_stages if self.masks_sum else 0
             ]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
@@ -607,13 +618,13 @@ class BwdTraits(ListedQueryTraits):
             claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
             tokens: cute.struct.MemRange[cutlass.Int32, self.bytes_tokens // 4]
-            sums: cute.struct.MemRange[cutlass.Float32, self.sums_words]
+            sums: cute.struct.MemRange[cutlass.Float32, prod(self.shape_sums)]
 
         return Storage
 
     def tiles(self, storage: Any) -> Tiles:
         """The tensors in a CTA's `storage`."""
-        tensor = partial(swizzled, dtype=self.dtype)
+        tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_of_warp > 0
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
@@ -623,20 +634,14 @@ class BwdTraits(ListedQueryTraits):
             p=tensor(storage.p, self.layout_p()) if self.has_p else None,
             peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
             peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
-            dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
+            dq=storage.dq.get_tensor(cute.make_layout((self.bytes_dq // 4, self.stages_dq))),
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((self.query_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
-            sums=self._sums(storage, 0, self.sums_of_warp),
-            diagonal_sums=self._sums(storage, self.num_mma_warps, self.sums_of_mask_warp),
+            sums=storage.sums.get_tensor(cute.make_layout(self.shape_sums)) if summed else None,
         )
-
-    def _sums(self, storage: Any, warps_before: int, words: int) -> cute.Tensor | None:
-        start = storage.sums.data_ptr() + warps_before * self.sums_of_warp
-        warps = self.num_mask_warps if warps_before > 0 else self.num_mma_warps
-        return cute.make_tensor(start, cute.make_layout((words, warps))) if words > 0 else None
 
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
@@ -671,11 +676,11 @@ class BwdTraits(ListedQueryTraits):
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            dq=channel(storage.dq_barriers, 1, num_summing, loads),
+            dq=channel(storage.dq_barriers, self.stages_dq, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             # only its place is waited for: that dS is there, `Barrier.BOTH` tells
-            ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,
-            summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
+            ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.waits_for_ds else None,
+            summed=channel(*of_sums) if self.masks_sum else None,
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,
@@ -693,8 +698,3 @@ class BwdTraits(ListedQueryTraits):
 
     def _claims(self, storage: Any) -> Claims:
         return Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
-
-
-def _shared_width(dim: int) -> int:
-    """The shared columns of a tile (`column_parts`), for heads of a dimension."""
-    return -(-dim // 32) * 32

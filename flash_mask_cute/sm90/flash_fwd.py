@@ -75,7 +75,6 @@ from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
-from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -114,7 +113,7 @@ L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
 # the largest head dimension of keys in fp8 whose rows several warps copy
-MOST_OF_SHARED_CODES = 64
+MOST_OF_SHARED_CODES = 256
 
 
 class FlashAttentionForwardSm90:
@@ -148,6 +147,7 @@ class FlashAttentionForwardSm90:
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
     :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
         warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
+    :param shares_mask: mask_mod is the same for heads that share a tile
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -183,6 +183,7 @@ class FlashAttentionForwardSm90:
         in_fp8: bool = False,
         few_rows: bool = False,
         own_lists: bool = False,
+        shares_mask: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -233,7 +234,7 @@ class FlashAttentionForwardSm90:
             )
         self.is_causal = is_causal
         self.is_local = is_local
-        self.mask_mod = mask_mod
+        self.mask_mod, self.shares_mask = mask_mod, shares_mask
         self.score_mod = score_mod
         self.has_aux_tensors = has_aux_tensors
         self.intervals = intervals
@@ -352,11 +353,10 @@ class FlashAttentionForwardSm90:
         one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
         only where that was faster (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
-        by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         few_cuts = self.mask_mod is self.score_mod is self.intervals is None
         of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
         is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
-        shared = by_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        shared = traits.copies_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
@@ -432,10 +432,11 @@ class FlashAttentionForwardSm90:
         if warp_idx < Role.MMA:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
+            scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loads = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
-                share=CopyShare(0, self.copying_warps),
+                share=CopyShare(0, self.copying_warps), scales_k=scales.k, scales_v=scales.v,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loads.stream(channels.ring, channels.walk)
@@ -517,10 +518,12 @@ class FlashAttentionForwardSm90:
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
-        cuts_overhang = self.score_mod is not None
         own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
         return ForwardMask.from_kernel(
-            self, wgmma.COLUMNS, masks, lengths, cuts_overhang=cuts_overhang, own_rows=own_rows
+            *(self, wgmma.COLUMNS, masks, lengths),
+            cuts_overhang=self.score_mod is not None,
+            own_rows=own_rows,
+            shares_mask=self.shares_mask,
         )
 
     @cute.jit

@@ -37,9 +37,6 @@ from flash_mask_cute.sm90.flash_fwd_mainloop import KeyBlocks, tile_rows
 from flash_mask_cute.sm90.flash_fwd_traits import Barrier, FwdTraits
 from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_warpgroup
 
-# columns of a row that a thread folds together: as many loads are in flight
-COLUMNS_AT_ONCE = 16
-
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -146,20 +143,17 @@ class Epilogue:
     @cute.jit
     def _fold_segment(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
         """Fold a segment into those before it, and store the rows after the last one."""
-        results = self._results(blocks)
         # of both rows: the largest LSE, the sum, and the largest score
         sums = cute.make_rmem_tensor((VECTOR, 2), Float32)
         for i in cutlass.range_constexpr(VECTOR):
             sums[i, 0] = -Float32.inf if const_expr(i % 2 == 0) else Float32(0.0)
             sums[i, 1] = -Float32.inf
         if const_expr(self.partials is None):
-            self._fold_rows(blocks, results, sums, None, work)
+            self._fold_rows(blocks, sums, None, work)
             self._store_folded(blocks, sums, sO, work)
         else:
             memory = self.partials.of_thread(cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP)
-            if (work.place & FIRST) == 0:
-                read_vectors(memory, 0, sums)
-            self._fold_rows(blocks, results, sums, memory, work)
+            self._fold_rows(blocks, sums, memory, work)
             if (work.place & LAST) == 0:
                 write_vectors(memory, 0, sums)
             else:
@@ -167,39 +161,46 @@ class Epilogue:
 
     @cute.jit
     def _fold_rows(
-        self,
-        blocks: KeyBlocks,
-        results: tuple,
-        sums: cute.Tensor,
-        memory: cute.Tensor | None,
-        work: Work,
+        self, blocks: KeyBlocks, sums: cute.Tensor, memory: cute.Tensor | None, work: Work
     ):
-        """Fold the accumulator and the results of its rows into `sums`, and into what `memory` has
-        of the output; it gets the new one, but of the last segment."""
+        """Fold the accumulator into what `memory` has of the output and of `sums`, which is empty
+        if this is the first segment; it gets the new output, but of the last segment."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
-        if const_expr(self.lse.largest is not None):
-            for r, largest in enumerate(blocks.softmax.largest()):
-                sums[r, 1] = cute.arch.fmax(sums[r, 1], largest)
-        for r, (_, row_lse, low) in enumerate(results):
+        total, at_once, factors = 2 * columns, self.traits.folded_at_once, []
+        for first in cutlass.range_constexpr(0, total, at_once):
+            of_part = min(at_once, total - first)
+            before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)
+            before.fill(0.0)
+            if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
+                if (work.place & FIRST) == 0:
+                    if const_expr(first == 0):
+                        read_vectors(memory, 0, sums)
+                    # after the two vectors of `sums`
+                    read_vectors(memory, 2 + first // VECTOR, before)
+            if const_expr(first == 0):
+                factors = self._add_results(blocks, sums)
+            for i in cutlass.range_constexpr(of_part):
+                r, c = divmod(first + i, columns)
+                value = folded(before[i], factors[r][0], output[r, c], factors[r][1])
+                output[r, c], before[i] = value, value
+            if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
+                if (work.place & LAST) == 0:
+                    write_vectors(memory, 2 + first // VECTOR, before)
+
+    def _add_results(self, blocks: KeyBlocks, sums: cute.Tensor) -> list[tuple[Float32, Float32]]:
+        """Normalise the accumulator, and add the results of its rows to `sums`. Returns for each
+        row the factors of the output so far, and of the accumulator."""
+        factors = []
+        for r, (_, row_lse, low) in enumerate(self._results(blocks)):
             so_far = RowSums(sums[2 * r, 0], sums[2 * r + 1, 0])
             so_far, scale, weight = so_far.add(row_lse, low)
             sums[2 * r, 0], sums[2 * r + 1, 0] = so_far
-            for first in cutlass.range_constexpr(0, columns, COLUMNS_AT_ONCE):
-                of_part = min(COLUMNS_AT_ONCE, columns - first)
-                before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)
-                before.fill(0.0)
-                # after the two vectors of `sums`
-                vector = 2 + (r * columns + first) // VECTOR
-                if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
-                    if (work.place & FIRST) == 0:
-                        read_vectors(memory, vector, before)
-                for c in cutlass.range_constexpr(of_part):
-                    value = folded(before[c], scale, output[r, first + c], weight)
-                    output[r, first + c], before[c] = value, value
-                if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
-                    if (work.place & LAST) == 0:
-                        write_vectors(memory, vector, before)
+            factors.append((scale, weight))
+        if self.lse.largest is not None:
+            for r, largest in enumerate(blocks.softmax.largest()):
+                sums[r, 1] = cute.arch.fmax(sums[r, 1], largest)
+        return factors
 
     @cute.jit
     def _store_folded(self, blocks: KeyBlocks, sums: cute.Tensor, sO: cute.Tensor, work: Work):

@@ -32,6 +32,7 @@ from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
+from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
@@ -266,6 +267,13 @@ class FwdTraits(PackedHeads):
         return min(left // WORDS_PER_STEP, self.tile_d // 16)
 
     @property
+    def folded_at_once(self) -> int:
+        """Numbers of the output that a thread folds together: as many are read at once, since the
+        way to the L2 cache and back takes longer than the fold. More would spill."""
+        has_room = self.num_mma_warpgroups < 3 and self.tile_d <= 128 and not self.mask_warpgroup
+        return 64 if has_room else 16
+
+    @property
     def polynomial(self) -> tuple[int, tuple[float, ...]]:
         """How many of 16 exponentials use a polynomial if functions modify scores, and which
         polynomial: the longer products take, the fewer."""
@@ -319,6 +327,11 @@ class FwdTraits(PackedHeads):
     def box_o(self) -> tuple[tuple[int, int], int]:
         """The part of the output stored together: rows of a warpgroup, all columns."""
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads), self.tile_dv
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether warps copy keys and values row by row from pages."""
+        return self.page_box is not None and self.page_box % LEAST_BOX != 0
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = 1

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
@@ -53,6 +53,8 @@ class Codes(NamedTuple):
     def create(traits: FwdTraits, storage: Any, loads: int) -> "Codes":
         """storage: that of the traits' codes. loads: warps that fill a stage."""
         stages_k, stages_v = traits.code_stages
+        if traits.copies_rows:
+            loads *= COPY_ARRIVALS
         # whoever converts values reads the words of the keys
         readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
         return Codes(
@@ -74,6 +76,10 @@ class Descales(NamedTuple):
 
     k: cute.Tensor | None
     v: cute.Tensor | None
+
+    def of_rows(self) -> "Descales":
+        """Those that have one for each row."""
+        return Descales(*(x if _is_of_rows(x) else None for x in self))
 
 
 class Scales(NamedTuple):
@@ -161,7 +167,7 @@ class Conversion:
 
     @property
     def _has_scales_of_rows(self) -> bool:
-        return self.descale is not None and cute.rank(self.descale) == 3
+        return _is_of_rows(self.descale)
 
     def _look_up(self, place: Place, block: Int32, entry: Int32) -> Scales:
         """Those of a block. entry: of the table of pages."""
@@ -312,6 +318,10 @@ class Conversion:
         # products read through another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         channel.publish(number)
+
+
+def _is_of_rows(descale: cute.Tensor | None) -> bool:
+    return descale is not None and cute.rank(descale) == 3
 
 
 def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:

@@ -130,3 +130,8 @@ class GradientColumns:
         """The first column of dQ that the second of two CTAs sums. The first CTA may have its first
         columns, too: the second one does not send them."""
         return self.tile_d - self.cols_dq
+
+
+def shared_width(dim: int) -> int:
+    """The shared columns of a tile (`column_parts`), for heads of a dimension."""
+    return -(-dim // 32) * 32

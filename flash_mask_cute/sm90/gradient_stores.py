@@ -7,19 +7,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes, by_queries
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
-from flash_mask_cute.sm90.warpgroups import Role, send_rows
+from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
 
 
 class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
-    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in the order
-    of accumulators (`BwdPostprocess`), and `blocks` numbers the key blocks. With token lists there
-    is one part, to which CTAs add.
+    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in one of the
+    orders of `bwd_add_parts`, and `blocks` numbers the key blocks. With token lists there is one
+    part, to which CTAs add.
     """
 
     dk: cute.Tensor
@@ -94,17 +96,18 @@ def store_sums(
     adds: cutlass.Constexpr[bool],
 ):
     """Store this warp's sums of dK or dV of a work tile, one of several with the same keys, or add
-    them to what is there. Added are 32 neighbours at a time, of a lane each."""
+    them to what is there. Added are 32 neighbours at a time, of a lane each. A tile may have more
+    columns than are summed; those are left as they are."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    groups = wgmma.num_cols(acc) // 8
-    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, groups)))
+    groups = cute.size(target, mode=[2]) // (4 * 32 * 8)
+    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, wgmma.num_cols(acc) // 8)))
     sums = target[work.head_idx, row_block, None].iterator
     quads_stored = cute.make_tensor(sums, cute.make_layout((4, 32, groups, 8)))
     if const_expr(adds):
         quads_stored = cute.make_tensor(sums, by_lanes(groups))
-    for g in cutlass.range_constexpr(groups):
+    for g in cutlass.range_constexpr(wgmma.num_cols(acc) // 8):
         values = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             # without scores, what was loaded is another sequence's, perhaps not even finite
@@ -114,6 +117,42 @@ def store_sums(
                 cute.arch.red(place, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
         if const_expr(not adds):
             cute.autovec_copy(values, quads_stored[None, lane, g, warp_idx])
+
+
+@cute.jit
+def store_sum_rows(
+    traits: cutlass.Constexpr[BwdTraits],
+    accs: list,
+    columns: cutlass.Constexpr[tuple[ColumnPart, ...]],
+    target: cute.Tensor,
+    blocks: RowBlocks,
+    work: Work,
+    has_sums: Boolean,
+):
+    """`store_sums` where warpgroups have different columns: row by row, pairs of columns of 8 rows
+    at a time."""
+    row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
+    sums = target[work.head_idx, row_block, None]
+    pairs_of_row = cute.size(sums) // traits.tile_n // 2
+    thread = thread_in_warpgroup()
+    row = traits.first_key() + thread // WARP * ROWS_PER_WARP + cute.arch.lane_idx() // 4
+    # the second CTA of a pair may have a block that no sequence has
+    if work.block * traits.tile_n < work.slot:
+        for acc, part in zip(accs, columns, strict=True):
+            first_col = part.first
+            if const_expr(part.sharers > 1):
+                first_col += traits.column_group() * part.width
+            quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, part.width // 8)))
+            for g in cutlass.range_constexpr(part.width // 8):
+                pair = first_col // 2 + g * 4 + cute.arch.lane_idx() % 4
+                for i in cutlass.range_constexpr(2):
+                    values = cute.make_rmem_tensor((2,), Float32)
+                    for j in cutlass.range_constexpr(2):
+                        # without scores, what was loaded is another sequence's
+                        values[j] = cutlass.select_(has_sums, quads[j, i, g], Float32(0.0))
+                    at = (row + 8 * i) * pairs_of_row + pair
+                    stored = cute.make_tensor(sums.iterator, cute.make_layout((2, 2**30)))
+                    cute.autovec_copy(values, stored[None, at])
 
 
 def stage_nothing(traits: BwdTraits, tiles: Tiles, channel: Channel, block: Int32) -> None:
@@ -143,16 +182,17 @@ def stage_dq(
         warp_idx = warp_idx % traits.staging_warps
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
+    staged_in = tiles.dq[None, channel.index(number)].iterator
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
         if const_expr(traits.by_tokens):
             layout = by_queries(traits.packed_heads, columns.width)
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            staged = cute.make_tensor(staged_in + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):
                 cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
         else:
             layout = cute.make_layout(traits.shape_dq(columns.width))
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+            staged = cute.make_tensor(staged_in + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):
                 cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])

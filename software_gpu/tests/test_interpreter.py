@@ -505,6 +505,36 @@ def test_tma():
     assert stale >= 4 and warned >= 4
 
 
+ROWS = """.visible .entry k(.param .u64 pi, .param .u64 po) {{
+ .shared .align 16 .b8 buf[1024]; .shared .align 8 .b64 bar; .reg .b32 %t, %x, %y, %b, %m;
+ .reg .b64 %pi, %po; .reg .pred %p, %q;
+ ld.param.u64 %pi, [pi]; ld.param.u64 %po, [po]; mov.u32 %t, %tid.x; mov.u32 %b, buf;
+ mov.u32 %m, bar; setp.eq.s32 %p, %t, 0; @%p mbarrier.init.shared.b64 [%m], 32;
+ bar.warp.sync -1; shl.b32 %x, %t, 4; add.s32 %y, %x, %b; cvt.u64.u32 %po, %x;
+ add.u64 %pi, %pi, %po; ld.param.u64 %po, [po]; cp.async.cg.shared.global [%y], [%pi], 16;
+ cp.async.commit_group; cp.async.cg.shared.global [%y+512], [%pi+512], 16;
+ {wait}
+ bar.warp.sync -1; xor.b32 %x, %t, 31; shl.b32 %x, %x, 4; add.s32 %x, %x, %b;
+ ld.shared.b32 %y, [%x+{at}]; mad.wide.u32 %po, %t, 4, %po; st.global.b32 [%po], %y; ret; }}"""
+
+
+def test_cp_async():
+    """Rows of other lanes, of the first copy or of the second one."""
+    arrive = "cp.async.mbarrier.arrive.noinc.shared.b64 [%m]; "
+    for wait, at, is_right in (
+        ("cp.async.wait_group 0;", 0, True), ("cp.async.wait_group 1;", 0, False),
+        ("cp.async.commit_group; cp.async.wait_group 1;", 0, True),
+        ("cp.async.commit_group; cp.async.wait_group 1;", 512, False),
+        ("cp.async.wait_all;", 512, True), (arrive + WAIT, 512, True), (arrive, 512, False),
+    ):  # fmt: skip
+        wrong = 0
+        for d in (None, *range(8)):
+            src, o = np.arange(256, dtype=np.uint32), np.zeros(32, np.uint32)
+            launch(ROWS.format(wait=wait, at=at), [src, o], arrays=(src, o), delay=d)
+            wrong += not np.array_equal(o, src.reshape(64, 4)[at // 16 :][:32, 0][::-1])
+        assert (wrong == 0) == is_right, (wait, at, wrong)
+
+
 def test_proxy_fence():
     body = """.visible .entry k(.param .u64 po) {{ .shared .align 128 .b8 buf[128];
  .reg .b32 %t, %x, %b; .reg .b64 %po; .reg .pred %p; ld.param.u64 %po, [po]; mov.u32 %t, %tid.x;

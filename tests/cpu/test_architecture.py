@@ -175,7 +175,7 @@ LAZY = (
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
     *(
-        "call.choose.tables",
+        *("call.choose.rows", "call.choose.tables"),
         "mods.calling",
         "mods.ir_analysis",
         "mods.derivative",

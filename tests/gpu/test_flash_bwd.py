@@ -458,6 +458,9 @@ SPLIT_CASES = (
     Case("varlen-12-3", 0, 0, 0, 12, 3, lengths_q=(63, 0, 1029, 1), lengths_k=(63, 9, 1029, 0)),
     Case("seqused-4-1", 2, 300, 400, 4, 1, seqused_q=(100, 0), seqused_k=(400, 65), causal=True),
     Case("columns-8-2", 2, 500, 700, 8, 2, column="stepped2"),
+    Case("d256-causal-8-1", 1, 700, 900, 8, 1, head_dim=256, head_dim_v=256, causal=True),
+    Case("d160-4-1", 2, 500, 700, 4, 1, head_dim=160, head_dim_v=160),
+    Case("d192-dv128-causal-6-2", 1, 900, 900, 6, 2, head_dim=192, head_dim_v=128, causal=True),
 )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cutlass
@@ -13,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute import builders, flash_attn_func, flash_attn_with_kvcache
+from flash_mask_cute import (
+    builders,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 pytestmark = pytest.mark.gpu
 SEQLEN, KEYS = 20000, 2048
@@ -158,11 +164,49 @@ def test_cuts_are_in_the_bits_and_a_graph_has_them() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()
-    for end in ROWS:
+    for end in (*ROWS, *range(77, SEQLEN, 103)):
         q.copy_(rows.q[:, end - 1 : end])
         lengths.fill_(end)
         graph.replay()
         assert whole.rows(end - 1, 1).has_bits_of(Results.of(result))
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024])
+def test_packed_prefill_and_decoding_from_pages(seqlen: int) -> None:
+    """Head dimensions 192 and 128, as flash-attention-4's test of the same has them."""
+    torch.manual_seed(seqlen)
+    q, k, v = (torch.randn(seqlen, 16, d, device="cuda").bfloat16() for d in (192, 192, 128))
+    whole = torch.tensor([0, seqlen], dtype=torch.int32, device="cuda")
+    alone = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"causal": True, "seqlen_k_per_split": 512}
+    prefilled = flash_attn_varlen_func(q, k, v, whole, whole, seqlen, seqlen, **options)
+    decoded = flash_attn_varlen_func(
+        q[-1:], k.view(-1, 128, 16, 192), v.view(-1, 128, 16, 128), alone, None, 1, None,
+        seqused_k=whole[1:], page_table=torch.arange(seqlen // 128, device="cuda").int()[None],
+        **options,
+    )  # fmt: skip
+    assert isinstance(prefilled, Tensor) and isinstance(decoded, Tensor)
+    assert torch.equal(prefilled[-1:].view(torch.int16), decoded.view(torch.int16))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_do_not_change_the_bits_of_another(causal: bool) -> None:
+    lengths = [4224, 1024, 2048]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, sum(lengths), 4, 128, device="cuda").bfloat16()
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+    def first(sequences: int, keys: int) -> Tensor:
+        total, cuts = sum(lengths[:sequences]), ends[: sequences + 1]
+        out = flash_attn_varlen_func(
+            q[:total], k[:total], v[:total], cuts, cuts, lengths[0], lengths[0], causal=causal,
+            seqlen_k_per_split=keys,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out[: lengths[0]].view(torch.int16)
+
+    alone = first(1, 1024)
+    assert torch.equal(alone, first(3, 1024)) and not torch.equal(alone, first(1, 896))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])

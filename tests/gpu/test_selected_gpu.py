@@ -282,3 +282,48 @@ def test_decoding_over_pages(page_size: int, queries: int) -> None:
     in_rows = {"cache_seqlens": used, "block_sparse_tensors": SelectedBlocks(choice, 128)}
     wanted = flash_attn_with_kvcache(*(x.double() for x in (q, k, v)), **given, **in_rows)
     assert (out.cpu().double() - wanted).abs().amax() < 2e-2
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
+    """It appends to K and V that lie beside each other in one pool, heads before keys."""
+    gen = torch.Generator().manual_seed(queries)
+    pool = torch.randn(12, 2, 64, 2 * 128, generator=gen).bfloat16().cuda()
+    q = torch.randn(2, queries, 16, 128, generator=gen).bfloat16().cuda()
+    new = torch.randn(2, 2, queries, 2, 128, generator=gen).bfloat16().cuda()
+    table = torch.randperm(12, generator=gen).int().view(2, 6).cuda()
+    lengths = torch.tensor([100, 7], dtype=torch.int32, device="cuda")
+    choice = torch.zeros(2, 2, queries, 3, dtype=torch.int32, device="cuda")
+
+    def step(pool: Tensor, of: Any = lambda x: x) -> Tensor:
+        out = flash_attn_with_kvcache(
+            of(q),
+            *pool.transpose(1, 2).split(128, -1),
+            k=of(new[0]),
+            v=of(new[1]),
+            cache_seqlens=of(lengths),
+            page_table=of(table),
+            causal=True,
+            block_sparse_tensors=SelectedBlocks(of(choice), 64),
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def exact(x: Tensor) -> Tensor:
+        return x.cpu().double() if x.is_floating_point() else x.cpu()
+
+    step(pool)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(pool)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        lengths.copy_(torch.randint(0, 380, (2,)))
+        choice.copy_(torch.randint(-1, 8, choice.shape))
+        new.copy_(torch.randn(new.shape))
+        left = exact(pool)
+        graph.replay()
+        wanted = step(left, exact)
+        assert (out.cpu().double() - wanted).abs().amax() < 2e-2
+        assert torch.equal(exact(pool), left)

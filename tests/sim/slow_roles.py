@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import gradient_oracle
 import mask_cases
 import pytest
+import simulated_backward
 import torch
 from cases import Case
 from conftest import SMS
@@ -154,8 +155,10 @@ def check_backward(
     else:
         inputs = make_inputs(Case(name, **fields))
     if more.get("deterministic"):
-        # CTAs wait for each other
+        # CTAs, or pairs of them, wait for each other
         monkeypatch.setitem(simulator.OPTIONS, "resident", SMS)
+        sms = SMS * (2 if (config or {}).get("cta_pair") else 1)
+        monkeypatch.setattr(simulated_backward, "SMS", sms)
     run = partial(run_backward, simulator, inputs, (SEED,), config=config, **more)
     with_each_role_slow(simulator, monkeypatch, [kernel], run)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flash_mask_cute import block_sparsity
+from flash_mask_cute.call.run.mask_arguments import bits_by_kernel
 from flash_mask_cute.flex import block_mask
 from flash_mask_cute.mask_prep import block_lists
 from flash_mask_cute.mask_prep.block_lists import OrderedTensors, compile_ordered_lists
@@ -123,6 +124,26 @@ def test_lists_of_a_block_mask(
     made = block_sparsity._make_bits(lists)
     assert all(torch.equal(x, y) for x, y in zip(bits[:2], made[:2], strict=True))
     assert bits[2:] == (16, 16) and again is bits
+
+
+@pytest.mark.parametrize("has_full", [False, True])
+def test_bits_that_a_call_asks_for(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, has_full: bool
+) -> None:
+    """On a GPU by one launch, for lists that nobody has seen before."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(block_lists.Target, "from_device", lambda device: Target.named("sm_90a"))
+    g = torch.Generator().manual_seed(5)
+    states = torch.randint(0, 3 if has_full else 2, (2, 3, 5, 70), generator=g)
+    given = [*draw(states, 1, g), *(draw(states, 2, g) if has_full else (None, None))]
+    lists = block_sparsity.BlockSparseTensorsTorch(*given, block_size=(64, 64))
+    simulator.RESULTS.clear()
+    bits = block_sparsity.block_bits(lists, bits_by_kernel)
+    assert block_sparsity.block_bits(lists, bits_by_kernel) is bits
+    assert len(simulator.RESULTS) == 1
+    assert torch.equal(bits[0], words_of(states > 0))
+    assert torch.equal(bits[1], words_of(states == 2))
+    assert bits[2:] == (64, 64)
 
 
 def test_lists_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

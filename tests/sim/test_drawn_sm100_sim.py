@@ -61,7 +61,7 @@ def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw
         assert (2, 1, 1) in clusters
     if rows:
         with open(rows, "a") as file:
-            file.write(f"{draw.id:21} {told:35} {share:.2f}  {draw.told}\n")
+            file.write("\t".join((draw.id, "", told, f"{share:.2f}", draw.told)) + "\n")
 
 
 def _in_every_order(

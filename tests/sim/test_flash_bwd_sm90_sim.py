@@ -61,6 +61,28 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
             2,
             {},
         ),
+        # columns shared by warpgroups, and pairs of CTAs
+        (Case("gqa2-d160", 1, 65, 140, 2, 1, head_dim=160, causal=True), 2, {}),
+        (Case("gqa4-d256", 1, 65, 300, 4, 1, head_dim=256, causal=True), 4, {}),
+        (Case("gqa2-d256", 1, 65, 140, 2, 1, head_dim=256), 2, {"deterministic": True}),
+        (
+            Case(
+                "gqa4-d192-dv128-varlen",
+                *(0, 0, 0, 4, 2),
+                head_dim=192,
+                head_dim_v=128,
+                causal=True,
+                lengths_q=(65, 0, 99),
+                lengths_k=(0, 9, 270),
+            ),
+            2,
+            {},
+        ),
+        (Case("gqa2-d136-bias", 1, 65, 140, 2, 1, head_dim=136, score_mod="head_bias"), 2, {}),
+        # with fewer columns than the tile of keys, of values, and of neither
+        (Case("d136-dv152", 1, 65, 140, 2, 1, head_dim=136, head_dim_v=152, causal=True), 2, {}),
+        (Case("d176-dv72", 1, 65, 140, 2, 1, head_dim=176, head_dim_v=72), 2, {}),
+        (Case("d192-dv128", 1, 65, 140, 4, 1, head_dim=192, head_dim_v=128, window_left=30), 4, {}),
     ],
     ids=lambda x: x.id if isinstance(x, Case) else None,
 )
@@ -337,16 +359,23 @@ def test_orders_of_sums_with_keys_of_each_warpgroup(
     assert cluster_of_main(simulator) == (1, 1, 1)
 
 
-def test_masks_that_ask_for_keys_of_each_warpgroup(simulator: ModuleType) -> None:
-    """By a config: a mask_mod with lists, and intervals of several vectors."""
-    config = {"splits_keys": True, "cta_pair": False}
-    wide = {"head_dim": 192, "head_dim_v": 128}
-    for case in (
-        Case("lists", 1, 129, 300, 1, 1, mask_mod="eviction", blocks=(48, 80), **wide),
-        Case("columns-2", 1, 129, 200, 1, 1, column="stepped2", **wide),
-    ):
-        run_sim(simulator, make_inputs(case), seeds=(1,), config=config)
-        assert cluster_of_main(simulator) == (1, 1, 1)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask_mod": "eviction", "blocks": (48, 80)},
+        {"column": "stepped2"},
+        {"column": "random4", "head_dim": 160, "head_dim_v": 160},
+        {"blocks": (64, 64), "head_dim": 136},
+    ],
+    ids=str,
+)
+def test_cut_blocks_with_keys_of_each_warpgroup(
+    simulator: ModuleType, fields: dict[str, Any]
+) -> None:
+    """Without being asked for: what the mask warps have few registers for."""
+    case = Case("cut", 1, 129, 300, 1, 1, **{"head_dim": 192, "head_dim_v": 128} | fields)
+    run_sim(simulator, make_inputs(case), seeds=(1,))
+    assert cluster_of_main(simulator) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

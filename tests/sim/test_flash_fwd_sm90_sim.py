@@ -28,7 +28,8 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.choose.mask_bits import Limits
-from flash_mask_cute.call.choose.tables import SM90_FWD, FwdRow
+from flash_mask_cute.call.choose.rows import FwdRow
+from flash_mask_cute.call.choose.tables import SM90_FWD
 from flash_mask_cute.call.run.packed import PackedForward
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules import share_walks

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.build.forward import compile_fwd
-from flash_mask_cute.call.choose.tables import FwdRow
+from flash_mask_cute.call.choose.rows import FwdRow
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.call.run.segments import FoldedForward
 from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT

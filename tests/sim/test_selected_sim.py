@@ -19,6 +19,7 @@ from simulated_forward import run_on_simulator as run_forward
 from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks
+from flash_mask_cute.call.run import mask_arguments
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep.selected_bits import (
     QueryTiles,
@@ -113,12 +114,13 @@ def test_draws(simulator: ModuleType, number: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("num_blocks", [1, 32, 100])
+@pytest.mark.parametrize("num_blocks", [1, 32, 100, 1100])
 @pytest.mark.parametrize("tiles", [QueryTiles(8, 4), QueryTiles(64, 1), QueryTiles(192, 128)])
 def test_bits(simulator: ModuleType, tiles: QueryTiles, num_blocks: int, dtype: str) -> None:
     """Of rows and of tiles, also where a query lies in two tiles; of packed sequences, too."""
     g = torch.Generator().manual_seed(num_blocks)
-    choice = torch.randint(-2, num_blocks + 40, (1, 3, 75, 7), generator=g)
+    k = 7 if num_blocks <= 100 else 40
+    choice = torch.randint(-2, num_blocks + 40, (1, 3, 75, k), generator=g)
     choice[0, 0, 0] = -1
     choice[0, 0, 1] = torch.iinfo(getattr(torch, dtype)).max
     choice[0, 1, 4:8] = choice[0, 1, 4]
@@ -268,6 +270,23 @@ def test_a_mask_mod_and_a_score_mod(simulator: ModuleType, block: int) -> None:
     drawn.seen((i + 2 * j) % 7 != heads, bias, **mods._asdict()).check()
 
 
+@pytest.mark.parametrize("group", [2, 12, 32])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_mask_mod_of_packed_heads(simulator: ModuleType, group: int, by_head: bool) -> None:
+    """One that does not use the head is evaluated once for the heads of a query."""
+    i, j = positions(20, 300, 0)
+    heads, mask_mod = torch.zeros(1, 1, 1), lambda b, h, i, j: (i + 2 * j) % 5 != 0
+    if by_head:
+        heads, mask_mod = torch.arange(group)[:, None, None], _by_head
+    mods = resolve_mods(None, mask_mod, None, "cpu")
+    drawn = Composed.draw((1, 20, 300), (group, 1, 1), 64, 3, q_start=0)
+    drawn.seen((i + 2 * j) % 5 != heads, **mods._asdict()).check(only_forward=True)
+
+
+def _by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i + 2 * j) % 5 != h
+
+
 def test_lengths_in_use(simulator: ModuleType) -> None:
     """Blocks behind the own end are chosen, and hold NaN."""
     used_q, used_k = torch.tensor([130, 0, 77]).int(), torch.tensor([201, 300, 64]).int()
@@ -316,10 +335,10 @@ def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int) -> No
     given = drawn._replace(choice=choice, visible=visible & (j <= i))
     clean = [drawn.q, *(x.nan_to_num(0.0) for x in (drawn.k, drawn.v))]
     wanted, eager = given.attend(*(x.double() for x in clean)), given.attend(*clean)
-    for num_splits in (1, 3):
+    for num_splits in (0, 1, 3):
         call = forward_call(*given[:3], **given.arguments, num_splits=num_splits)
         with quiet_run(sys_simulator(), 1):
-            out, _ = run_forward(call)
+            out, _ = run_forward(call, sms=7)
         assert_close(out, wanted, eager, f"{num_splits} splits")
 
 
@@ -332,10 +351,16 @@ def test_packed_heads(simulator: ModuleType, more: dict[str, Any]) -> None:
         drawn.seen(j <= i).check(only_forward=True, **more)
 
 
-@pytest.mark.parametrize(("page_size", "queries"), [(5, 4), (16, 1), (128, 4)])
-def test_pages(simulator: ModuleType, page_size: int, queries: int) -> None:
-    """Decoding over pages, in as many splits as the library likes; unused rows hold NaN."""
-    drawn = Composed.draw((2, queries, 520), (8, 2, 2), 64, 4, seed=page_size)
+@pytest.mark.parametrize(("page_size", "queries"), [(5, 4), (16, 1), (128, 1), (128, 4)])
+def test_pages(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, page_size: int, queries: int
+) -> None:
+    """Decoding over pages, in as many splits as the library likes; unused rows hold NaN. Of one
+    query the kernel reads the entries."""
+    block = 128 if page_size == 128 else 64
+    if queries == 1 and (block == 128 or ACTIVE_ARCH == "sm_90a"):
+        monkeypatch.setattr(mask_arguments, "selected_bits", None)
+    drawn = Composed.draw((2, queries, 520), (8, 2, 2), block, 4, seed=page_size)
     used = torch.tensor([515, 130], dtype=torch.int32)
     gen = torch.Generator().manual_seed(1)
     pages = -(-520 // page_size)

@@ -78,6 +78,15 @@ BACKWARDS = {
         for d, d_v in ((192, 128), (256, 256))
     },
     **{
+        f"pairs-in-order-{d}": Slowed(
+            ISLANDS | {"lengths_q": (130, 9, 200), "lengths_k": (300, 20, 520), "head_dim": d,
+                       "head_dim_v": d_v},
+            {"cta_pair": True},
+            {"deterministic": True},
+        )
+        for d, d_v in ((128, 128), (192, 128), (256, 256))
+    },
+    **{
         f"wide-{d}-{d_v}": Slowed(
             ISLANDS | {"batch": 1, "seqlen_q": 140, "seqlen_k": 150, "heads_q": 3, "heads_kv": 3,
                        "head_dim": d, "head_dim_v": d_v},

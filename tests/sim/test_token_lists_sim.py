@@ -13,7 +13,6 @@ from drawn_lists import DrawnLists, check_lists, draw_lists
 from quiet_runs import quiet_run
 
 from flash_mask_cute.core.token_lists import SEGMENT
-from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
 from flash_mask_cute.mask_prep.token_lists import (
     ListExtents,
     ListFacts,
@@ -23,6 +22,7 @@ from flash_mask_cute.mask_prep.token_lists import (
     empty_lists,
     fill_lists,
 )
+from flash_mask_cute.runtime.dtypes import dtype_name
 
 SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 DRAWN = 10
@@ -39,14 +39,12 @@ def drawn_seeds() -> list[int]:
 
 def make(simulator: ModuleType, drawn: DrawnLists, delay: int) -> MadeLists:
     by_entry, facts, extents, lengths = drawn
-    num_blocks = -(-extents.most_keys // extents.block_size)
-    bits = selected_bits(by_entry, num_blocks, QueryTiles(64, 1), lengths.cu_seqlens_q).rows
     made = empty_lists(by_entry, facts, extents)
     for x in made:
         x.fill_(77)
-    function = compile_token_lists(facts, ACTIVE_ARCH).function
+    function = compile_token_lists(facts, dtype_name(by_entry.dtype), ACTIVE_ARCH).function
     with quiet_run(simulator, delay, launches=1):
-        fill_lists(function, bits, made, facts, extents, lengths)
+        fill_lists(function, by_entry, made, facts, extents, lengths)
     return made
 
 
@@ -70,3 +68,12 @@ def test_long_lists_and_many_blocks(simulator: ModuleType) -> None:
     used = int(made[0].items[0, :count, 3].max())
     assert torch.equal(made[0].tokens[:, :used], made[1].tokens[:, :used])
     assert torch.equal(made[0].items[:, :count], made[1].items[:, :count])
+
+
+def test_many_entries_of_a_query(simulator: ModuleType) -> None:
+    """More entries of a chunk than are sorted at a time, and of a query than a warp has lanes."""
+    n, keys, k = 300, 1000, 40
+    choice = torch.randint(-3, 66, (1, 2, n, k), generator=torch.Generator().manual_seed(2))
+    extents = ListExtents(1, n, keys, keys, 2, k, 16, 16, n, 256)
+    drawn = DrawnLists(choice, ListFacts(is_causal=True), extents, ListLengths())
+    check_lists(drawn, make(simulator, drawn, 1), SEGMENT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
 from flash_mask_cute.call.build.kernel_operands import (
@@ -23,6 +23,9 @@ from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
 from flash_mask_cute.runtime.target import Target
+
+if TYPE_CHECKING:
+    from flash_mask_cute.kernels.bwd_add_parts import SumsOrder
 
 # keys of a tile that both warpgroups have
 SHARED_TILE_N = 64
@@ -66,8 +69,9 @@ class RowFacts(NamedTuple):
 
     dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdTraits`). order: order of the sums of dQ; num_ctas: CTAs that summed a row block;
-    in_halves: see `BwdPostprocess`. The latter three matter only after. packing: rows of a query in
+    row (`BwdTraits`). num_ctas: CTAs that summed a row block; before, it matters only where these
+    have semaphores. order: order of the sums of dQ; in_halves: see `BwdPostprocess`. These two
+    matter only after. packing: rows of a query in
     a row block that heads of a group share, and these heads, as in `Packing`.
     """
 
@@ -90,8 +94,8 @@ class RowFacts(NamedTuple):
 
 
 class PartFacts(NamedTuple):
-    """Facts that determine the code of the kernel that adds partial sums of dK and dV. added_keys:
-    keys of a tile, if CTAs added to its sums, else 0."""
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV, which has
+    parameters of the same names."""
 
     dtype: str
     head_dim: int
@@ -100,7 +104,8 @@ class PartFacts(NamedTuple):
     tile_dv: int
     varlen_k: bool
     has_seqused_k: bool
-    added_keys: int = 0
+    tile_n: int
+    order: SumsOrder
 
 
 def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
@@ -127,9 +132,13 @@ def compile_bwd(
     statistics = num_stats(problem), facts.has_lse_low
     of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
     packing = (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
-    before = RowFacts(problem.dtype, problem.head_dim_v, *rows, *of_scores, packing=packing)
+    num_ctas = choice.ctas_of_tile
+    before = RowFacts(
+        *(problem.dtype, problem.head_dim_v, *rows, *of_scores),
+        num_ctas=1 if choice.tiles.clears_dq else num_ctas,
+        packing=packing,
+    )
     order = arch_spec(target).backward.dq_order
-    num_ctas = choice.cluster_tile_n // choice.tile_n
     after = RowFacts(
         *(problem.dtype, problem.head_dim, *rows),
         order=order,
@@ -151,8 +160,9 @@ def compile_bwd(
     add_parts = None
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
-        of_keys = problem.varlen_k, problem.has_seqused_k, problem.token_lists
-        parts = PartFacts(problem.dtype, *sizes, *of_keys)
+        of_keys = problem.varlen_k, problem.has_seqused_k
+        tile_n = problem.token_lists or choice.tile_n
+        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, _sums_order(problem, choice))
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):
@@ -221,6 +231,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         has_reference=facts.num_stats == 3,
         packing=Packing(*facts.packing),
         has_marks=facts.marked_dim is not None,
+        num_semaphores=facts.num_ctas,
     )
     arguments = [
         operand(facts.dtype, rank, facts.dim),
@@ -291,21 +302,30 @@ def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
     return compile_object(ZeroPadding(), arguments, options_of(target))
 
 
+def _sums_order(problem: AttentionProblem, choice: BwdChoice) -> SumsOrder:
+    """The order in which the main kernel leaves sums of dK and dV."""
+    from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
+
+    if problem.token_lists:
+        return "lanes"
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_OWN_DIM
+    return "rows" if is_wide and not choice.tiles.splits_keys else "accumulators"
+
+
 def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
     """Compile the kernel that adds partial sums of dK and dV now."""
-    from flash_mask_cute.kernels.bwd_add_parts import TILE_N, BwdAddParts
+    from flash_mask_cute.kernels.bwd_add_parts import BwdAddParts
 
     rank = 3 if facts.varlen_k else 4
-    cols, tile_n = (facts.tile_d, facts.tile_dv), facts.added_keys or TILE_N
+    cols = facts.tile_d, facts.tile_dv
     arguments = [
-        *(scratch(tile_n * width) for width in cols),
+        *(scratch(facts.tile_n * width) for width in cols),
         operand(facts.dtype, rank, facts.head_dim),
         operand(facts.dtype, rank, facts.head_dim_v),
         fake_tensors.stream(),
         int32_vector(facts.varlen_k),
         int32_vector(facts.has_seqused_k),
     ]
-    kernel = BwdAddParts(
-        fake_tensors.cutlass_dtype(facts.dtype), cols, tile_n, facts.added_keys > 0
-    )
+    dtype = fake_tensors.cutlass_dtype(facts.dtype)
+    kernel = BwdAddParts(dtype, cols, facts.tile_n, facts.order)
     return compile_object(kernel, arguments, options_of(target))

@@ -81,6 +81,7 @@ def build_fwd(
         common_kv=problem.common_kv,
         **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
         **({"own_lists": True} if problem.own_lists else {}),
+        **({"shares_mask": True} if problem.shares_mask else {}),
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes

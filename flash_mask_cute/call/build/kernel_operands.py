@@ -99,7 +99,9 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
     if x.token_lists:
         return fake_tensors.token_lists()
-    return fake_tensors.choice_bits() if x.has_selected else fake_tensors.block_bits(x)
+    if x.has_selected:
+        return fake_tensors.choice_bits(x.choice_dtype)
+    return fake_tensors.block_bits(x)
 
 
 def _aux_tensors(x: AttentionProblem, _: Any) -> Any:

@@ -55,7 +55,9 @@ class BwdScratch(NamedTuple):
         return BwdScratch(
             stats=(*blocks, words),
             dq_sums=(*blocks, tile_m * choice.tile_d),
-            semaphores=None if choice.tiles.clears_dq else blocks,
+            semaphores=None
+            if choice.tiles.clears_dq
+            else (blocks[0], blocks[1] * choice.ctas_of_tile),
             sink_parts=blocks if facts.sink_dtype else None,
             dk_parts=parts_k,
             dv_parts=parts_v,

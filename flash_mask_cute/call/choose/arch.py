@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from flash_mask_cute.call.choose.rows import BwdRow, FwdRow
 from flash_mask_cute.call.choose.tables import (
     SM90_BWD,
     SM90_FWD,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
-    BwdRow,
-    FwdRow,
 )
 from flash_mask_cute.runtime.target import Target
 
@@ -59,8 +58,8 @@ class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
-    summed in a fixed order. pairs_common_keys: pairs of CTAs take keys that several sequences have
-    in common. gathers_tokens: it takes each query's choice of key blocks as token
+    summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
+    where they come first. gathers_tokens: it takes each query's choice of key blocks as token
     lists. owns_lists: block lists may say of each warpgroup's keys what they see."""
 
     rows: tuple[BwdRow, ...]
@@ -68,7 +67,7 @@ class BackwardKernel(AttentionKernel):
     splits_groups: bool
     splits_keys: bool
     orders_aux: bool
-    pairs_common_keys: bool
+    pairs_take_turns: bool
     gathers_tokens: bool = False
     owns_lists: bool = False
     owns_shared: bool = False
@@ -160,7 +159,7 @@ SM90_BACKWARD = BackwardKernel(
     splits_groups=True,
     splits_keys=True,
     orders_aux=True,
-    pairs_common_keys=True,
+    pairs_take_turns=False,
     gathers_tokens=True,
     owns_lists=True,
     owns_shared=True,
@@ -211,7 +210,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             splits_groups=False,
             splits_keys=False,
             orders_aux=False,
-            pairs_common_keys=False,
+            pairs_take_turns=True,
         ),
         _columns_sm100,
         reads_mask_bits=False,

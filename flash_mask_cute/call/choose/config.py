@@ -15,7 +15,7 @@ from flash_mask_cute.call.choose.arch import (
     BackwardKernel,
     ForwardKernel,
 )
-from flash_mask_cute.call.choose.tables import (
+from flash_mask_cute.call.choose.rows import (
     BwdRow,
     CallFacts,
     FwdRow,
@@ -347,6 +347,11 @@ class BwdChoice:
     reason: str
     group_splits: int = 1
 
+    @property
+    def ctas_of_tile(self) -> int:
+        """CTAs that walk over queries together, and sum parts of each row block."""
+        return self.cluster_tile_n // self.tile_n
+
     def own_keys_nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks do not have the keys of whole tiles, but whole query blocks and the keys
         of whole warpgroups, of which lists may say alone what they see."""
@@ -357,12 +362,12 @@ class BwdChoice:
 
 
 class BwdWalkFacts(NamedTuple):
-    """What a backward knows of its walks beside its problem's class. window, has_lists: see
-    `CallFacts`. common_kv: see `AttentionProblem`."""
+    """What a backward knows of its walks beside its problem's class. window, has_lists, own_lists:
+    see `CallFacts`."""
 
     window: int | None = None
     has_lists: bool = False
-    common_kv: bool = False
+    own_lists: tuple[int, int] | None = None
 
 
 NO_BWD_WALK_FACTS = BwdWalkFacts()
@@ -399,9 +404,7 @@ def select_bwd_config(
     given.pop("group_splits", None)
     if deterministic and given.get("clears_dq"):
         raise ValueError("config clears_dq=True is not for deterministic=True: sums have an order")
-    why_alone = _why_alone(given, deterministic, modifier, num_sms)
-    if walk.common_kv and not kernel.pairs_common_keys:
-        why_alone = why_alone or "keys of one batch entry for several sequences"
+    why_alone = _why_alone(given, deterministic, modifier, num_sms, kernel)
     why_shared = _why_shared(given, modifier, kernel)
     if given.get("splits_keys") and why_shared is not None:
         raise ValueError(f"config splits_keys=True is not for {why_shared}")
@@ -419,6 +422,7 @@ def select_bwd_config(
         window=walk.window,
         has_lists=walk.has_lists,
         token_lists=token_lists,
+        own_lists=walk.own_lists,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:
@@ -451,14 +455,19 @@ def select_bwd_config(
 
 
 def _why_alone(
-    given: dict[str, Any], deterministic: bool, modifier: str | None, num_sms: int
+    given: dict[str, Any],
+    deterministic: bool,
+    modifier: str | None,
+    num_sms: int,
+    kernel: BackwardKernel,
 ) -> str | None:
     """The reason why CTAs cannot sum dQ in pairs, regardless of the table, or None."""
-    stores_first = given.get("clears_dq") is False
+    waits = not kernel.pairs_take_turns
+    stores_first = waits and given.get("clears_dq") is False
     reasons = {
         "config cta_pair=False": given.get("cta_pair") is False,
         "config clears_dq=False: one CTA would wait for another pair": stores_first,
-        "deterministic=True: sums have an order": deterministic,
+        "deterministic=True: sums have an order": waits and deterministic,
         f"a call with {modifier}: P has no place in shared memory": modifier is not None,
         f"a device with {num_sms} SM": num_sms < 2,
     }

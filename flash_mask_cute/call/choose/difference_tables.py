@@ -169,6 +169,8 @@ def _summed(
         more = [SummedDifference(*x, by_score) for x in own]
         is_even = tensor.is_between_cuts and all(x.step in (-1, 0, 1) for x in more)
         is_summed = by_score or (is_even and has_dscores)
+        # the same warps sum all
+        is_summed = is_summed and (not found or found[0].by_score == by_score)
         if is_known and is_summed and _smem_bytes([*found, *more]) <= spare_smem:
             found += more
     return tuple(found)

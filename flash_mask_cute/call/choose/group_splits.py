@@ -43,11 +43,10 @@ def split_group(
         ValueError: `wanted` does not divide the group, or the kernel cannot split it.
     """
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 1
-    splits = _divisors(group) if max(shapes.head_dim, shapes.head_dim_v) <= 128 else [1]
+    splits = _divisors(group)
     if wanted is not None and wanted not in splits:
         raise ValueError(
-            f"config group_splits must be one of {splits} for groups of {group} heads and "
-            f"head_dim={shapes.head_dim}, head_dim_v={shapes.head_dim_v}, got {wanted}"
+            f"config group_splits must be one of {splits} for groups of {group} heads, got {wanted}"
         )
     if wanted is None:
         walks = list(_walks(choice, problem, shapes, window))
@@ -55,7 +54,8 @@ def split_group(
             # one walk over the queries of all sequences
             walks = [shapes.batch * walk for walk in walks]
             shapes = replaced(shapes, batch=1)
-        costs = {n: _estimate(walks, shapes, group, n, num_sms) for n in splits}
+        takers = num_sms // (choice.cluster_tile_n // choice.tile_n)
+        costs = {n: _estimate(walks, shapes, group, n, takers) for n in splits}
         wanted = min(splits, key=lambda n: costs[n])
         if costs[1] <= LEAST_GAIN * costs[wanted]:
             wanted = 1
@@ -81,7 +81,7 @@ def _walks(
 ) -> Iterator[int]:
     """Query blocks that the key blocks of a sequence visit, by what the host knows: causal masking
     and windows. Packed sequences are assumed to be equally long."""
-    tile_m, tile_n = choice.tiles.tile_m, choice.tile_n
+    tile_m, tile_n = choice.tiles.tile_m, choice.cluster_tile_n
     seqlen_q, seqlen_k = shapes.seqlen_q, shapes.seqlen_k
     if problem.varlen_q:
         seqlen_q = min(seqlen_q, -(-shapes.total_q // max(shapes.batch, 1)))
@@ -98,15 +98,16 @@ def _walks(
         yield max(-(-end // tile_m) - begin // tile_m, 0)
 
 
-def _estimate(walks: list[int], shapes: FwdShapes, group: int, splits: int, num_sms: int) -> float:
-    """Query blocks of the busiest SM, in the order in which CTAs take work tiles."""
+def _estimate(walks: list[int], shapes: FwdShapes, group: int, splits: int, takers: int) -> float:
+    """Query blocks of the busiest SM, in the order in which `takers` CTAs, or pairs of CTAs, take
+    work tiles."""
     heads = shapes.batch * shapes.heads_kv * splits
     beside = TILE if splits == 1 else TILE + PARTIAL
     tiles = [walk * group / splits + beside for walk in walks]
-    adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / num_sms
-    if heads * len(tiles) > ENOUGH * num_sms:
-        return heads * sum(tiles) / num_sms + max(tiles, default=0.0) / 4 + adding
-    busy = [0.0] * num_sms
+    adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / takers
+    if heads * len(tiles) > ENOUGH * takers:
+        return heads * sum(tiles) / takers + max(tiles, default=0.0) / 4 + adding
+    busy = [0.0] * takers
     for _ in range(heads):
         for tile in tiles:
             heapq.heapreplace(busy, busy[0] + tile)

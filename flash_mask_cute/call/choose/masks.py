@@ -15,7 +15,7 @@ from flash_mask_cute.block_sparsity import (
     from_block_mask,
 )
 from flash_mask_cute.call.arguments import Masks
-from flash_mask_cute.call.choose.arch import ArchSpec
+from flash_mask_cute.call.choose.arch import ArchSpec, BackwardKernel
 from flash_mask_cute.call.choose.config import BwdChoice, FwdChoice, FwdTiles
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -94,15 +94,21 @@ class ResolvedMasks(NamedTuple):
             "has_selected": self.selected is not None,
         }
 
+    def own_keys_of(
+        self, problem: AttentionProblem, kernel: BackwardKernel
+    ) -> tuple[int, int] | None:
+        """The size of blocks of lists that each warpgroup's keys may have of their own."""
+        owns = problem.may_own_lists and kernel.owns_lists and problem.score_modifier is None
+        return self.block_size if owns else None
+
     def with_form_of_lists(
         self, problem: AttentionProblem, choice: FwdChoice | BwdChoice, spec: ArchSpec
     ) -> AttentionProblem:
         """The problem with the form in which a kernel of these tiles takes block lists."""
         size, owns = self.block_size, problem.may_own_lists
         if isinstance(choice, BwdChoice):
-            owns = owns and spec.backward.owns_lists and problem.score_modifier is None
-            owns = owns and size is not None and choice.own_keys_nest_in(size)
-            return replace(problem, own_lists=owns)
+            size = self.own_keys_of(problem, spec.backward)
+            return replace(problem, own_lists=size is not None and choice.own_keys_nest_in(size))
         if size is None:
             return replace(problem, has_bits=False, own_lists=False)
         owns = owns and spec.forward.owns_lists and choice.tiles.own_rows_nest_in(size)

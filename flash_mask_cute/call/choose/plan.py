@@ -62,6 +62,7 @@ from flash_mask_cute.call.choose.refusals import (
     refuse_segments,
 )
 from flash_mask_cute.call.choose.segments import Segments, choose_segments
+from flash_mask_cute.call.choose.selected import with_choice_facts
 from flash_mask_cute.call.choose.shared_sums import SharedSums, choose_shared_sums
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
@@ -424,7 +425,7 @@ def _choose_tiles(
         if masks.selected is not None:
             problem = with_token_lists(call, problem, shapes, masks, arch_spec(target))
             empties = problem.may_empty_rows
-        choose = _bwd_chooser(call, shapes, (window_left, window_right), target)
+        choose = _bwd_chooser(call, shapes, masks, (window_left, window_right), target)
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = GradientFacts.of(call, problem, sink)
@@ -447,6 +448,10 @@ def _choose_tiles(
         out_dtype=problem.dtype if out is None else dtype_name(out.dtype),
     )
     chosen = chosen.with_choice(choice)
+    if call.direction is Direction.FORWARD:
+        tile_n = chosen.fwd_choice.tiles.tile_n
+        problem = with_choice_facts(chosen.problem, shapes, masks, tile_n)
+        chosen = replace(chosen, problem=problem)
     if call.tensors.lengths.page_table is not None:
         tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
         box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
@@ -586,6 +591,7 @@ def _fwd_chooser(
 def _bwd_chooser(
     call: AttentionCall,
     shapes: FwdShapes,
+    masks: ResolvedMasks,
     window: tuple[int | None, int | None],
     target: Target,
 ) -> Choose:
@@ -608,7 +614,7 @@ def _bwd_chooser(
             walk=BwdWalkFacts(
                 _visible((problem.is_causal, *window)),
                 problem.has_lists or problem.has_bits or problem.has_selected,
-                problem.common_kv,
+                masks.own_keys_of(problem, kernel),
             ),
             listed_rows=problem.listed_rows,
             token_lists=problem.token_lists,

@@ -43,10 +43,11 @@ class KernelBackward:
     any."""
 
     __slots__ = (
-        "_accum_shape", "_clears_dq", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
+        "_accum_shape", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
         "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_shared",
         "_make_tables", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
-        "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq", "_softcap",
+        "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
+        "_semaphores_shape", "_softcap",
         "_stats_shape", "_wants_aux", "_window_left", "_window_right", "_written",
     )  # fmt: skip
 
@@ -79,7 +80,7 @@ class KernelBackward:
         if scratch.dk_parts is not None and scratch.dv_parts is not None:
             self._partial_shapes = scratch.dk_parts, scratch.dv_parts
         self._padding = facts.padding
-        self._clears_dq = plan.bwd_choice.tiles.clears_dq
+        self._semaphores_shape = scratch.semaphores
         self._wants_aux = problem.wants_aux
         self._exact_aux = problem.exact_aux
         self._entry_aux = problem.entry_aux
@@ -157,10 +158,10 @@ class KernelBackward:
         else:
             parts = q.new_empty(self._parts_shape, dtype=torch.float32)
         cleared = semaphores = None
-        if self._clears_dq:
+        if self._semaphores_shape is None:
             cleared = dq_accum
         else:
-            semaphores = q.new_empty(self._stats_shape[:2], dtype=torch.int32)
+            semaphores = q.new_empty(self._semaphores_shape, dtype=torch.int32)
         aux_sums: dict[int, Tensor] | None = None
         aux_grads: Any = None
         if daux is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
     BlockSparseTensorsTorch,
+    LogicalBits,
     block_bits,
     from_block_mask,
     retile_lists,
@@ -16,6 +17,7 @@ from flash_mask_cute.call.arguments import Masks
 from flash_mask_cute.call.choose.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
@@ -39,12 +41,12 @@ class MaskArguments:
     reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
     mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
     computed for a `ColumnMask` or for lists that were seen before. The bits of a choice are made in
-    each call: layers do not share choices.
+    each call, since layers do not share choices, or its entries are given as they are.
     """
 
     __slots__ = (
-        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_lists", "_seqlens",
-        "_tile",
+        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_entries",
+        "_reads_lists", "_seqlens", "_tile",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +64,7 @@ class MaskArguments:
         self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
         self._reads_lists = reads_lists
         self._by_tokens = problem.token_lists
+        self._reads_entries = problem.choice_dtype is not None
 
     def __call__(
         self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
@@ -76,7 +79,9 @@ class MaskArguments:
                 # a backward makes token lists itself
                 bits = None if self._by_tokens else self._choice_bits(given_lists, cu_seqlens_q)
             elif not self._reads_lists:
-                bits = tuple(block_bits(_sized(given_lists, self._block_size)))
+                sized = _sized(given_lists, self._block_size)
+                on_gpu = sized.mask_block_idx.is_cuda
+                bits = tuple(block_bits(sized, bits_by_kernel if on_gpu else None))
             else:
                 sized = _sized(given_lists, self._block_size)
                 retiled = retile_lists(sized, *self._tile, *self._seqlens)
@@ -95,13 +100,24 @@ class MaskArguments:
         self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
     ) -> tuple[Any, ...]:
         num_blocks = selected.num_blocks(self._seqlens[1])
-        made = selected_bits(selected.by_entry, num_blocks, self._query_tiles, cu_seqlens_q)
-        return made.rows, None, 1, selected.block_size, made.of_any, made.of_every
+        by_entry, size, tiles = selected.by_entry, selected.block_size, self._query_tiles
+        queries = min(-(-tiles.tile_m // tiles.pack), self._seqlens[0])
+        most_tiles = queries * by_entry.shape[3] * max(size // self._tile[1], 1)
+        if self._reads_entries:
+            return by_entry, None, 1, size, None, None, most_tiles
+        made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
+        return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
 
 
 def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
     """A call's block lists, with a block size resolved before."""
     return from_block_mask(given)._replace(block_size=block_size)
+
+
+def bits_by_kernel(lists: BlockSparseTensorsTorch) -> LogicalBits:
+    """The bits of lists on a GPU, by one launch."""
+    assert lists.block_size is not None
+    return LogicalBits(*order_lists(*lists[:4]).bits, *lists.block_size)
 
 
 def _column_tensors(

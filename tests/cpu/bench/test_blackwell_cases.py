@@ -5,34 +5,44 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from drawn_blackwell import DRAWS
+from drawn_blackwell import DRAWS, IN_TURN, NEEDED
 from drawn_cases import ROOT, read_rows, table
 
 KEPT = ROOT / "bench" / "results" / "blackwell_cases.txt"
+KIND_OF = {draw.id: draw.kind for draw in DRAWS}
 
 
 def test_rows_are_of_what_is_drawn() -> None:
     """A draw that has changed has another row."""
-    rows, told = read_rows(KEPT), {draw.id: draw.told for draw in DRAWS}
-    assert len(told) == len(DRAWS)
+    rows, calls = read_rows(KEPT), {draw.id: draw.told for draw in DRAWS}
+    assert len(calls) == len(DRAWS)
     for name, row in rows.items():
-        assert row.endswith(f"  {told[name]}"), name
-    assert KEPT.read_text() == table(list(told), rows)
+        assert row.call == calls[name], name
+        assert float(row.share) <= 1 and row.commit.isalnum(), row
+    assert KEPT.read_text() == table(KIND_OF, rows)
 
 
 def test_a_table_is_continued(tmp_path: Path) -> None:
     rows = read_rows(KEPT)
-    names = list(rows)
-    (path := tmp_path / "rows").write_text(table([*names, "forward-C-0"], rows))
+    kinds = {name: KIND_OF[name] for name in rows} | {"forward-C-0": "forward-C"}
+    (path := tmp_path / "rows").write_text(table(kinds, rows))
     assert read_rows(path) == rows
     assert f"{len(rows)} of {len(rows) + 1} draws" in path.read_text()
     assert read_rows(tmp_path / "none") == {}
 
 
 def test_kinds_of_draws() -> None:
-    kinds = Counter(draw.kind for draw in DRAWS)
-    assert kinds["forward-A"] >= 30 and kinds["forward-A-pair"] >= 10
+    kinds = Counter(KIND_OF.values())
+    assert kinds["forward-A"] + kinds["forward-A-pair"] >= 40 and kinds["forward-A-pair"] >= 10
     assert kinds["forward-B-pair"] + kinds["forward-B-decoding"] >= 30
-    assert kinds["backward-A"] >= 35 and kinds["backward-A-pair"] >= 25
-    assert kinds["backward-B"] + kinds["backward-B-pair"] >= 50
+    assert kinds["backward-A"] + kinds["backward-A-pair"] >= 60 and kinds["backward-A-pair"] >= 25
+    wide = "backward-B", "backward-B-pair", "backward-B-folded-pair"
+    assert sum(kinds[name] for name in wide) >= 50 and kinds["backward-B-folded-pair"] >= 10
     assert kinds["backward-A-ordered"] == kinds["backward-B-ordered"] == 6
+
+
+def test_what_is_needed_comes_first() -> None:
+    needed = sum(NEEDED.values())
+    first = Counter(draw.kind for draw in IN_TURN[: needed + len(NEEDED)])
+    assert all(first[kind] >= count for kind, count in NEEDED.items())
+    assert Counter(draw.kind for draw in IN_TURN[: needed // 2]).keys() == NEEDED.keys()

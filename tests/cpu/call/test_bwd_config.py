@@ -22,12 +22,37 @@ def test_a_row_runs_as_written(row: Any) -> None:
     dims, kind = (row.max_dim, row.max_dim_v), (row.masks or (TuningClass.EDGES,))[0]
     num_sms = 2 if row.cta_pair else 1
     seqlen_k = row.min_seqlen_k or row.max_seqlen_k or 8192
-    by_tokens = {"token_lists": row.token_lists, "listed_rows": 16} if row.token_lists else {}
-    choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **by_tokens)
+    more: dict[str, Any] = {}
+    if row.token_lists:
+        more = {"token_lists": row.token_lists, "listed_rows": 16}
+    elif row.own_lists:
+        more = {"walk": BwdWalkFacts(has_lists=True, own_lists=(64, 64))}
+    choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **more)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
     assert not row.token_lists or choice.tile_n == row.token_lists
+
+
+def test_lists_of_warpgroups_have_rows_of_their_own() -> None:
+    """Of blocks of 64 queries also at d=64, where other calls have tiles of 128; not in a fixed
+    order, nor for blocks that are whole tiles."""
+    for dim in (64, 80, 128):
+        for size, is_ordered, is_own in (
+            ((64, 64), False, True),
+            ((128, 192), False, True),
+            ((64, 64), True, False),
+            ((64, 128), False, False),
+            ((96, 64), False, False),
+        ):
+            choice = select_bwd_config(
+                *(dim, dim, "other"),
+                deterministic=is_ordered,
+                walk=BwdWalkFacts(has_lists=True, own_lists=size),
+            )
+            assert choice.tiles.clears_dq == is_own
+            assert choice.tiles.tile_m == (64 if is_own or dim > 64 else 128)
+            assert choice.own_keys_nest_in(size) or not is_own
 
 
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
@@ -104,7 +129,6 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
 
     assert all(takes_pairs(256, 256, kind=kind) for kind in ("full", "causal", "other", "mask_mod"))
     assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2) and takes_pairs(168, 136)
-    assert all(takes_pairs(192, 128, kind=kind) for kind in ("edges", "mask_mod"))
     assert not any(takes_pairs(*dims) for dims in ((64, 256), (192, 256), (128, 128)))
     choice = select_bwd_config(**WIDE)
     assert (choice.tile_n, choice.cluster_tile_n) == (64, 128)
@@ -130,13 +154,13 @@ SHARED = {
 
 
 def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
-    """Each has half of the columns of dQ, in one product; in a fixed order, too."""
+    """Each has half of the columns of dQ, in one product; under all masks, and in a fixed order."""
     from cutlass import BFloat16
 
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
     for dims, cols in (((192, 128), 192), ((160, 160), 160), ((136, 8), 160)):
-        for kind in ("full", "causal", "other"):
+        for kind in ("full", "causal", "other", "edges", "mask_mod"):
             for deterministic in (False, True):
                 for seqlen_k in (4096, 8192, 32768):
                     choice = select_bwd_config(
@@ -182,7 +206,6 @@ def test_keys_of_each_warpgroup_that_cannot_run() -> None:
         select(192, 128, splits_keys=True, stages_kv=2)
     # who does not ask for them gets what is asked for
     assert not select(192, 128, stages_do=2).splits_keys
-    assert select(192, 128, kind="mask_mod", splits_keys=True, cta_pair=False).splits_keys
 
 
 def test_columns_of_heads_whose_dq_is_summed_in_turn() -> None:
@@ -239,6 +262,10 @@ ALONE = {
     "clears_dq=False": {"override": BwdConfig(clears_dq=False)},
     "cta_pair=False": {"override": BwdConfig(cta_pair=False)},
 }
+
+
+# what pairs of Blackwell do, whose CTAs have turns of their own
+IN_TURN = "deterministic=True", "clears_dq=False"
 
 
 @pytest.mark.parametrize("what", ALONE)
@@ -299,12 +326,13 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
 
 def test_pairs_of_blackwell() -> None:
     """Where both CTAs need most blocks of a walk, which they always do at 256, and for whoever asks
-    for them."""
+    for them. Also where sums have an order, or the first CTA stores."""
 
     def takes_pairs(*dims: int, kind: str = "full", **more: Any) -> bool:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
 
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
+    alone = {what: more for what, more in ALONE.items() if what not in IN_TURN}
     for kind in ("full", "causal", "other", "edges", "mask_mod"):
         assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
         assert all(takes_pairs(d, 72, kind=kind, override=asks) for d in (136, 192))
@@ -318,21 +346,21 @@ def test_pairs_of_blackwell() -> None:
         (BwdWalkFacts(window=512), True),
         (BwdWalkFacts(window=511), False),
         (BwdWalkFacts(has_lists=True), False),
-        (BwdWalkFacts(common_kv=True), False),
     ):
         for d in (128, 192):
-            assert takes_pairs(d, 128, **long, walk=walk) == in_pairs
-            if not walk.common_kv:
-                assert takes_pairs(d, 128, walk=walk, override=asks)
+            for deterministic in (False, True):
+                given = {"walk": walk, "deterministic": deterministic}
+                assert takes_pairs(d, 128, **long, **given) == in_pairs
+                assert takes_pairs(d, 128, override=asks, **given)
     assert takes_pairs(256, 256, walk=BwdWalkFacts(window=100, has_lists=True))
     for dims in ((128, 128), (192, 128), (256, 256)):
-        with pytest.raises(ValueError, match="cta_pair=True is not for keys of one batch entry"):
-            takes_pairs(*dims, walk=BwdWalkFacts(common_kv=True), override=asks)
-        for more in ALONE.values():
+        for what in IN_TURN:
+            assert takes_pairs(*dims, **long, **ALONE[what])
+        for more in alone.values():
             given = {"kind": more.get("tuning_class", "full")} | more
             given.pop("tuning_class", None)
             assert not takes_pairs(*dims, **long, **given)
-    for what, more in ALONE.items():
+    for what, more in alone.items():
         given = replace(more.get("override", BwdConfig()), cta_pair=True)
         if what != "cta_pair=False":
             with pytest.raises(ValueError, match=f"cta_pair=True is not for .*{what}"):

@@ -55,6 +55,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deterministic": True,
     },
     "d192-dv128-columns-1": {"head_dim": 192, "intervals": (1, True), "is_causal": True},
+    "d192-dv128-columns-2": {"head_dim": 192, "intervals": (2, True), "is_causal": True},
+    "d192-dv128-columns-4": {"head_dim": 192, "intervals": (4, False)},
+    "d192-dv128-mask-lists": {
+        "head_dim": 192,
+        "mask_mod": "documents",
+        "aux": (("int32", 2),),
+        "has_bits": True,
+    },
     "d192": {"head_dim": 192, "head_dim_v": 192},
     "d96-score": {"head_dim": 96, "head_dim_v": 96, "score_mod": "alibi", "is_causal": True},
     "d80-softcap": {"head_dim": 80, "head_dim_v": 80, "has_softcap": True},
@@ -108,12 +116,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Keys of a sequence, for which sums of dQ are cleared; 8192 for the others.
 SEQLENS_K = {"causal-32k": 32768, "full-4k": 4096, "d80-4k": 4096}
 # Bytes; the others have none.
-# Mask warps, where values leave them 24 registers, once a block that is cut; and places of dK and
-# dV in memory, once a work tile.
-SPILLS = {"columns-1-causal-bits": 16, "d160-window": 108}
+# Mask warps, where values or sums leave them 24 registers, once a block that is cut; and places of
+# dK and dV in memory, once a work tile.
+SPILLS = {
+    "columns-1-causal-bits": 16,
+    "d160-window": 108,
+    "d192-dv128-columns-2": 68,
+    "d192-dv128-columns-4": 180,
+    "d192-dv128-mask-lists": 404,
+}
 # Wide heads of which each warpgroup has keys of its own.
 SPLITS_KEYS = (
-    *(f"d192-dv128-{x}" for x in ("causal", "window-deterministic", "columns-1")),
+    *(f"d192-dv128-{x}" for x in ("causal", "window-deterministic", "mask-lists")),
+    *(f"d192-dv128-columns-{n}" for n in (1, 2, 4)),
     *("d160-window", "d136-dv96-varlen"),
 )
 
@@ -190,6 +205,17 @@ BLACKWELL = {
         for d, d_v in ((192, 128), (256, 256))
         for name in ("full", "window", "causal-more-queries", "seqused", "mask-aux")
     },
+    **{
+        f"pair-d{d}-{name}-in-order": VARIANTS[name]
+        | {"head_dim": d, "head_dim_v": d_v, "deterministic": True}
+        for d, d_v in ((128, 128), (192, 128), (256, 256))
+        for name in ("full", "window", "seqused")
+    },
+    **{
+        f"pair-d192-{name}-in-order": VARIANTS[name] | {"head_dim": 192, "deterministic": True}
+        for name in ("varlen-causal", "common-keys-causal", "mask-aux", "columns-1-causal-bits")
+    },
+    "pair-common-keys": VARIANTS["common-keys-causal"] | {"head_dim": 192},
 }  # fmt: skip
 # Bytes; the others have none. Of the launch for dK and dQ where scores are modified: the number of
 # the thread, stored once and loaded again where it is needed. More registers for a role, or fewer,

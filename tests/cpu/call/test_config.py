@@ -17,7 +17,8 @@ from flash_mask_cute.call.choose.config import (
     check_feasible,
     select_fwd_config,
 )
-from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD, FwdRow
+from flash_mask_cute.call.choose.rows import FwdRow
+from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.core.packed_heads import padded_group
@@ -455,6 +456,7 @@ LISTS = Case("lists", 1, 300, 400, blocks=(64, 64))
     [
         ({}, (True, True)),
         ({"blocks": (128, 64), "column": "random2", "window_left": 9}, (False, True)),
+        ({"head_dim": 64}, (True, True)),
         ({"blocks": (64, 128), "head_dim": 64}, (True, False)),
         ({"blocks": (64, 192), "softcap": 1.0}, (True, False)),
         ({"blocks": (32, 64)}, (False, False)),

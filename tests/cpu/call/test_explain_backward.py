@@ -54,25 +54,28 @@ class Allocations:
 
 
 @pytest.mark.parametrize(
-    ("shape", "keywords"),
+    ("shape", "keywords", "arch"),
     [
-        ({}, {"causal": True}),
-        ({"head_dim": 160}, {}),
-        (GROUP, {"causal": True}),
-        ({"heads_kv": 4}, {"learnable_sink": torch.zeros(4, dtype=BF16)}),
+        ({}, {"causal": True}, "sm_90a"),
+        ({"head_dim": 160}, {}, "sm_90a"),
+        (GROUP, {"causal": True}, "sm_90a"),
+        ({"heads_kv": 4}, {"learnable_sink": torch.zeros(4, dtype=BF16)}, "sm_90a"),
+        ({}, {"deterministic": True}, "sm_100a"),
+        ({"head_dim": 256}, {"deterministic": True}, "sm_100a"),
     ],
-    ids=["causal", "pairs", "group", "sink"],
+    ids=["causal", "pairs", "group", "sink", "in-order", "pairs-in-order"],
 )
-def test_scratch_is_what_a_call_allocates(shape: Any, keywords: dict[str, Any]) -> None:
+def test_scratch_is_what_a_call_allocates(shape: Any, keywords: dict[str, Any], arch: str) -> None:
+    """In pairs that sum in order, a row block has two semaphores."""
     q, k, v = qkv(**shape)
-    told = explain(q, k, v, **keywords, target="sm_90a").backward
+    told = explain(q, k, v, **keywords, target=arch).backward
     assert told is not None
     out, lse = torch.zeros_like(q), torch.zeros(1, q.shape[2], q.shape[1])
     gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
     if "learnable_sink" in keywords:
         gradients["dsink"] = torch.empty_like(keywords["learnable_sink"])
     call = backward_call(q, k, v, out, out, lse, **keywords, **gradients)
-    found = planned(call, Target("sm_90a", num_sms=132))
+    found = planned(call, Target(arch, num_sms=132))
     kernels = Allocations()
     KernelBackward(found, BwdKernels(*[kernels] * 3, add_parts=kernels))(call.tensors, call.masks)
     given = [x for x in (*call.tensors, *gradients.values()) if isinstance(x, Tensor)]
@@ -80,6 +83,10 @@ def test_scratch_is_what_a_call_allocates(shape: Any, keywords: dict[str, Any]) 
     choice = found.bwd_choice
     assert (told.tiles, told.tile_n, told.reason) == (choice.tiles, choice.tile_n, choice.reason)
     assert (told.cols, told.cols_v) == (choice.tile_d, choice.tile_dv)
+    if arch == "sm_100a":
+        row_blocks, in_pairs = -(-200 // choice.tiles.tile_m), shape == {"head_dim": 256}
+        shapes = [x.shape for x in kernels.tensors.values() if x.dtype == torch.int32]
+        assert choice.tiles.cta_pair == in_pairs and (4, row_blocks * (1 + in_pairs)) in shapes
 
 
 def test_a_split_group_is_told() -> None:

@@ -286,6 +286,21 @@ def test_explain_counts_blocks_of_tiles() -> None:
     assert "choice" in str(told)
 
 
+def test_the_kernel_reads_the_entries_of_one_query() -> None:
+    """Not where a tile has more than one block, or a mask_mod decides as well."""
+    q, k = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 512, 2, 64).bfloat16()
+    choice = torch.tensor([0, 3]).expand(1, 2, 1, 2)
+
+    def told(block: int = 128, **more: Any) -> str:
+        chosen = SelectedBlocks(choice, block)
+        return explain(q, k, k, block_sparse_tensors=chosen, target="sm_90a", **more).choice
+
+    assert "reads the entries of the only query" in told()
+    assert "reads the entries" in told(256, causal=True)
+    assert "bytes of bits" in told(16)
+    assert "bytes of bits" in told(mask_mod=lambda b, h, i, j: j % 3 != 0)
+
+
 def test_explain_advises_where_neighbours_share_little() -> None:
     q = torch.zeros(1, 512, 4, 64, dtype=torch.bfloat16)
     choice = (torch.arange(512) % 8).view(1, 1, 512, 1)

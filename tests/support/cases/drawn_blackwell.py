@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -105,63 +105,81 @@ def _decoding(seed: int, is_paged: bool) -> Case:
     )  # fmt: skip
 
 
-def _telling(
-    first: int, dims: Dims, most: int, count: int, is_telling: Callable[[Case], bool]
-) -> Iterator[Case]:
-    """The first so many cases from a seed on that say something about what they are drawn for."""
-    drawn = (_small(seed, dims, most) for seed in itertools.count(first))
-    yield from itertools.islice(filter(is_telling, drawn), count)
+class Kind(NamedTuple):
+    """Draws of one kind. first: seed of the first. most: tokens of a sequence. rows, keys: those of
+    a block; most draws have several blocks in both directions. count: how many draws there are, of
+    which the project wants `needed` executed."""
+
+    first: int
+    dims: Dims
+    most: int
+    rows: int
+    keys: int
+    count: int
+    needed: int
 
 
-def _has_rows_of_both(case: Case) -> bool:
-    """Of a pair's forward, whose CTAs have 256 rows each."""
-    return case.seqlen_q > 256 and case.seqlen_k > 64
+# A pair's forward has 256 rows in a CTA, and wide heads 128. Its backward has 128 keys in a CTA,
+# and 64 at 256 columns.
+KINDS = {
+    "forward-A": Kind(3000, NARROW, 300, 128, 128, 32, 30),
+    "forward-A-pair": Kind(4000, (*NARROW[:3], NARROW[2]), 383, 256, 128, 12, 10),
+    "forward-B-pair": Kind(5000, WIDE_FORWARD, 300, 256, 128, 20, 18),
+    "backward-A": Kind(0, NARROW, 200, 128, 128, 40, 36),
+    "backward-A-pair": Kind(2000, ((128, 128), (104, 128)), 300, 128, 256, 28, 25),
+    "backward-B": Kind(1000, WIDE, 140, 64, 128, 32, 30),
+    "backward-B-pair": Kind(9000, ((192, 128), (168, 104)), 300, 128, 256, 12, 10),
+    "backward-B-folded-pair": Kind(9500, ((256, 256), (200, 208)), 300, 128, 128, 12, 10),
+    "backward-A-ordered": Kind(7000, NARROW[:3], 300, 128, 128, 6, 6),
+    "backward-B-ordered": Kind(8000, WIDE, 300, 64, 128, 6, 6),
+}
+DECODING = "forward-B-decoding"
+NEEDED = {name: kind.needed for name, kind in KINDS.items()} | {DECODING: 12}
 
 
-def _has_keys_of_both(case: Case) -> bool:
-    """Of a pair's backward, whose CTAs have 128 keys each, with the head dimensions that were drawn
-    from. It modifies no scores."""
-    is_square = case.strided == "fused_qkv" and case.head_dim > 128
-    return case.seqlen_q > 1 and case.seqlen_k > 128 and not is_square
+def _longest(case: Case, side: str) -> int:
+    """Tokens in use of the longest sequence."""
+    slots = getattr(case, f"lengths_{side}") or (getattr(case, f"seqlen_{side}"),)
+    return max(getattr(case, f"seqused_{side}") or slots)
 
 
-def _has_several_sums(case: Case) -> bool:
-    """More than one key tile adds to dQ of a query block."""
-    return case.seqlen_q > 64 and case.seqlen_k > 128
+def _cases(name: str, kind: Kind) -> Iterator[Case]:
+    """Every fourth has any lengths, if not all draws of a kind need several blocks."""
+    drawn = (_small(seed, kind.dims, kind.most) for seed in itertools.count(kind.first))
+    is_special = name.endswith(("pair", "ordered"))
+    if name == "backward-B-pair":
+        # wider tiles are no pair's
+        drawn = (case for case in drawn if case.strided != "fused_qkv")
+    for i in range(kind.count):
+        while True:
+            case = next(drawn)
+            has_blocks = _longest(case, "q") > kind.rows and _longest(case, "k") > kind.keys
+            if has_blocks or (i % 4 == 3 and not is_special):
+                yield case
+                break
 
 
 def _draws() -> Iterator[Draw]:
-    forwards = {
-        "A": (_small(3000 + i, NARROW, 300) for i in range(32)),
-        "A-pair": _telling(4000, (*NARROW[:3], NARROW[2]), 383, 12, _has_rows_of_both),
-        "B-pair": _telling(5000, WIDE_FORWARD, 300, 20, _has_rows_of_both),
-    }
-    for kind, cases in forwards.items():
-        more = {"config": PAIRS} if kind.endswith("pair") else {}
-        for i, case in enumerate(cases):
-            yield Draw(f"forward-{kind}", i, case.packed_if_supported(), more)
-    for i in range(14):
-        page_size = (None, 16, None, 128)[i % 4]
-        case = _decoding(6000 + i, page_size is not None)
-        yield Draw("forward-B-decoding", i, case, {"num_splits": i % 3}, page_size)
-    backwards = {
-        "A": (_small(i, NARROW, 200) for i in range(44)),
-        "A-pair": _telling(2000, ((128, 128),), 300, 26, _has_keys_of_both),
-        "B": (_small(1000 + i, WIDE, 140) for i in range(52)),
-        "B-pair": _telling(9000, ((192, 128), (168, 104)), 300, 8, _has_keys_of_both),
-        "A-ordered": _telling(7000, NARROW[:3], 300, 6, _has_several_sums),
-        "B-ordered": _telling(8000, WIDE, 300, 6, _has_several_sums),
-    }
-    for kind, cases in backwards.items():
-        is_ordered = kind.endswith("ordered")
-        for i, drawn in enumerate(cases):
-            case, more = replace(drawn, pack_gqa=None), {}
-            if kind.endswith("pair"):
+    for name, kind in KINDS.items():
+        is_pair, is_ordered = name.endswith("pair"), name.endswith("ordered")
+        for i, drawn in enumerate(_cases(name, kind)):
+            more: dict[str, Any] = {"config": PAIRS} if is_pair else {}
+            if name.startswith("forward"):
+                yield Draw(name, i, drawn.packed_if_supported(), more)
+                continue
+            case = replace(drawn, pack_gqa=None)
+            if is_pair:
                 case = replace(case, score_mod=None, softcap=0.0)
                 more = {"config": PAIRS | {"clears_dq": True}}
             elif is_ordered or i % 3 == 0:
                 more = {"deterministic": True}
-            yield Draw(f"backward-{kind}", i, case, more, is_ordered=is_ordered)
+            yield Draw(name, i, case, more, is_ordered=is_ordered)
+    for i in range(14):
+        page_size = (None, 16, None, 128)[i % 4]
+        case = _decoding(6000 + i, page_size is not None)
+        yield Draw(DECODING, i, case, {"num_splits": i % 3}, page_size)
 
 
 DRAWS = tuple(_draws())
+# So that the kinds come near what is needed together, however many draws there is time for.
+IN_TURN = tuple(sorted(DRAWS, key=lambda draw: draw.number / NEEDED[draw.kind]))

@@ -1,0 +1,289 @@
+"""Rows of the tables of tile shapes, and the conditions under which a call may use one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+from flash_mask_cute.call.problem import TuningClass
+
+# keys of a query, in units of the queries, from which on causal walks are about equal
+_LATE = 8
+
+
+class CallFacts(NamedTuple):
+    """The facts about a call that conditions of rows use.
+
+    tuning_class: of the `AttentionProblem`. window: the most keys that a query sees, if the window
+    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
+    pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
+    problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
+    may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
+    is_ordered: sums have an order (deterministic). sequences: the number of sequences of
+    `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
+    of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
+    out blocks. token_lists: as in the problem. own_lists: the size of blocks of lists that the
+    warpgroups of a tile may have of their own. asks_pair: the config has cta_pair=True.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tuning_class: TuningClass
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    window: int | None = None
+    decode_rows: int | None = None
+    functions_under_causal: bool = False
+    block_size: tuple[int, int] | None = None
+    may_pair: bool = True
+    may_split_keys: bool = True
+    is_ordered: bool = False
+    sequences: int = 1
+    num_sms: int = 1
+    selected_block: int = 0
+    has_lists: bool = False
+    token_lists: int = 0
+    own_lists: tuple[int, int] | None = None
+    asks_pair: bool = False
+
+    @property
+    def splits_sectors(self) -> bool:
+        """Whether rows of queries and keys begin inside L2 sectors, which have 32 bytes."""
+        return self.head_dim % 16 != 0
+
+    @property
+    def has_equal_walks(self) -> bool:
+        """Whether all queries see about as many keys: all, or all but a few under causal masking at
+        the end of a long context."""
+        is_late = self.seqlen_k >= _LATE * self.seqlen_q
+        is_causal = self.tuning_class == TuningClass.CAUSAL
+        return self.tuning_class == TuningClass.FULL or (is_causal and is_late)
+
+    def fill(self, tile_m: int) -> float:
+        """The fill of a launch's CTA waves with queries, with a tile of tile_m rows in each."""
+        tiles = self.sequences * -(-self.seqlen_q // tile_m)
+        waves = -(-tiles // self.num_sms)
+        return self.sequences * self.seqlen_q / max(waves * self.num_sms * tile_m, 1)
+
+
+class Condition(NamedTuple):
+    """A row's condition on a call, in words and as a test."""
+
+    text: str
+    holds: Callable[[CallFacts], bool]
+
+
+class FwdRow(NamedTuple):
+    """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, with the reasons.
+
+    masks: the tuning classes of problems that it is for, all if empty. max_window: for windows that
+    are closed on both sides and have at most this many keys. min_seqlen_q, min_seqlen_k: for at
+    least this many queries and keys; max_seqlen_q: for at most this many queries. above_dim:
+    head_dim is greater. splits_sectors: only if rows begin inside an L2 sector. gain: the speedup
+    over tiles of 128 rows, if equally many SMs are busy; if walks are equal and the last wave of
+    CTAs costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each,
+    walks over the keys together. native_block_lists: only with block lists whose blocks consist of
+    whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
+    only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
+    of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
+    which keeps the special function units busy. for_decode: only if the rows that share keys fit a
+    tile, and `decode_rows` are told. max_selected: for choices of blocks of at most so many keys.
+    own_lists: only with block lists of an odd multiple of 64 queries, of which each warpgroup reads
+    its own. polynomial: see `FwdConfig`.
+    """
+
+    max_dim: int
+    max_dim_v: int
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    stages_q: int
+    share_qo: bool
+    reason: str
+    masks: tuple[TuningClass, ...] = ()
+    max_window: int | None = None
+    min_seqlen_k: int = 0
+    min_seqlen_q: int = 0
+    cta_pair: bool = False
+    native_block_lists: bool = False
+    needs_sfu: bool = False
+    above_dim: int = 0
+    max_seqlen_q: int | None = None
+    gain: float | None = None
+    for_decode: bool = False
+    splits_sectors: bool = False
+    max_selected: int | None = None
+    polynomial: int = 0
+    own_lists: bool = False
+
+    @property
+    def is_general(self) -> bool:
+        """Whether head dimensions are its only condition."""
+        of_dims = _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        return len(list(self.conditions())) == len(list(of_dims))
+
+    def conditions(self) -> Iterator[Condition]:
+        yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        if self.masks:
+            yield Condition(" or ".join(self.masks), lambda call: call.tuning_class in self.masks)
+        if self.min_seqlen_q:
+            yield Condition(
+                f"seqlen_q >= {self.min_seqlen_q}", lambda call: call.seqlen_q >= self.min_seqlen_q
+            )
+        if self.max_seqlen_q is not None:
+            longest = self.max_seqlen_q
+            yield Condition(f"seqlen_q <= {longest}", lambda call: call.seqlen_q <= longest)
+        if self.min_seqlen_k:
+            yield _keys_at_least(self.min_seqlen_k)
+        if self.gain is not None:
+            gain = self.gain
+            yield Condition(
+                f"waves as full as with 128 rows, or {gain - 1:.0%} less, of equal walks",
+                lambda call: not call.has_equal_walks or call.fill(128) <= gain * call.fill(192),
+            )
+        if self.splits_sectors:
+            yield Condition("rows that begin inside a sector", lambda call: call.splits_sectors)
+        if self.max_window is not None:
+            most = self.max_window
+            yield Condition(
+                f"window <= {most}", lambda call: call.window is not None and call.window <= most
+            )
+        if self.for_decode:
+            most_rows = self.tile_m
+            yield Condition(
+                f"at most {most_rows} rows that share keys",
+                lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
+            )
+        if self.max_selected is not None:
+            largest = self.max_selected
+            yield Condition(
+                f"selected blocks of at most {largest} keys",
+                lambda call: 0 < call.selected_block <= largest,
+            )
+        if self.needs_sfu:
+            yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
+        if self.native_block_lists:
+            yield Condition(
+                f"blocks of a multiple of {self.tile_m} x {self.tile_n}",
+                lambda call: (
+                    call.block_size is not None
+                    and call.block_size[0] % (self.tile_m * (1 + self.cta_pair)) == 0
+                    and call.block_size[1] % self.tile_n == 0
+                ),
+            )
+        if self.own_lists:
+            yield Condition(
+                f"block lists of an odd multiple of 64 queries, and of a multiple of {self.tile_n} "
+                "keys",
+                lambda call: (
+                    call.own_lists is not None
+                    and call.own_lists[0] % 128 == 64
+                    and call.own_lists[1] % self.tile_n == 0
+                ),
+            )
+        if self.cta_pair:
+            yield Condition("CTAs may form pairs", lambda call: call.may_pair)
+
+
+class BwdRow(NamedTuple):
+    """Query rows of a block and buffers of the backward, with the reasons.
+
+    For head_dim <= max_dim and head_dim_v <= max_dim_v.
+
+    masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
+    max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
+    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums, except those
+    of token lists. Rows with cta_pair or splits_keys are also only for unmodified scores, those
+    with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
+    min_window: of windows that are closed on both sides, those with at least so many keys.
+    without_lists: no block lists or choices leave out blocks. token_lists: only for choices that
+    are taken as token lists, with so many keys of a work tile. own_lists: only with block lists of
+    a multiple of tile_m queries and an odd multiple of 64 keys, of which each warpgroup has its
+    own.
+    """
+
+    max_dim: int
+    max_dim_v: int
+    tile_m: int
+    stages_q: int
+    stages_do: int
+    stages_kv: int
+    value_cols: int
+    reason: str
+    masks: tuple[TuningClass, ...] | None = None
+    min_seqlen_k: int = 0
+    max_seqlen_k: int | None = None
+    above_dim: int = 0
+    clears_dq: bool = False
+    cta_pair: bool = False
+    splits_keys: bool = False
+    min_window: int = 0
+    without_lists: bool = False
+    token_lists: int = 0
+    if_asked: bool = False
+    own_lists: bool = False
+
+    def conditions(self) -> Iterator[Condition]:
+        yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
+        if self.masks is not None:
+            kinds = self.masks
+            yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.tuning_class in kinds)
+        if self.min_seqlen_k:
+            yield _keys_at_least(self.min_seqlen_k)
+        if self.max_seqlen_k is not None:
+            longest = self.max_seqlen_k
+            yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
+        if self.token_lists:
+            keys = self.token_lists
+            yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
+        elif self.clears_dq:
+            yield Condition("sums without an order", lambda call: not call.is_ordered)
+        if self.min_window:
+            narrowest = self.min_window
+            yield Condition(
+                f"no window below {narrowest}",
+                lambda call: call.window is None or call.window >= narrowest,
+            )
+        if self.without_lists:
+            yield Condition("no block lists", lambda call: not call.has_lists)
+        if self.own_lists:
+            yield Condition(
+                f"block lists of a multiple of {self.tile_m} queries and an odd one of 64 keys",
+                lambda call: (
+                    call.own_lists is not None
+                    and call.own_lists[0] % self.tile_m == 0
+                    and call.own_lists[1] % 128 == 64
+                ),
+            )
+        if self.cta_pair:
+            yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+        if self.if_asked:
+            yield Condition("config cta_pair=True", lambda call: call.asks_pair)
+        if self.splits_keys:
+            yield Condition("scores that nothing modifies", lambda call: call.may_split_keys)
+
+
+def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Condition]:
+    text = f"head_dim <= {max_dim}"
+    yield Condition(
+        f"{above_dim} < {text}" if above_dim else text,
+        lambda call: above_dim < call.head_dim <= max_dim,
+    )
+    yield Condition(f"head_dim_v <= {max_dim_v}", lambda call: call.head_dim_v <= max_dim_v)
+
+
+def _keys_at_least(least: int) -> Condition:
+    return Condition(f"seqlen_k >= {least}", lambda call: call.seqlen_k >= least)
+
+
+Row = TypeVar("Row", FwdRow, BwdRow)
+
+
+def rows_for(rows: tuple[Row, ...], call: CallFacts) -> Iterator[Row]:
+    """The rows that a call may use, best first."""
+    return (row for row in rows if all(condition.holds(call) for condition in row.conditions()))
+
+
+def describe_conditions(row: FwdRow | BwdRow) -> str:
+    """The conditions of a row, in words."""
+    return ", ".join(condition.text for condition in row.conditions())
