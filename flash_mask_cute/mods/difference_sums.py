@@ -4,7 +4,7 @@ Along a diagonal of scores between two cuts (`line_sums.py`), the difference is 
 memory, the sums of two lines often are for one element, and such additions wait for each other. So
 a warp adds them up by difference, in shared memory of its own, until the walk turns to another
 head, and at the end of the walk. Then the elements of the differences are found, and the sums are
-added to memory: a few hundred additions for a walk.
+added to memory: a few hundred additions for a walk. Who sums is a choice (`SummedBy`).
 
 Where cuts are too many, as in small windows, a warp adds each score, those of a column at once:
 they are of one query and of different keys. So the order of all additions is fixed.
@@ -21,9 +21,11 @@ from cutlass import Boolean, Float32, Int32
 from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.difference_reads import ModWithTables, coordinates_of_difference
 from flash_mask_cute.mods.read_classes import (
+    MARGIN,
     ROWS_APART,
     DifferenceRead,
     ModReads,
+    SummedBy,
     SummedDifference,
 )
 
@@ -32,21 +34,18 @@ NO_HEAD = -1
 
 class SummedRead(NamedTuple):
     """A read that is summed by difference. number: of the tensor. factor: the derivative by the
-    element. first: of its words in a warp's memory."""
+    element. start: of its sums in a warp's memory, the place of the least difference. rows: how
+    many sums a difference has, a stride apart."""
 
     number: int
     factor: float
     summed: SummedDifference
-    first: int
+    start: int
+    rows: int
 
     @property
     def read(self) -> DifferenceRead:
         return self.summed.read
-
-    @property
-    def start(self) -> int:
-        """The place of the least difference."""
-        return self.first + self.summed.margin
 
     @property
     def middle(self) -> int:
@@ -54,9 +53,9 @@ class SummedRead(NamedTuple):
         return self.start + self.summed.size // 2
 
 
-def summed_reads(score_mod: Any, reads: ModReads, by_score: bool) -> tuple[SummedRead, ...]:
-    """Those that the plan has chosen, if they are summed score by score, or if not. reads: all of
-    the wanted tensors."""
+def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[SummedRead, ...]:
+    """Those that the plan has chosen for mask warps, or for MMA warps. reads: all of the wanted
+    tensors."""
     if not isinstance(score_mod, ModWithTables):
         return ()
     found, first = [], 0
@@ -64,10 +63,18 @@ def summed_reads(score_mod: Any, reads: ModReads, by_score: bool) -> tuple[Summe
         own = [x for x in score_mod.summed if x.read.tensor == number]
         for summed, factor in zip(own, tensor.factors, strict=bool(own)):
             assert factor.constant is not None, "the plan has chosen constant factors"
-            if summed.by_score == by_score:
-                found.append(SummedRead(number, factor.constant, summed, first))
-                first += summed.words
+            words = summed.mask_words if of_masks else summed.mma_words
+            if words > 0:
+                rows = ROWS_APART if words > summed.size else 1
+                start = first + (MARGIN if rows > 1 else 0)
+                found.append(SummedRead(number, factor.constant, summed, start, rows))
+                first += words
     return tuple(found)
+
+
+def is_mma_turn(block: Int32) -> Boolean:
+    """Whether MMA warps sum a query block, if mask warps take turns with them."""
+    return block % 2 == 0
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:
@@ -109,21 +116,56 @@ class DifferenceSums:
         found.clear()
         return found
 
+    @property
+    def takes_turns(self) -> bool:
+        return any(read.summed.by is SummedBy.TURNS for read in self.reads)
+
     @cute.jit
     def clear(self) -> None:
-        words = sum(x.summed.words for x in self.reads)
+        words = cute.size(self.sums)
         for at in cutlass.range(cute.arch.lane_idx(), words, cute.arch.WARP_SIZE):
             self.sums[at] = Float32(0.0)
 
+    @cute.jit
+    def add(
+        self,
+        i: cutlass.Constexpr[int],
+        lines: tuple[tuple[Float32, Int32, Int32], ...],
+        corner: tuple[Int32, Int32],
+    ) -> None:
+        """Add sums of lines to read i. lines: of this lane, a sum, and a query and a key on the
+        line, any if the sum is 0. corner: a query and a key of the rectangle that lines are of."""
+        read = self.reads[i]
+        if cutlass.const_expr(read.summed.step == 0):
+            total = Float32(0.0)
+            for value, _, _ in lines:
+                total = total + value
+            total = cute.arch.warp_reduction_sum(total)
+            self.add_one(i, total, difference_at(read.read, *corner))
+        else:
+            cute.arch.sync_warp()
+            # differences of a lane's lines differ, so its sums are read before any is written
+            ways = [
+                cutlass.select_(
+                    value != 0.0,
+                    read.middle + difference_at(read.read, q_idx, k_idx),
+                    Int32(read.start),
+                )
+                for value, q_idx, k_idx in lines
+            ]
+            before = [self.sums[at] for at in ways]
+            for (value, _, _), at, known in zip(lines, ways, before, strict=True):
+                if value != 0.0:
+                    self.sums[at] = known + value
+
     def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
-        """Add sums of neighbouring diagonals to read i, each lane its own. difference: of the first
-        one, which the next keys' follow; what is outside has the sum 0 and is not far
-        (`SummedDifference.margin`). row: of the first key's diagonal, from which other rows' are as
-        far as the rows."""
+        """Add sums of neighbouring diagonals, of which each lane has its own, to read i of a mask
+        warp. difference: of the first one; the others are of the keys behind. row: of this lane, of
+        queries, by which its diagonals are farther. What is outside has the sum 0."""
         read = self.reads[i]
         first = read.middle + difference + row % ROWS_APART * read.summed.stride
         for start in range(0, len(values), ROWS_APART):
-            # so many of a lane, and those of the lanes with the same sums, are of other diagonals
+            # so many of each lane with the same sums are of different diagonals
             places = [first + (start + c) * read.summed.step for c in range(ROWS_APART)]
             cute.arch.sync_warp()
             before = [self.sums[at] for at in places]
@@ -167,14 +209,13 @@ class DifferenceSums:
         if head_idx != NO_HEAD:
             for i in cutlass.range_constexpr(len(self.reads)):
                 lane = cute.arch.lane_idx()
-                summed = self.reads[i].summed
-                start = self.reads[i].start
+                stride, start = self.reads[i].summed.stride, self.reads[i].start
                 for at in cutlass.range(
-                    start + lane, start + summed.size, cute.arch.WARP_SIZE, unroll=1
+                    start + lane, start + self.reads[i].summed.size, cute.arch.WARP_SIZE, unroll=1
                 ):
                     total = self.sums[at]
-                    for row in cutlass.range_constexpr(1, summed.rows):
-                        total = total + self.sums[at + row * summed.stride]
+                    for row in cutlass.range_constexpr(1, self.reads[i].rows):
+                        total = total + self.sums[at + row * stride]
                     if total != 0.0:
                         coordinates = coordinates_of_difference(
                             self.func, self.reads[i].read.number, batch_idx, head_idx,
@@ -184,6 +225,6 @@ class DifferenceSums:
                         offset = offset_in(target, coordinates)
                         total = total * self.reads[i].factor
                         add_to_memory(Boolean(True), target, offset, total)
-                    for row in cutlass.range_constexpr(summed.rows):
-                        self.sums[at + row * summed.stride] = Float32(0.0)
+                    for row in cutlass.range_constexpr(self.reads[i].rows):
+                        self.sums[at + row * stride] = Float32(0.0)
         cute.arch.sync_warp()

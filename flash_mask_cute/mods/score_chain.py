@@ -19,6 +19,7 @@ from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.mods.difference_sums import DifferenceSums
 from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
+from flash_mask_cute.mods.read_classes import SummedBy
 from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
 
@@ -84,7 +85,8 @@ class ScoreChain:
     of reads that are summed along lines. listed: where blocks have listed queries; head_idx is then
     a group of heads, and nothing is summed over a walk or along lines. of_grads: all gradients of
     aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`). is_exact:
-    dS must not be made of a P in 16 bits, because others sum it.
+    dS must not be made of a P in 16 bits, because others sum it. takes_lines: these warps sum
+    between cuts in a block, where others take turns (`SummedBy.TURNS`).
     """
 
     scales: ScoreScales
@@ -106,6 +108,7 @@ class ScoreChain:
     once: cutlass.Constexpr[tuple[int, ...]] = ()
     listed: ListedQueries | None = None
     is_exact: cutlass.Constexpr[bool] = False
+    takes_lines: Boolean | None = None
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
         """The chain of a block of listed queries."""
@@ -437,17 +440,40 @@ class ScoreChain:
         end_q = q_idx + cute.size(grads, mode=[1]) * self.elements.lanes_per_row
         end_q = cutlass.min(end_q, work.seqlen_q)
         end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
+        if const_expr(self.takes_lines is not None):
+            end_k = cutlass.select_(self.takes_lines, end_k, k_idx)
         while k_idx < end_k:
             next_k = next_cut(group.cuts, True, k_idx, end_k)
+            last_k = next_k
+            if const_expr(self.by_difference is not None):
+                last_k = next_cut(group.cuts, True, next_k, end_k)
             from_q = q_idx
             while from_q < end_q:
                 next_q = next_cut(group.cuts, False, from_q, end_q)
-                sides = from_q, next_q, k_idx, next_k
-                parts = self._between(block, first_col, group, grads, sides)
-                totals = self.lines.totals(group.line, parts)
-                self._send_totals(block, first_col, group, totals, (from_q, k_idx))
+                first, second = (from_q, next_q, k_idx, next_k), (from_q, next_q, next_k, last_k)
+                if const_expr(self.by_difference is None):
+                    self._send_rectangles(block, first_col, group, grads, (first,))
+                elif next_k < last_k:
+                    # two at once: a warp's steps wait for each other, and all warps for the slowest
+                    self._send_rectangles(block, first_col, group, grads, (first, second))
+                else:
+                    self._send_rectangles(block, first_col, group, grads, (first,))
                 from_q = next_q
-            k_idx = next_k
+            k_idx = last_k
+
+    def _send_rectangles(
+        self,
+        block: tuple,
+        first_col: int,
+        group: LineGroup,
+        grads: cute.Tensor,
+        rectangles: tuple[tuple[Int32, Int32, Int32, Int32], ...],
+    ) -> None:
+        """Send the sums along the lines of some rectangles; sides: see `_between`."""
+        parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
+        totals = [self.lines.totals(group.line, x) for x in parts]
+        for found, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
+            self._send_totals(block, first_col, group, found, (from_q, from_k))
 
     def _between(
         self,
@@ -487,23 +513,43 @@ class ScoreChain:
         """Add the totals of lines to their elements (`Lines.totals`). corner: the first query and
         the first key with the elements of these lines."""
         targets = self._targets()
-        sums = [AuxSums({read.number: targets[read.number]}) for read in group.reads]
+        others = group.reads
+        if group.cuts and self.by_difference is not None:
+            summed = self.by_difference.reads
+            others = tuple(x for x in others if all(x.number != y.number for y in summed))
+        sums = [AuxSums({read.number: targets[read.number]}) for read in others]
+        lines = []
         for total, number in totals:
             place = self._place_on_line(block, group.line, first_col, number, corner)
+            lines.append((total, *place[2:]))
+            if not others:
+                continue
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
-            for own, read in zip(sums, group.reads, strict=True):
+            for own, read in zip(sums, others, strict=True):
                 tensor, coordinates, _ = terms[read.term]
                 factor = Float32(read.factor.constant if group.is_constant else 1.0)
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
+        self._add_by_difference(group, tuple(lines), corner)
+
+    def _add_by_difference(
+        self, group: LineGroup, lines: tuple, corner: tuple[Int32, Int32]
+    ) -> None:
+        if self.by_difference is None:
+            return
+        numbers = {read.number for read in group.reads if group.cuts}
+        for i, summed in enumerate(self.by_difference.reads):
+            if summed.number in numbers and summed.summed.by is not SummedBy.SCORES:
+                self.by_difference.add(i, lines, corner)
 
     @property
     def _summed_by_score(self) -> tuple[int, ...]:
         """The numbers of the tensors whose gradients are summed by difference score by score."""
         if self.by_difference is None:
             return ()
-        return tuple(x.number for x in self.by_difference.reads)
+        reads = self.by_difference.reads
+        return tuple(x.number for x in reads if x.summed.by is SummedBy.SCORES)
 
     def _add_scores(
         self, block: tuple[Work, Int32, Int32], first_col: int, grads: cute.Tensor
@@ -523,12 +569,13 @@ class ScoreChain:
         # a warp may have none, of the last keys
         if cute.arch.vote_any_sync(is_any):
             for i in cutlass.range_constexpr(len(self.by_difference.reads)):
-                for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
-                    scores = tuple(
-                        (grads[r, c], *place(r, first_col + c)[2:])
-                        for r in range(elements.num_rows)
-                    )
-                    self.by_difference.add_column(i, scores, elements.lanes_per_row)
+                if const_expr(self.by_difference.reads[i].number in self._summed_by_score):
+                    for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
+                        scores = tuple(
+                            (grads[r, c], *place(r, first_col + c)[2:])
+                            for r in range(elements.num_rows)
+                        )
+                        self.by_difference.add_column(i, scores, elements.lanes_per_row)
 
     def _place_on_line(
         self,

@@ -206,8 +206,8 @@ class FlashAttentionBackwardSm90:
             packed_heads=packed_heads,
             group_size=group_size,
             shares_tile=shares_tile,
-            sums_of_warp=sum(x.words for x in summed),
-            masks_sum=any(not x.by_score for x in summed),
+            sums_of_warp=sum(x.mma_words for x in summed),
+            sums_of_mask_warp=sum(x.mask_words for x in summed),
             own_lists=own_lists,
         )
         if own_lists and not (mask_mod is score_mod is None):
@@ -435,7 +435,7 @@ class FlashAttentionBackwardSm90:
                 rules = self._rules(masks, lengths, group, token_lists)
                 any_bits = tiles.any_bits if passes_over else None
                 bits = rules, warp_rows, tiles.bits, channels.bits
-                if const_expr(traits.masks_sum):
+                if const_expr(traits.sums_of_mask_warp > 0):
                     score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
                     make_bits = partial(make_block_bits, *bits, any_bits)
                     diagonals = diagonal_sums(self, tiles, channels, score_args)

@@ -44,7 +44,8 @@ def make_chain(
     reads, others = None, set()
     if wants_aux:
         reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, wants_aux)
-        others = {x.number for x in summed_reads(kernel.score_mod, reads, by_score=False)}
+        others = {x.number for x in summed_reads(kernel.score_mod, reads, of_masks=True)}
+        others -= {x.number for x in summed_reads(kernel.score_mod, reads, of_masks=False)}
         wants_aux = tuple(i for i in wants_aux if i not in others)
         score_args = score_args.of(kernel.wants_aux, wants_aux)
     chain = ScoreChain(
@@ -99,10 +100,15 @@ def make_chain(
     )
 
 
+def words_of_warp(sums: cute.Tensor, start: int, warp: Int32, words: int) -> cute.Tensor:
+    """Those of a warp in `Tiles.sums`. start: of the words of warps of its kind."""
+    return cute.make_tensor(sums.iterator + (start + warp * words), cute.make_layout(words))
+
+
 def _sums_by_difference(
     kernel: Any, score_args: BwdScoreArgs, reads: ModReads, targets: dict, sums: cute.Tensor
 ) -> DifferenceSums | None:
-    summed = summed_reads(kernel.score_mod, reads, by_score=True)
+    summed = summed_reads(kernel.score_mod, reads, of_masks=False)
     if not summed:
         return None
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
@@ -111,5 +117,5 @@ def _sums_by_difference(
         summed,
         score_args.aux_tensors,
         tuple(targets[x.number] for x in summed),
-        sums[None, warp],
+        words_of_warp(sums, 0, warp, kernel.traits.sums_of_warp),
     )

@@ -27,12 +27,13 @@ from flash_mask_cute.mods.difference_sums import (
     NO_HEAD,
     DifferenceSums,
     difference_at,
+    is_mma_turn,
     summed_reads,
 )
 from flash_mask_cute.mods.line_sums import next_cut
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.read_classes import Cut
-from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs
+from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, words_of_warp
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
 from flash_mask_cute.sm90.warpgroups import Role
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -82,6 +83,20 @@ class DiagonalSums:
     sums: DifferenceSums
     warp: Int32
 
+    @property
+    def _warps(self) -> int:
+        return self.traits.num_mask_warps
+
+    @property
+    def _units(self) -> int:
+        """Of 64 queries by 64 keys."""
+        return self.traits.key_groups * self.traits.num_row_groups
+
+    @property
+    def _has_units(self) -> bool:
+        """Whether each warp has units of its own, not diagonals."""
+        return self._units % self._warps == 0
+
     @cute.jit
     def add_block(self, work: Work, pending: Pending) -> None:
         """Add dS of a block, when it is there."""
@@ -91,10 +106,13 @@ class DiagonalSums:
             self.sums.send(work.batch_idx)
             head[0] = pending.head_idx
         channel.wait(pending.number)
-        if work.has_scores:
+        is_own = work.has_scores
+        if const_expr(self.sums.takes_turns):
+            is_own = is_own & (is_mma_turn(pending.number) == Boolean(False))
+        if is_own:
             stage = traits.ds_stage(pending.number)
-            units = traits.key_groups * traits.num_row_groups
-            for number in cutlass.range(units, unroll=1):
+            first, step = (self.warp, self._warps) if const_expr(self._has_units) else (0, 1)
+            for number in cutlass.range(first, self._units, step, unroll=1):
                 key_group = number // traits.num_row_groups
                 row_group = number % traits.num_row_groups
                 first_q = pending.m_block * traits.tile_m + row_group * ROWS_PER_WARPGROUP
@@ -150,8 +168,9 @@ class DiagonalSums:
         left, right = inside.first_k // SQUARE, (inside.end_k - 1) // SQUARE
         row, number = cute.arch.lane_idx() % SQUARE, cute.arch.lane_idx() // SQUARE
         total = Float32(0.0)
-        # the warps take turns
-        diagonal = left - bottom + DIAGONALS * self.warp
+        diagonal = left - bottom
+        if const_expr(not self._has_units):
+            diagonal += DIAGONALS * self.warp
         while diagonal <= right - top:
             rows = (
                 cutlass.max(top, left - diagonal - DIAGONALS + 1),
@@ -166,7 +185,7 @@ class DiagonalSums:
                     start = row + inside.first_k - inside.first_q
                     distance = SQUARE * (diagonal + number) - start
                     self.sums.add_run(x, acc, corner + distance * read.summed.step, row)
-            diagonal += DIAGONALS * self.traits.num_mask_warps
+            diagonal += DIAGONALS * (1 if self._has_units else self._warps)
         if const_expr(any(read.summed.step == 0 for read in reads)):
             total = cute.arch.warp_reduction_sum(total)
         for read, x, corner in zip(reads, self.groups[i].reads, corners, strict=True):
@@ -274,17 +293,19 @@ def diagonal_sums(
     """The sums of a mask warp. kernel: a `FlashAttentionBackwardSm90`."""
     reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, kernel.wants_aux)
     of_cuts: dict[tuple[Cut, ...], list[int]] = {}
-    summed = summed_reads(kernel.score_mod, reads, by_score=False)
+    summed = summed_reads(kernel.score_mod, reads, of_masks=True)
     for i, read in enumerate(summed):
         of_cuts.setdefault(reads.tensors[read.number].cuts, []).append(i)
     targets = dict(zip(kernel.wants_aux, score_args.aux_grads, strict=True))
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MASK
+    traits = kernel.traits
+    start = traits.sums_of_warp * traits.num_mma_warps
     sums = DifferenceSums.create(
         kernel.score_mod,
         summed,
         score_args.aux_tensors,
         tuple(targets[x.number] for x in summed),
-        tiles.sums[None, warp],
+        words_of_warp(tiles.sums, start, warp, traits.sums_of_mask_warp),
     )
     groups = tuple(SumGroup(cuts, tuple(x)) for cuts, x in of_cuts.items())
-    return DiagonalSums(kernel.traits, groups, tiles, channels, sums, warp)
+    return DiagonalSums(traits, groups, tiles, channels, sums, warp)

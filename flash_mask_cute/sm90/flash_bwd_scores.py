@@ -20,7 +20,7 @@ they are wanted, the first warpgroup computes both products and the second one o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -41,6 +41,7 @@ from flash_mask_cute.core.score_gradients import (
 )
 from flash_mask_cute.core.walk_ring import OWNERS_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.difference_sums import is_mma_turn
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
@@ -448,6 +449,7 @@ class BlockScores:
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
         if chain.wants_aux:
+            chain = self._chain_of(state.block)
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -588,6 +590,8 @@ class BlockScores:
 
     def _chain_of(self, block: Int32) -> ScoreChain:
         """The chain of a query block."""
+        if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
+            return replace(self.chain, takes_lines=is_mma_turn(block))
         if not self.traits.tells_queries:
             return self.chain
         words = self.tiles.words[None, self.channels.q.index(block)].iterator + QUERY_WORDS

@@ -6,7 +6,6 @@ Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made wher
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import cutlass
@@ -111,7 +110,7 @@ class Tiles(NamedTuple):
     bits: cute.Tensor  # (4 words, tile_n)
     any_bits: cute.Tensor  # (tile_n / 32,)
     ready: cute.Tensor  # (2,)
-    sums: cute.Tensor | None  # (sums_of_warp, warps)
+    sums: cute.Tensor | None  # (sums_words,)
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class BwdTraits(ListedQueryTraits):
     nothing modifies the scores; the products of dO with these read half as much shared memory.
 
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
-    sums_of_warp: words for sums of gradients of aux tensors by difference. masks_sum: mask warps
-    make them, of dS in shared memory (`flash_bwd_diagonals`), not MMA warps.
+    sums_of_warp, sums_of_mask_warp: words of an MMA warp, and of a mask warp, for sums of gradients
+    of aux tensors by difference; mask warps sum dS in shared memory (`flash_bwd_diagonals`).
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
@@ -155,7 +154,7 @@ class BwdTraits(ListedQueryTraits):
     has_marks: bool = False
     has_reference: bool = False
     sums_of_warp: int = 0
-    masks_sum: bool = False
+    sums_of_mask_warp: int = 0
     own_warpgroup: int | None = None
     packed_heads: int = 1
     group_size: int = 0
@@ -404,9 +403,10 @@ class BwdTraits(ListedQueryTraits):
         return self.tile_n * COLUMNS.num_words * 4
 
     @property
-    def shape_sums(self) -> tuple[int, int]:
-        """Sums by difference, of each warp."""
-        return self.sums_of_warp, self.num_mask_warps if self.masks_sum else self.num_mma_warps
+    def sums_words(self) -> int:
+        """fp32 sums by difference, of all MMA warps and then of all mask warps."""
+        of_masks = self.sums_of_mask_warp * self.num_mask_warps
+        return self.sums_of_warp * self.num_mma_warps + of_masks
 
     @property
     def smem_bytes(self) -> int:
@@ -422,7 +422,7 @@ class BwdTraits(ListedQueryTraits):
             + self.stages_dq * self.bytes_dq
             + self.bytes_bits
             + self.bytes_tokens
-            + prod(self.shape_sums) * 4
+            + self.sums_words * 4
             + SMEM_BOOKKEEPING
         )
 
@@ -609,7 +609,7 @@ class BwdTraits(ListedQueryTraits):
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_dq]
             ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.waits_for_ds else 0]
             summed_barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * self.ds_stages if self.masks_sum else 0
+                cutlass.Int64, 2 * self.ds_stages if self.sums_of_mask_warp > 0 else 0
             ]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
@@ -618,13 +618,13 @@ class BwdTraits(ListedQueryTraits):
             claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
             claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
             tokens: cute.struct.MemRange[cutlass.Int32, self.bytes_tokens // 4]
-            sums: cute.struct.MemRange[cutlass.Float32, prod(self.shape_sums)]
+            sums: cute.struct.MemRange[cutlass.Float32, self.sums_words]
 
         return Storage
 
     def tiles(self, storage: Any) -> Tiles:
         """The tensors in a CTA's `storage`."""
-        tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_of_warp > 0
+        tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_words > 0
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
@@ -640,7 +640,7 @@ class BwdTraits(ListedQueryTraits):
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
-            sums=storage.sums.get_tensor(cute.make_layout(self.shape_sums)) if summed else None,
+            sums=storage.sums.get_tensor(cute.make_layout(self.sums_words)) if summed else None,
         )
 
     def channels(
@@ -680,7 +680,7 @@ class BwdTraits(ListedQueryTraits):
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             # only its place is waited for: that dS is there, `Barrier.BOTH` tells
             ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.waits_for_ds else None,
-            summed=channel(*of_sums) if self.masks_sum else None,
+            summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,

@@ -68,6 +68,7 @@ CASES = (
         "grid_and_slopes",
         2,
     ),
+    (Case("swin-d80", 1, 64, 128, 1, 1, head_dim=80), "swin", 0),
     (Case("swin", 2, 144, 144, 2, 2, head_dim=32), "swin", 0),
     (Case("swin-gqa2-d64", 1, 100, 140, 2, 1, head_dim=64, causal=True), "swin", 0),
 )  # fmt: skip
