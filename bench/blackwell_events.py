@@ -158,9 +158,10 @@ class WidePair:
     """A block of a pair at 192/128 columns: S, dP, dV in two parts, dK, dQ.
 
     dP waits until S is in registers, S of the next block for the part of dQ that lies over it, and
-    its dP for the rest. dS is written when dV is complete. Q and dO have one place each. Q is
-    loaded when dK and the other CTA have read what lies there, and dO when dQ has. cycles: of each
-    product. over_scores: the first so many parts of dQ leave together, then the others.
+    its dP for the rest. dS is sent, and kept in shared memory, when dV is complete. Q and dO have
+    one place each. Q is loaded when dK and the other CTA have read what lies there, and dO when dQ
+    has. cycles: of each product. over_scores: the first so many parts of dQ leave together, then
+    the others.
     """
 
     cycles: dict[str, int]
@@ -185,10 +186,14 @@ class WidePair:
             for part in (0.5, 1):
                 p_end = told + self.exponentials * part + EXP_LATENCY
                 now = max(now, p_end + THREAD_SIGNAL) + cycles["dV"] / 2
-            # dS is computed when dP is there, and the last third stores it
-            ds_end = max(max(dp_told, p_end) + DS_PHASE, now + signal + DS_PHASE / 3)
-            arrived = ds_end + THREAD_SIGNAL + self.exchange
-            now = max(now, ds_end + THREAD_SIGNAL) + cycles["dK"]
+            # dS is computed when dP is there, and the last third stores it: first in TMEM, for dK,
+            # then in shared memory; there what is kept waits until dV is complete.
+            ds_start, dv_told = max(dp_told, p_end), now + signal
+            in_tmem = ds_start + DS_PHASE * 5 / 6
+            sent = max(in_tmem + DS_PHASE / 6, dv_told)
+            kept = max(in_tmem, dv_told) + DS_PHASE / 6
+            arrived = max(kept, sent + self.exchange) + THREAD_SIGNAL
+            now = max(now, in_tmem + THREAD_SIGNAL) + cycles["dK"]
             q_loaded = max(now, arrived) + signal + LOAD
             now = max(now, arrived) + cycles["dQ"]
             do_loaded = now + signal + LOAD

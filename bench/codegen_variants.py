@@ -22,7 +22,7 @@ from flash_mask_cute.call.build.backward import (
     build_preprocess,
     build_zero_padding,
 )
-from flash_mask_cute.call.build.forward import build_fwd
+from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
 from flash_mask_cute.call.build.shared_sums import build_shared_sums
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
@@ -85,6 +85,7 @@ class AttentionVariant:
     splits_group: bool = False
     cta_pair: bool | None = None
     decode_rows: int | None = None
+    selected_block: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,9 @@ def compile_variant(name: str) -> Built:
     tiles = select_fwd_config(
         problem,
         shapes,
-        walk=WalkFacts(variant.window, variant.block_size, variant.decode_rows),
+        walk=WalkFacts(
+            variant.window, variant.block_size, variant.decode_rows, variant.selected_block
+        ),
         spec=arch_spec(target),
     ).tiles
     fields = tiles.arguments(arch_spec(target).forward)
@@ -213,6 +216,21 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
 
 
+def _choices() -> Iterator[tuple[str, AttentionVariant]]:
+    """Of 16 heads and blocks of 128 keys: bits of a choice, beside a mask_mod that the heads share,
+    and the entries of one query, in shares."""
+    of_choice: dict[str, Any] = {"has_selected": True, "packed_heads": 16}
+    yield "d128-choice", _choice(is_causal=True, **of_choice)
+    mods = Mods(mask_mod=sees_prefix)
+    yield "d128-choice-mask_mod", _choice(mods, shares_mask=True, **of_choice)
+    entries: dict[str, Any] = {"choice_dtype": "int32", "split": BY_SLOTS, "has_seqused_k": True}
+    yield "decode-d128-choice", replace(_choice(**of_choice, **entries), decode_rows=16)
+
+
+def _choice(mods: Mods = NO_MODS, **fields: Any) -> AttentionVariant:
+    return replace(_variant(128, mods, **fields), selected_block=128)
+
+
 def _decoding() -> Iterator[tuple[str, AttentionVariant]]:
     """One query of a group of 8 heads, in shares; pages of one key are copied row by row."""
     for d in (64, 128):
@@ -260,9 +278,8 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
         yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
-    for d in (64, 128):
-        own = _backward(_variant(d, has_bits=True, own_lists=True))
-        yield f"bwd-d{d}-own_lists", replace(own, block_size=(64, 64))
+    own = _backward(_variant(128, has_bits=True, own_lists=True))
+    yield "bwd-d128-own_lists", replace(own, block_size=(64, 64))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
@@ -421,4 +438,5 @@ VARIANTS: dict[str, Variant] = {
     **dict(_backwards_of_blackwell(SM103)),
     **dict(_preparing()),
     **dict(_decoding()),
+    **dict(_choices()),
 }

@@ -114,6 +114,7 @@ CASES = (
     DecodeCase("d256-b64x4096", 64, 4096, (24, 2), 256),
     DecodeCase("d256-b1x131072", 1, 131072, (24, 2), 256),
     DecodeCase("d64-sink-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink"),
+    DecodeCase("d64-sink-b1x131072", 1, 131072, (64, 8), 64, mask="sink"),
     DecodeCase("d64-window-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink_window"),
     DecodeCase("q4-b1x131072", 1, 131072, queries=4),
     DecodeCase("q8-b1x131072", 1, 131072, queries=8),
@@ -125,6 +126,7 @@ CASES = (
     DecodeCase("mixed-60x8192-4x512of4096", 64, 8192, queries=512, pages=(16,), decoding=60),
     DecodeCase("q985-b1x62208", 1, 62208, (9, 9), 64, queries=985, mask="full"),
     DecodeCase("group7-b8x32768", 8, 32768, (28, 4)),
+    DecodeCase("chunk2048-b1x32768", 1, 32768, queries=2048),
 )
 
 
@@ -536,7 +538,8 @@ def sdpa(run: Run, p: Problem) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    if p.used is not None or p.case.mask not in ("causal", "full"):
+    is_chunk = p.case.mask == "causal" and p.case.queries > 8
+    if p.used is not None or p.case.mask not in ("causal", "full") or is_chunk:
         return
     q = p.q.transpose(1, 2)
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}

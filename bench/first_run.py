@@ -98,7 +98,9 @@ def steps() -> dict[str, Step]:
         Step("wide-backward", 240, _calls((), [
             Call(x, causal=True, config={"cta_pair": False}) for x in (*WIDE, (192, 128))])),
         Step("deterministic", 240, _calls(
-            (), [Call((d, d), causal=True, keywords=ordered) for d in (64, 128)])),
+            (), [Call(x, causal=True, config={"cta_pair": in_pairs}, keywords=ordered)
+                 for in_pairs, dims in ((False, ((64, 64), (128, 128))), (True, with_256))
+                 for x in dims])),
         Step("split-and-pages", 240, _calls([
             Call((128, 128), (1, 4000), (1, 700), (8, 2), True, keywords={"num_splits": 3}),
             Call((128, 128), (1, 4000), (1, 300), (8, 2), True, page=64),

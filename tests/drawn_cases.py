@@ -85,7 +85,7 @@ def table(kinds: Mapping[str, str], rows: Mapping[str, Row]) -> str:
         drawn=len(kinds),
         runs=sum(int(row.runs.split()[0]) for row in found),
         share=max((row.share for row in found), default="0"),
-        kinds=textwrap.fill(f"Draws: {told}.", 100),
+        kinds=textwrap.fill(f"Draws: {told}.", 100, break_on_hyphens=False),
     )
     return head + "".join(f"{row}\n" for row in found)
 

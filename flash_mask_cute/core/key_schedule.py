@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.tile_order import heads_in_turn
 from flash_mask_cute.core.tile_scheduler import ScheduleParams
 
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
@@ -37,6 +38,7 @@ class KeySchedule(NamedTuple):
         num_groups: int,
         is_short: bool | None,
         group_splits: Int32 | int = 1,
+        is_unequal: bool = False,
     ) -> "KeySchedule":
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
@@ -44,6 +46,7 @@ class KeySchedule(NamedTuple):
         of CTAs with a work tile each, that run at a time. is_short: for ordered sums, whether masks
         may make walks shorter than sequences; None: sums are not ordered. group_splits: work tiles
         with the same keys that share the heads of a group equally; these count as heads.
+        is_unequal: the first keys of a head have the longest walks.
         """
         tile_m, cluster_tile_n = tiles
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
@@ -61,6 +64,10 @@ class KeySchedule(NamedTuple):
             row_blocks = cutlass.max(rows // tile_m * group, 1)
             apart = BLOCKS_APART_SHORT if is_short or varlen_q else BLOCKS_APART
             heads_per_group = cute.ceil_div(apart * num_groups, row_blocks)
+        elif const_expr(is_unequal and not varlen_k):
+            heads_per_group = heads_in_turn(
+                cutlass.max(num_blocks, 1), num_heads * num_batch, num_groups, cutlass.select_
+            )
         params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)
         grid = Int32(num_groups)
         if const_expr(not varlen_k):

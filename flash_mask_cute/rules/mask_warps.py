@@ -56,7 +56,7 @@ def send_claimed_walks(
     ring: WorkRing,
     walk: WalkRing,
 ) -> None:
-    """`send_walks` of a CTA that claims all work tiles, also the first one.
+    """`send_walks` of a CTA that claims all work tiles, also the first one, and each late.
 
     The first one is found in the loop: with a second copy of the search of packed sequences,
     predicates of the whole kernel spill.
@@ -65,7 +65,7 @@ def send_claimed_walks(
     tiles, chunks = Int32(0), Int32(0)
     search, is_valid = scheduler.before_start(), Boolean(True)
     while is_valid:
-        ring.acquire(tiles)
+        wait_to_claim(ring, tiles, walk, chunks, Boolean(True))
         tile, search = scheduler.locate(scheduler.advance(search, tiles), *blocks_of)
         is_valid = tile.is_valid
         if is_valid:

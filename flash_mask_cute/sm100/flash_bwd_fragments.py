@@ -136,7 +136,7 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
             # behind dS of dQ, for which the keys of both CTAs have places
             shape, of_dq = (rows, n, traits.tile_m), traits.rows_of_cta * keys
             return (folded(mma, storage.ds, shape, of_dq)[None, None, None, 0],)
-        return halves(mma, n, traits.column_ds)
+        return halves(mma, n, traits.column_dp)
 
     def halves(mma, n: int, first: int) -> tuple[cute.Tensor, ...]:
         layout = blackwell.make_smem_layout_a(mma, (rows, n, traits.queries), traits.dtype, 1)

@@ -57,21 +57,47 @@ class KeyLoads:
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.Side.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * traits.tile_n
-        wanted = [(operands.k_atom, operands.k, tiles.k, traits.tile_d, channels.q)]
+        wanted = [(operands.k_atom, operands.k, tiles.k, channels.q)]
         if traits.makes_dk:
-            wanted += [(operands.v_atom, operands.v, tiles.v, traits.tile_dv, channels.do)]
-        for atom, source, smem, d, channel in wanted:
+            wanted += [(operands.v_atom, operands.v, tiles.v, channels.do)]
+        for atom, source, smem, channel in wanted:
             gmem, row = tma.readable_rows(source, side, *place)
-            box = ((1, traits.tile_n), d)
-            src, dst = tma.tile_of(atom, gmem, (work.head_idx, row), box, smem)
-            copies.append((atom, src, dst[None, 0], channel.barrier(first)))
+            copies.append((atom, gmem, (work.head_idx, row), smem, channel.barrier(first)))
         with cute.arch.elect_one():
-            for atom, src, _, _ in copies:
+            for atom, gmem, start, smem, _ in copies:
                 # brought into L2 meanwhile
-                cute.prefetch(atom, src)
+                self._copy_boxes(atom, gmem, start, smem, None)
         channels.q.wait_until_released(first - 1)
-        for atom, src, dst, barrier in copies:
-            cute.copy(atom, src, dst, tma_bar_ptr=barrier)
+        for copy in copies:
+            self._copy_boxes(*copy)
+
+    @cute.jit
+    def _copy_boxes(
+        self,
+        atom: cute.CopyAtom,
+        gmem: cute.Tensor,
+        start: tuple[Int32, Int32],
+        smem: cute.Tensor,
+        barrier: cute.Pointer | None,
+    ):
+        """Start the copies of all boxes of K or V. barrier: None to prefetch them."""
+        rows, columns = self.traits.tile_n, cute.size(smem, mode=[1])
+        width = self.traits.key_box_columns(columns)
+        if const_expr(width == columns):
+            _copy_box(atom, gmem, start, ((1, rows), width), smem, 0, barrier)
+        else:
+            # rolled, since the coordinates of all of them do not fit into uniform registers
+            for i in cutlass.range(columns // width, unroll=1):
+                part = cute.local_tile(smem, (rows, width, 1), (0, i, 0))
+                _copy_box(atom, gmem, start, ((1, rows), width), part, i * width, barrier)
+
+
+def _copy_box(atom, gmem, start, box, smem, column, barrier) -> None:
+    src, dst = tma.tile_of(atom, gmem, start, box, smem, column)
+    if barrier is None:
+        cute.prefetch(atom, src)
+    else:
+        cute.copy(atom, src, dst[None, 0], tma_bar_ptr=barrier)
 
 
 class Sent(NamedTuple):

@@ -134,10 +134,10 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_rows(of_block, q_rows, _Place(head, own_row), barrier)
+        self._load_query_rows(of_block, q_rows, _Place(head, own_row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
-            self._load_keys(work, k_rows, _Place(kv_head, key), barrier)
+            self._load_key_rows(work, k_rows, _Place(kv_head, key), barrier)
         # -- statistics of all queries
         stage = channels.stats.index(number)
         barrier = self._expect(channels.stats, number, Int32(traits.bytes_stats))
@@ -152,14 +152,14 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_rows(of_block, do_rows, _Place(head, own_row), barrier)
+        self._load_query_rows(of_block, do_rows, _Place(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
         do_column = rank * traits.value_columns_of_cta
         if const_expr(not traits.is_folded):
             self._load_queries(of_block, do_columns, _Place(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
-            self._load_keys(work, v_rows, _Place(kv_head, key), barrier)
+            self._load_key_rows(work, v_rows, _Place(kv_head, key), barrier)
         # -- half of the columns of Q, and of the keys of both CTAs
         if const_expr(traits.is_folded):
             channels.q.wait_until_released(number)
@@ -171,13 +171,9 @@ class PairLoads:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
             place = _Place(kv_head, pair_key, column)
             num_boxes = cute.size(tiles.k_columns, mode=[2])
-            if const_expr(traits.is_wide):
-                # rolled, since addresses and coordinates of all boxes do not fit into registers
-                for i in cutlass.range(num_boxes, unroll=1):
-                    self._load_key_columns(work, k_columns, place, i, barrier)
-            else:
-                for i in cutlass.range_constexpr(num_boxes):
-                    self._load_key_columns(work, k_columns, place, i, barrier)
+            # rolled, since addresses and coordinates of all boxes do not fit into registers
+            for i in cutlass.range(num_boxes, unroll=1):
+                self._load_key_columns(work, k_columns, place, i, barrier)
         if const_expr(traits.is_folded):
             channels.do.wait_until_released(number)
             barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))
@@ -198,23 +194,46 @@ class PairLoads:
         channel.expect(number, num_bytes)
         return channel.barrier(number)
 
-    @cute.jit
-    def _load_rows(self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer):
+    def _load_query_rows(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
         """Start the copy of this CTA's half of the queries, all columns. place: of the first."""
-        traits = self.traits
-        rows, smem = traits.box_rows, operand.smem
+        box = self.traits.box_rows, self.traits.box_columns
+        self._load_boxes(work, operand, place, barrier, box, self._load_queries)
+
+    def _load_key_rows(
+        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+    ) -> None:
+        """Start the copy of this CTA's keys, all columns. place: of the first."""
+        columns = cute.size(operand.smem, mode=[1])
+        box = self.traits.tile_n, self.traits.key_box_columns(columns)
+        self._load_boxes(work, operand, place, barrier, box, self._load_keys)
+
+    @cute.jit
+    def _load_boxes(
+        self,
+        work: Work,
+        operand: _Operand,
+        place: _Place,
+        barrier: cute.Pointer,
+        box: cutlass.Constexpr[tuple[int, int | None]],
+        load: cutlass.Constexpr[Callable[..., None]],
+    ):
+        """Start the copies of all boxes of an operand; rolled, since the coordinates of all of them
+        do not fit into uniform registers. box: rows, and columns if not all of them."""
+        smem, rows = operand.smem, box[0]
         columns = cute.size(smem, mode=[1])
-        width = columns if const_expr(traits.box_columns is None) else traits.box_columns
-        across, down = columns // width, traits.rows_of_cta // rows
+        width = columns if const_expr(box[1] is None) else box[1]
+        across, down = columns // width, cute.size(smem, mode=[0]) // rows
         if const_expr(across * down == 1):
-            self._load_queries(work, operand, place, barrier)
+            load(work, operand, place, barrier)
         else:
             for i in cutlass.range(across * down, unroll=1):
                 row, column = i // across, i % across
                 part = cute.local_tile(smem, (rows, width, 1), (row, column, 0))
-                first = place.row + row * rows * traits.group.size
+                first = place.row + row * rows * self.traits.group.size
                 at = place._replace(row=first, column=column * width)
-                self._load_queries(work, operand._replace(smem=part), at, barrier)
+                load(work, operand._replace(smem=part), at, barrier)
 
     def _load_queries(
         self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
@@ -403,22 +422,50 @@ class PeerGrads:
     @cute.jit
     def send(self, number: Int32):
         """Tell where this warp's dS of 32 keys is, all of which it has written, behind a fence."""
-        traits, ds = self.traits, self.tiles.ds
-        rank = traits.group.rank()
-        if self.half == rank:
-            # the bytes are those of a warp of the other CTA
-            self.channels.ds.expect(number, WARP * LINE)
+        if self.half == self.traits.group.rank():
+            self._expect(number)
         else:
-            with cute.arch.elect_one():
-                first = thread_in_warpgroup() // WARP * WARP
-                source = ds[None, traits.cluster_tile_n + first, 0].iterator
-                target = ds[None, rank * traits.tile_n + first, 0].iterator
-                primitives.cp_async_bulk_shared_cluster_shared_cta(
-                    cute.arch.map_dsmem_ptr(target, self.half),
-                    source,
-                    cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
-                    WARP * LINE,
-                )
+            self._copy(number)
+
+    @cute.jit
+    def keep_and_send(self, number: Int32, words: cutlass.Constexpr[list[cute.Tensor]]):
+        """The same of a wide pair, from the words of dS of each chunk. What is sent lies over Q by
+        rows, which S has read. Its place in the other CTA, and that of the others, lie over dO, so
+        dV of both CTAs has to be complete."""
+        if self.half == self.traits.group.rank():
+            self._await_values(number)
+            self._keep_all(words)
+            self._expect(number)
+        else:
+            self._keep_all(words)
+            self._await_values(number)
+            self._copy(number)
+
+    def _await_values(self, number: Int32) -> None:
+        self.channels.dv.wait(number)
+
+    def _keep_all(self, words: list[cute.Tensor]) -> None:
+        for chunk, of_chunk in enumerate(words):
+            self.keep(of_chunk, chunk * umma.CHUNK)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+    def _expect(self, number: Int32) -> None:
+        # the bytes are those of a warp of the other CTA
+        self.channels.ds.expect(number, WARP * LINE)
+
+    def _copy(self, number: Int32) -> None:
+        traits, ds = self.traits, self.tiles.ds
+        with cute.arch.elect_one():
+            first = thread_in_warpgroup() // WARP * WARP
+            source = ds[None, traits.cluster_tile_n + first, 0].iterator
+            target = ds[None, traits.group.rank() * traits.tile_n + first, 0].iterator
+            primitives.cp_async_bulk_shared_cluster_shared_cta(
+                cute.arch.map_dsmem_ptr(target, self.half),
+                source,
+                cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
+                WARP * LINE,
+            )
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,12 @@ class BlockScores:
     def _compute(self, tile: Int32, number: Int32, block: Block, bits: tuple | None) -> None:
         traits, thread = self.traits, thread_in_warpgroup()
         statistics = self._statistics(self.channels.stats.index(number))
-        first_s, first_dp, first_ds = (
-            x + self.half * traits.half_step
-            for x in (traits.column_s, traits.column_dp, traits.column_ds)
+        first_s, first_dp = (
+            x + self.half * traits.half_step for x in (traits.column_s, traits.column_dp)
         )
         work = self.lengths.of_block(self.channels.ring.read(tile), block)
         place = work, block.head_idx, block.index
-        keep_grads = partial(self._keep_grads, first_ds, thread)
+        keep_grads = partial(self._keep_grads, first_dp, thread)
         self.channels.s.wait(number)
         umma.fence_after_wait()
         if traits.is_folded:
@@ -114,15 +113,12 @@ class BlockScores:
                 for chunk, grads in self._chunks(first_dp, thread):
                     score_gradients(grads, factors[chunk], _part(statistics.delta, chunk))
                     words.append(keep_rounded(grads, traits.dtype))
-                    if not traits.is_wide_pair:
-                        keep_grads(chunk, words[chunk])
-                if traits.is_wide_pair:
-                    # dS goes where dV has read P and dO
-                    self.channels.dv.wait(number)
-                    umma.fence_after_wait()
-                    for chunk, of_chunk in enumerate(words):
-                        keep_grads(chunk, of_chunk)
-        if traits.makes_dk:
+                    keep_grads(chunk, words[chunk])
+        if traits.is_wide_pair:
+            # dK needs no more
+            self._complete(self.channels.dp, number)
+            self.peer.keep_and_send(number, words)
+        elif traits.makes_dk:
             cute.arch.fence_proxy("async.shared", space="cta")
             self._complete(self.channels.dp, number)
             if traits.cta_pair:
@@ -158,8 +154,10 @@ class BlockScores:
         channel.release(number)
 
     def _keep_grads(self, first, thread, chunk: int, words) -> None:
-        """Write the words of dS of a chunk to TMEM, and to shared memory."""
+        """Write the words of dS of a chunk to TMEM, and, but in a wide pair, to shared memory."""
         umma.store_columns(words, first + chunk * CHUNK_WORDS, thread)
+        if self.traits.is_wide_pair:
+            return
         if self.traits.cta_pair:
             self.peer.keep(words, chunk * umma.CHUNK)
             return
@@ -257,6 +255,11 @@ class BlockScores:
         """Statistics of the queries of a half, in shared memory."""
         tile_m = self.traits.tile_m
         row = self.tiles.stats[None, stage].iterator + self.first_query
+        if self.traits.is_wide_pair:
+            # Behind a shuffle the address stays in a register of each thread. Else it is uniform,
+            # and each of 32 loads has an instruction that copies it.
+            address = cute.arch.shuffle_sync(Int32(row.toint()), 0)
+            row = cute.make_ptr(Float32, address, cutlass.AddressSpace.smem, assumed_align=16)
         layout = cute.make_layout(self.traits.queries)
         numbers = [
             cute.make_tensor((row + i * tile_m).align(16), layout)

@@ -46,6 +46,8 @@ PAIR_TILES = (MAX_DIM, MAX_DIM), (192, MAX_DIM), (256, 256)
 MOST_OF_PART, LEAST_OF_PART = 64, 32
 # dK and dV leave by so many keys and columns, from two places of each warp by turns
 STORED_ROWS, STORED_COLS = 32, 32
+# columns of a line that is swizzled as a whole, with 16 bits each
+SWIZZLED_COLUMNS = 64
 # bytes of shared memory kept for barriers, rings and bits
 SMEM_BOOKKEEPING = 6144
 
@@ -179,7 +181,12 @@ class BwdTraits:
     def box_columns(self) -> int | None:
         """Columns of a box of Q and dO by rows, if not all: where a load warp has many boxes, it
         loops over them."""
-        return 64 if self.is_folded else None
+        return SWIZZLED_COLUMNS if self.is_folded else None
+
+    def key_box_columns(self, columns: int) -> int:
+        """The same of K or V by rows, of which there are so many columns."""
+        has_many = self.cta_pair or self.is_wide
+        return SWIZZLED_COLUMNS if has_many and columns % SWIZZLED_COLUMNS == 0 else columns
 
     def query_of(self, row: Int32 | int, rank: Int32 | int) -> Int32 | int:
         """The query of a block that a CTA has in a row of Q and dO by rows."""
@@ -232,7 +239,7 @@ class BwdTraits:
 
     # -- TMEM -----------------------------------------------------------------------------------
     # P of a half of the queries lies over that half's columns of S, two to a column, and dS over
-    # those of dP, or of a wide pair over P: a warp writes only where it has read itself.
+    # those of dP: a warp writes only where it has read itself.
 
     @property
     def half_step(self) -> int:
@@ -262,11 +269,6 @@ class BwdTraits:
         return self.column_s + (half if self.is_wide_pair else self._taken(self.tile_m))
 
     @property
-    def column_ds(self) -> int:
-        # of a wide pair, over P, which dV has read then
-        return self.column_s if self.is_wide_pair else self.column_dp
-
-    @property
     def column_dv(self) -> int:
         return 0 if self.is_wide else 2 * self.tile_m
 
@@ -288,7 +290,7 @@ class BwdTraits:
         """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
         then, or that of S; None if it does not fit with dV and dK."""
         if self.is_wide_pair or self.is_folded:
-            # of a wide pair, behind dS, and with as few columns of S as possible
+            # of a wide pair with as few columns of S as possible
             return NUM_COLUMNS - self.tile_d // 2
         behind = self.column_dp + self.tile_m if self.is_wide else self.column_dk + self.tile_d
         places = behind, self.column_dp, self.column_s
@@ -548,11 +550,16 @@ class BwdTraits:
                 tma.rows_of_stage(tma.one_stage(x), self.box_rows, self.box_columns)
                 for x in (layout_q, layout_do)
             )
+        keys = []
+        for layout, columns in ((self.layout_k(), self.tile_d), (self.layout_v(), self.tile_dv)):
+            width = self.key_box_columns(columns)
+            if width < columns:
+                layout = tma.rows_of_stage(tma.one_stage(layout), self.tile_n, width)
+            keys.append((layout, self.tile_n, width))
         return (
             (layout_q, self.box_rows, self.box_columns or self.tile_d),
             (layout_do, self.box_rows, self.box_columns or self.tile_dv),
-            (self.layout_k(), self.tile_n, self.tile_d),
-            (self.layout_v(), self.tile_n, self.tile_dv),
+            *keys,
         )
 
     def layout_ds(self) -> cute.ComposedLayout:

@@ -328,6 +328,7 @@ class FlashAttentionBackwardSm90:
             lengths, mQ, mK, (traits.tile_m, traits.cluster_tile_n),
             self.num_sms // traits.num_ctas, is_short if self.deterministic else None,
             1 if const_expr(group_splits is None) else group_splits,
+            self.is_causal and not is_short,
         )  # fmt: skip
         if const_expr(token_lists is not None):
             schedule = schedule.of_items(token_lists.items.shape[1], self.num_sms)

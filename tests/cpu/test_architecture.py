@@ -30,6 +30,7 @@ INDEX_RULES = (
     "core.packed_heads",
     "core.segments",
     "core.shares",
+    "core.tile_order",
     "rules.band",
     "rules.block_info",
     "rules.intervals",

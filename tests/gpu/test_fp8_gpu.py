@@ -71,17 +71,27 @@ def test_the_bits_of_16(case: Fp8Case) -> None:
         assert_same_bits(lse, lse_fp8, bool(lse.isnan().any()))
 
 
-def test_lengths_batches_pages_and_scales_compile_nothing() -> None:
-    counts = []
+@pytest.mark.parametrize("more", [{}, {"seqlen_k_per_split": 512}], ids=["shares", "segments"])
+def test_nothing_is_compiled_and_nobody_waits(more: dict[str, int]) -> None:
+    """Other batches, lengths, pages and scales."""
+    calls = []
     for batch, capacity in ((2, 2000), (3, 2000), (2, 4000)):
         case = Fp8Case("again", heads=(32, 8), lengths=(capacity - 9,) * batch, capacity=capacity,
-                       scales=("token", "head"), page_size=16)  # fmt: skip
+                       scales=("token", "head"), page_size=16, keywords=more)  # fmt: skip
         call = make_call(case, batch)
-        keywords = {name: on_cuda(x) for name, x in call.keywords.items()}
-        descales = {name: on_cuda(x) for name, x in call.descales.items()}
-        _flash_attn_fwd(*map(on_cuda, (call.q, *call.codes)), **keywords, **descales)
-        counts.append(compile_count())
-    assert counts[0] == counts[1] == counts[2]
+        keywords = {name: on_cuda(x) for name, x in (call.keywords | call.descales).items()}
+        calls.append((tuple(map(on_cuda, (call.q, *call.codes))), keywords))
+    given, keywords = calls[0]
+    _flash_attn_fwd(*given, **keywords)
+    torch.cuda.synchronize()
+    count = compile_count()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for given, keywords in calls:
+            _flash_attn_fwd(*given, **keywords)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compile_count() == count
 
 
 def test_one_graph_for_every_length_and_scale() -> None:

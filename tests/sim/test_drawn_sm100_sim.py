@@ -11,8 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
+import simulated_backward
 from conftest import SMS
 from drawn_blackwell import DRAWS, Draw
 from gradient_oracle import assert_gradients_close, make_output_gradients
@@ -30,7 +32,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 NUM_WARPS = 20
 ROWS = "FLASH_MASK_SIM_ROWS"
-# seeds of delays, and how many CTAs run at a time
+# seeds of delays, and how many CTAs or pairs run at a time
 ORDERS = tuple(product(range(1, 6), range(1, SMS + 1)))
 Run = Callable[[tuple[int | None, ...]], float]
 
@@ -48,7 +50,8 @@ def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw
     run_draw: Run = partial(run, simulator, inputs, **draw.more)
     if draw.is_ordered:
         orders = ORDERS if rows else ORDERS[:: len(ORDERS) - 1]
-        share = _of_equal_bits(simulator, monkeypatch, inputs, orders)
+        monkeypatch.setattr(simulated_backward, "SMS", SMS * (1 + draw.is_pair))
+        share = _of_equal_bits(simulator, monkeypatch, inputs, orders, draw.more)
         told = f"{len(orders)} equal: seeds 1-5, 1-{SMS} at a time"
     elif rows:
         told, share = _in_every_order(simulator, monkeypatch, draw, run_draw)
@@ -85,13 +88,14 @@ def _of_equal_bits(
     monkeypatch: pytest.MonkeyPatch,
     inputs: Inputs,
     orders: tuple[tuple[int, int], ...],
+    more: dict[str, Any],
 ) -> float:
-    """The order of sums does not depend on which CTA is ahead."""
+    """The order of sums does not depend on which CTA, or pair of them, is ahead."""
     dout, dlse = make_output_gradients(inputs)
     runs = []
     for seed, resident in orders:
         monkeypatch.setitem(simulator.OPTIONS, "resident", resident)
         with quiet_run(simulator, seed):
-            runs.append(launch_on_simulator(inputs, dout, dlse, deterministic=True))
+            runs.append(launch_on_simulator(inputs, dout, dlse, **more))
         assert_same_bits(runs[0], runs[-1])
     return assert_gradients_close(runs[0], inputs, dout, dlse)

@@ -18,7 +18,7 @@ from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.build.backward import compile_bwd
 from flash_mask_cute.runtime.cache import CompileCache
-from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
+from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals, PeerGrads
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Role
 
 ARCH = "sm_100a"
@@ -112,6 +112,9 @@ def test_pairs_of_the_table(simulator: ModuleType, dims: tuple[int, int]) -> Non
     assert [x["cluster"] for x in launches].count((2, 1, 1)) == 1
 
 
+ONE_HALF = range(Role.COMPUTE, Role.COMPUTE + (Role.REDUCE - Role.COMPUTE) // 2)
+
+
 @pytest.mark.parametrize(
     ("what", "dims"),
     [
@@ -120,6 +123,7 @@ def test_pairs_of_the_table(simulator: ModuleType, dims: tuple[int, int]) -> Non
         ("ds", (256, 256)),
         ("scores", (256, 256)),
         ("parts_over_scores", (192, 128)),
+        ("values", (192, 128)),
     ],
     ids=str,
 )
@@ -131,7 +135,7 @@ def test_products_await(
     dims: tuple[int, int],
 ) -> None:
     """dS of both CTAs, which is not there when the CTAs have their own; P and dS in shared memory;
-    and S of the next block the columns of dQ that lie there."""
+    S of the next block the columns of dQ that lie there; and dS in the memory of dO dV."""
     inputs = make_inputs(Case("awaited", 1, 300, 300, 1, 1, head_dim=dims[0], head_dim_v=dims[1]))
     compile_anew = partial(compile_bwd, cache=CompileCache(tmp_path))
     monkeypatch.setattr(prepare, "compile_bwd", compile_anew)
@@ -139,8 +143,13 @@ def test_products_await(
     if what == "parts_over_scores":
         monkeypatch.setattr(BwdTraits, what, 0)
         slow = range(Role.REDUCE, Role.LOAD)
+    elif what == "values":
+        monkeypatch.setattr(PeerGrads, "_await_values", lambda self, number: None)
+        slow = ONE_HALF
     else:
         monkeypatch.setattr(Arrivals, what, lambda self, number: None)
+        if dims == (192, 128):
+            slow = ONE_HALF
     monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset(slow))
     with pytest.raises(AssertionError):
         run_sim(simulator, inputs, (1,), config=PAIR)

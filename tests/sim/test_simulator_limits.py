@@ -14,14 +14,15 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 import pytest
 import torch
-from cutlass import BFloat16, Float32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.experimental import primitives
 from cutlass.tensor_utils import LayoutEnum
 from hand_overs import READER, of_overwriting
 from verdicts import SILENCE, WRONG_RESULT, verdicts
 
 from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 
 pytestmark = pytest.mark.sim
 
@@ -128,6 +129,46 @@ class ByBulkCopies:
         staged[lane] = Float32(-1.0)
 
 
+class ByCopies:
+    """A row of each lane comes into shared memory by cp.async, and another lane reads it when the
+    copies have arrived. dropped: the step that is left out."""
+
+    def __init__(self, dropped: str):
+        self.dropped = dropped
+
+    @cute.jit
+    def __call__(self, values: cute.Tensor, out: cute.Tensor, stream):  # type: ignore[no-untyped-def]
+        self.kernel(values, out).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, values: cute.Tensor, out: cute.Tensor):  # type: ignore[no-untyped-def]
+        lane = cute.arch.lane_idx()
+        smem = cutlass.memory.SmemAllocator()
+        staged = smem.allocate_tensor(Float32, cute.make_layout(128), 128)
+        waits = self.dropped != "cp.async.mbarrier.arrive"
+        arrivals = COPY_ARRIVALS if const_expr(waits) else 1
+        channel = Channel.create(smem.allocate_array(Int64, 2), 1, arrivals, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(4):
+            staged[4 * lane + i] = Float32(-1.0)
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=128)
+        source, target = (cute.local_tile(x, (4,), (lane,)) for x in (values, staged))
+        cute.copy_atom_call(atom, source, target)
+        if const_expr(waits):
+            channel.publish_copies(Int32(0))
+        else:
+            channel.publish(Int32(0))
+        channel.wait(Int32(0))
+        for i in cutlass.range_constexpr(4):
+            out[4 * lane + i] = staged[4 * (31 - lane) + i]
+
+
+def of_rows(simulator: ModuleType, dropped: str) -> set[str]:
+    values = torch.arange(128.0)
+    return verdicts(simulator, ByCopies(dropped), (values,), values.view(32, 4).flip(0).flatten())
+
+
 def of_product(simulator: ModuleType, dropped: str) -> set[str]:
     return verdicts(simulator, ProductOfOnes(dropped), (), torch.full((512,), 17.0))
 
@@ -140,6 +181,7 @@ def of_copies(simulator: ModuleType, dropped: str) -> set[str]:
 def test_nothing_dropped(simulator: ModuleType) -> None:
     assert of_product(simulator, NOTHING) == {SILENCE}
     assert of_copies(simulator, NOTHING) == {SILENCE}
+    assert of_rows(simulator, NOTHING) == {SILENCE}
     assert of_overwriting(simulator, 4, waits_for_reader=True) == {SILENCE}
 
 
@@ -168,6 +210,11 @@ def test_proxy_fence_before_bulk_store(simulator: ModuleType) -> None:
 def test_wait_for_bulk_load(simulator: ModuleType) -> None:
     """Shown by what comes out, with a delay; it is not seen when copies complete at once."""
     assert of_copies(simulator, "mbarrier.try_wait") == {SILENCE, WRONG_RESULT}
+
+
+def test_arrival_behind_copies(simulator: ModuleType) -> None:
+    """Shown by what comes out, with a delay; it is not seen when copies complete at once."""
+    assert of_rows(simulator, "cp.async.mbarrier.arrive") == {SILENCE, WRONG_RESULT}
 
 
 def test_wait_for_bulk_store(simulator: ModuleType) -> None:

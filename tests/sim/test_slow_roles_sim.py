@@ -179,7 +179,8 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "token-lists": (
         lambda sim: test_token_lists_sim.test_draws(sim, 3),
         tuple(
-            f"mask_prep.token_lists_kernel.{name}" for name in ("count", "add_up", "cut", "fill")
+            f"mask_prep.token_lists_kernel.{name}"
+            for name in ("count", "add_up", "weigh", "cut", "fill")
         ),
     ),
     "queries-of-token-lists": (

@@ -14,16 +14,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
+from flash_mask_cute.core.tile_order import MANY, heads_in_turn
 from flash_mask_cute.runtime.named_tuples import replaced
 
 # Costs in query blocks that a CTA computes: of a work tile, which waits for its keys and stores its
 # gradients; of storing them as partial sums; and of adding these afterwards.
-TILE, PARTIAL, ADDING = 1.5, 0.75, 0.5
-# work tiles for each SM that leave nothing to be gained
-ENOUGH = 16
+TILE, PARTIAL, ADDING = 1.5, 1.5, 1.5
 # what a split has to save, for it needs memory
 LEAST_GAIN = 1.02
+# What the longest of unequal walks may take on one SM, of the average: where it takes all of the
+# time, no other SM can help. 8/1 heads of 16384 tokens in two parts took 1.02 times as long as in
+# four, 1.07 times in a loop.
+SLOWEST = 1.02
 
 
 def split_group(
@@ -55,7 +58,9 @@ def split_group(
             walks = [shapes.batch * walk for walk in walks]
             shapes = replaced(shapes, batch=1)
         takers = num_sms // (choice.cluster_tile_n // choice.tile_n)
-        costs = {n: _estimate(walks, shapes, group, n, takers) for n in splits}
+        masks = replace(problem, score_mod=None).tuning_class
+        in_turn = masks is TuningClass.CAUSAL and not problem.deterministic
+        costs = {n: _estimate(walks, shapes, group, n, takers, in_turn) for n in splits}
         wanted = min(splits, key=lambda n: costs[n])
         if costs[1] <= LEAST_GAIN * costs[wanted]:
             wanted = 1
@@ -98,17 +103,24 @@ def _walks(
         yield max(-(-end // tile_m) - begin // tile_m, 0)
 
 
-def _estimate(walks: list[int], shapes: FwdShapes, group: int, splits: int, takers: int) -> float:
+def _estimate(
+    walks: list[int], shapes: FwdShapes, group: int, splits: int, takers: int, in_turn: bool
+) -> float:
     """Query blocks of the busiest SM, in the order in which `takers` CTAs, or pairs of CTAs, take
-    work tiles."""
+    work tiles. in_turn: those of some heads block by block (`heads_in_turn`)."""
     heads = shapes.batch * shapes.heads_kv * splits
     beside = TILE if splits == 1 else TILE + PARTIAL
     tiles = [walk * group / splits + beside for walk in walks]
     adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / takers
-    if heads * len(tiles) > ENOUGH * takers:
+    if heads * len(tiles) > MANY * takers:
         return heads * sum(tiles) / takers + max(tiles, default=0.0) / 4 + adding
     busy = [0.0] * takers
-    for _ in range(heads):
+    together = 1
+    if in_turn:
+        together = heads_in_turn(max(len(tiles), 1), heads, takers, lambda x, y, z: y if x else z)
+    for first in range(0, heads, together):
         for tile in tiles:
-            heapq.heapreplace(busy, busy[0] + tile)
-    return max(busy) + adding
+            for _ in range(first, min(first + together, heads)):
+                heapq.heapreplace(busy, busy[0] + tile)
+    longest = SLOWEST * max(tiles, default=0.0) if in_turn else 0.0
+    return max(*busy, longest) + adding

@@ -75,16 +75,17 @@ def test_what_waits_for_each_other() -> None:
 
 
 def test_pairs_of_wide_heads_by_hand() -> None:
-    """At 192/128 dQ waits for P, the last part of dV, dS and dK; S of the next block for a third of
-    dQ. At 256 bytes of shared memory take longer, where bulk adds do not."""
+    """At 192/128 dQ waits for P, dS in tensor memory and dK; S of the next block for a third of dQ.
+    At 256 bytes of shared memory take longer, where bulk adds do not."""
     cycles = {"S": 768, "dP": 512, "dV": 512, "dK": 768, "dQ": 768}
     pair = WidePair(cycles, 1024, (8192,) * 6, 2, 0)
-    p = 768 + 150 + 1024 + 146 + 60
-    ds = p + 256 + 150 + 150 + 60
-    assert pair.period(RATES[1]) == pytest.approx(ds + 768 + 768 + 150 + 250 / 3 + 60)
-    # the exchange ends while dK is computed, until it takes longer than that
-    assert replace(pair, exchange=768).period(RATES[1]) == pair.period(RATES[1])
-    later = replace(pair, exchange=868).period(RATES[1])
+    p = 768 + 150 + 1024 + 146
+    dk = p + 375 + 60 + 768
+    assert pair.period(RATES[1]) == pytest.approx(dk + 768 + 150 + 250 / 3 + 60)
+    # what is sent waits for dV, and its way ends while dK is computed, until it takes longer
+    longest = dk - (p + 60 + 256 + 150) - 60
+    assert replace(pair, exchange=longest).period(RATES[1]) == pair.period(RATES[1])
+    later = replace(pair, exchange=longest + 100).period(RATES[1])
     assert later == pytest.approx(pair.period(RATES[1]) + 100)
     (folded,) = wide_launches(256, 256, cta_pair=True)
     assert (folded.shared, folded.tensor) == (600 * 1024, 2560)

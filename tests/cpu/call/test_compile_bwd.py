@@ -203,31 +203,25 @@ BLACKWELL = {
     **{
         f"pair-d{d}-{name}": VARIANTS[name] | {"head_dim": d, "head_dim_v": d_v}
         for d, d_v in ((192, 128), (256, 256))
-        for name in ("full", "window", "causal-more-queries", "seqused", "mask-aux")
+        for name in ("full", "window", "causal-more-queries", "seqused", "columns-1-causal-bits",
+                     "mask-aux")
     },
     **{
         f"pair-d{d}-{name}-in-order": VARIANTS[name]
         | {"head_dim": d, "head_dim_v": d_v, "deterministic": True}
         for d, d_v in ((128, 128), (192, 128), (256, 256))
-        for name in ("full", "window", "seqused")
+        for name in ("full", "window", "seqused", "dense-seqused", "varlen-causal", "columns-2",
+                     "common-keys-causal", "mask-aux", "columns-1-causal-bits")
     },
     **{
-        f"pair-d192-{name}-in-order": VARIANTS[name] | {"head_dim": 192, "deterministic": True}
-        for name in ("varlen-causal", "common-keys-causal", "mask-aux", "columns-1-causal-bits")
+        f"pair-d{d}-{name}": VARIANTS[name] | {"head_dim": d, "head_dim_v": d_v}
+        for d, d_v in ((128, 128), (192, 128), (256, 256))
+        for name in ("common-keys-causal", "dense-seqused")
     },
-    "pair-common-keys": VARIANTS["common-keys-causal"] | {"head_dim": 192},
 }  # fmt: skip
-# Bytes; the others have none. Of the launch for dK and dQ where scores are modified: the number of
-# the thread, stored once and loaded again where it is needed. More registers for a role, or fewer,
-# do not change that.
-BLACKWELL_SPILLS = dict.fromkeys(
-    ("d256-causal-columns-1-softcap", "d256-dv256-softcap", "d256-score"), 380
-)
-# And the address of shared memory, of pairs of CTAs where rows may be marked.
-BLACKWELL_SPILLS |= dict.fromkeys(
-    ("pair-causal-more-queries", "pair-columns-1-causal-bits", "pair-mask-aux"), 516
-)
-BLACKWELL_SPILLS |= dict.fromkeys(("pair-d256-causal-more-queries", "pair-d256-mask-aux"), 600)
+# Bytes; the others have none. The number of the warp, stored once and loaded again in nine places:
+# what claims work tiles for a pair takes uniform registers, beside lists and intervals in order.
+BLACKWELL_SPILLS = {"pair-d256-columns-1-causal-bits-in-order": 44}
 SECOND = (
     *("full", "causal", "window", "varlen-causal", "softcap"),
     *("d64", "d96", "d64-softcap-causal", "d96-softcap-causal"),

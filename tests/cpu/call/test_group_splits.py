@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import flash_mask_cute as fmc
 from flash_mask_cute.call.choose.config import BwdChoice, select_bwd_config
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.core.tile_order import heads_in_turn
 from flash_mask_cute.interface import _flash_attn_bwd
 
 SMS = 132
@@ -21,12 +24,11 @@ def split(
     heads_kv: int,
     *,
     dim: int = 128,
-    dim_v: int | None = None,
     is_causal: bool = True,
     left: int | None = None,
     wanted: int | None = None,
 ) -> BwdChoice:
-    dims = dim, dim if dim_v is None else dim_v
+    dims = dim, dim
     problem = AttentionProblem("bfloat16", *dims, is_causal=is_causal)
     shapes = FwdShapes(
         batch, seqlen, seqlen, batch * seqlen, batch * seqlen, heads_q, heads_kv, *dims
@@ -39,15 +41,19 @@ def split(
     ("call", "least"),
     [
         ((1, 4096, 8, 1), 8),
+        ((1, 8192, 8, 1), 4),
+        ((1, 16384, 8, 1), 4),
         ((1, 8192, 16, 2), 4),
         ((1, 4096, 28, 4), 7),
+        ((1, 4096, 32, 8), 1),
+        ((2, 8192, 32, 8), 1),
         ((16, 1024, 32, 8), 1),
         ((8, 2048, 16, 8), 1),
         ((1, 4096, 32, 32), 1),
     ],
 )
 def test_few_work_tiles_are_split(call: tuple[int, int, int, int], least: int) -> None:
-    """As measured (docs/facts/hopper_backward.md): where work tiles are many, 1 was fastest."""
+    """Where work tiles are many, or short ones are left for the end, no part is worth its sums."""
     choice = split(*call)
     splits = choice.group_splits
     assert splits == 1 if least == 1 else splits >= least
@@ -55,23 +61,43 @@ def test_few_work_tiles_are_split(call: tuple[int, int, int, int], least: int) -
     assert ("CTAs share the query heads" in choice.reason) is (splits > 1)
 
 
-@pytest.mark.parametrize(("dim", "splits"), [(136, 8), (160, 8), (192, 2), (256, 2)])
-def test_wide_heads_are_split_too(dim: int, splits: int) -> None:
-    """64 key blocks of one KV head, one wave of unequal walks. Pairs of CTAs are 66, and begin with
-    the longest walks."""
-    assert split(1, 8192, 8, 1, dim=dim).group_splits == splits
-
-
-@pytest.mark.parametrize("dims", [(192, 128), (160, 160), (136, 8)])
-def test_wide_heads_of_which_each_warpgroup_has_keys_are_split(dims: tuple[int, int]) -> None:
-    """Of one KV head of 8K, 64 work tiles would be for 132 SMs."""
-    choice = split(1, 8192, 8, 1, dim=dims[0], dim_v=dims[1])
-    assert choice.tiles.splits_keys and choice.tiles.splits_group and choice.group_splits >= 4
+@pytest.mark.parametrize("dim", [136, 160, 192, 256])
+def test_wide_heads_are_split_too(dim: int) -> None:
+    """64 key blocks of one KV head; in two parts, the longest walk would take all of the time."""
+    assert split(1, 8192, 8, 1, dim=dim).group_splits == 4
 
 
 def test_full_attention_wants_whole_waves() -> None:
     """32 key blocks of 8 heads: 4 parts are 128 of 132 SMs, 8 would be a second wave."""
     assert split(1, 4096, 8, 1, is_causal=False).group_splits == 4
+
+
+def longest(rows: list[list[int]], together: int, ctas: int) -> int:
+    """When the last CTA ends, if each takes the next work tile when it is done."""
+    busy = [0] * ctas
+    for first in range(0, len(rows), together):
+        for blocks in zip(*rows[first : first + together], strict=True):
+            for blocks_of_row in blocks:
+                heapq.heapreplace(busy, busy[0] + blocks_of_row)
+    return max(busy)
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks"), [(8, 32), (4, 64), (32, 16), (8, 32), (16, 64), (28, 16), (2, 128)]
+)
+def test_heads_in_turn_leave_no_tail(heads: int, blocks: int) -> None:
+    """Of causal walks, an SM more than the average is busy with at most a tenth, or with the
+    longest walk alone. One head after the other, that was up to 0.6."""
+    walks = [2 * (blocks - i) for i in range(blocks)]
+    together = heads_in_turn(blocks, heads, SMS, lambda x, y, z: y if x else z)
+    assert 1 < together <= heads
+    total = heads * sum(walks) / SMS
+    ends = longest([walks] * heads, together, SMS)
+    assert ends <= max(1.1 * total, 2 * blocks) and ends <= longest([walks] * heads, 1, SMS)
+
+
+def test_many_work_tiles_keep_their_order() -> None:
+    assert heads_in_turn(64, 64, SMS, lambda x, y, z: y if x else z) == 1
 
 
 def test_no_split_is_estimated_slower_than_none() -> None:

@@ -131,7 +131,9 @@ KINDS = {
     "backward-B-pair": Kind(9000, ((192, 128), (168, 104)), 300, 128, 256, 12, 10),
     "backward-B-folded-pair": Kind(9500, ((256, 256), (200, 208)), 300, 128, 128, 12, 10),
     "backward-A-ordered": Kind(7000, NARROW[:3], 300, 128, 128, 6, 6),
+    "backward-A-ordered-pair": Kind(7500, ((128, 128), (104, 128)), 300, 64, 256, 4, 4),
     "backward-B-ordered": Kind(8000, WIDE, 300, 64, 128, 6, 6),
+    "backward-B-ordered-pair": Kind(8500, ((192, 128), (256, 256)), 300, 64, 256, 4, 4),
 }
 DECODING = "forward-B-decoding"
 NEEDED = {name: kind.needed for name, kind in KINDS.items()} | {DECODING: 12}
@@ -146,9 +148,9 @@ def _longest(case: Case, side: str) -> int:
 def _cases(name: str, kind: Kind) -> Iterator[Case]:
     """Every fourth has any lengths, if not all draws of a kind need several blocks."""
     drawn = (_small(seed, kind.dims, kind.most) for seed in itertools.count(kind.first))
-    is_special = name.endswith(("pair", "ordered"))
-    if name == "backward-B-pair":
-        # wider tiles are no pair's
+    is_special = "pair" in name or "ordered" in name
+    if (192, 128) in kind.dims and name.startswith("backward") and "pair" in name:
+        # 192/192 is no pair's
         drawn = (case for case in drawn if case.strided != "fused_qkv")
     for i in range(kind.count):
         while True:
@@ -161,7 +163,7 @@ def _cases(name: str, kind: Kind) -> Iterator[Case]:
 
 def _draws() -> Iterator[Draw]:
     for name, kind in KINDS.items():
-        is_pair, is_ordered = name.endswith("pair"), name.endswith("ordered")
+        is_pair, is_ordered = name.endswith("pair"), "ordered" in name
         for i, drawn in enumerate(_cases(name, kind)):
             more: dict[str, Any] = {"config": PAIRS} if is_pair else {}
             if name.startswith("forward"):
@@ -170,9 +172,11 @@ def _draws() -> Iterator[Draw]:
             case = replace(drawn, pack_gqa=None)
             if is_pair:
                 case = replace(case, score_mod=None, softcap=0.0)
-                more = {"config": PAIRS | {"clears_dq": True}}
-            elif is_ordered or i % 3 == 0:
-                more = {"deterministic": True}
+                more = {"config": PAIRS | {"clears_dq": not is_ordered}}
+            elif is_ordered:
+                more = {"config": {"cta_pair": False}}
+            if is_ordered or (not is_pair and i % 3 == 0):
+                more = more | {"deterministic": True}
             yield Draw(name, i, case, more, is_ordered=is_ordered)
     for i in range(14):
         page_size = (None, 16, None, 128)[i % 4]
