@@ -58,6 +58,7 @@ CASES = (
         "grid",
         2,
     ),
+    (Case("grid-softcap", 1, 100, 129, 1, 1, head_dim=64, causal=True, softcap=12.0), "grid", 2),
     (Case("grid-d192", 1, 70, 140, 1, 1, head_dim=192, head_dim_v=64), "grid", 2),
     (Case("axial-d80", 1, 100, 150, 1, 1, head_dim=80, causal=True), "axial", 3),
     (
