@@ -31,6 +31,7 @@ from flash_mask_cute.call.choose.config import (
     select_bwd_config,
     select_fwd_config,
 )
+from flash_mask_cute.call.choose.difference_tables import DifferenceTables
 from flash_mask_cute.call.choose.shared_sums import SharedSums
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
@@ -39,6 +40,8 @@ from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.mask_prep.documents import compile_split
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, Form, MaskBitsProblem, compile_mask_bits
+from flash_mask_cute.mods.read_classes import SummedBy, SummedDifference
+from flash_mask_cute.mods.traits import difference_reads
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
@@ -66,6 +69,12 @@ def adds_pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> 
     return score + aux_tensors[0][h[0], q[0], k[0]]
 
 
+def adds_rows(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    """Of the distance in the columns of a grid."""
+    distance = (q[0] - q[0] // 90 * 90) - (k[0] - k[0] // 90 * 90)
+    return score + aux_tensors[0][h[0], abs(distance)]
+
+
 @dataclass(frozen=True)
 class AttentionVariant:
     """An attention kernel.
@@ -73,7 +82,8 @@ class AttentionVariant:
     problem: without the keys of its callables, which mods has. window: how many keys a query sees
     at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
     a backward whose groups of heads are split over CTAs. cta_pair: of a backward, if not as the
-    table has it. decode_rows: as in `CallFacts`.
+    table has it. decode_rows: as in `CallFacts`. summed_by: who sums the gradient of what a
+    score_mod reads by a difference, which has a table.
     """
 
     problem: AttentionProblem
@@ -86,6 +96,7 @@ class AttentionVariant:
     cta_pair: bool | None = None
     decode_rows: int | None = None
     selected_block: int = 0
+    summed_by: SummedBy | None = None
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,8 @@ def compile_variant(name: str) -> Built:
     target = Target.named(variant.arch)
     if isinstance(variant, PreparingVariant):
         return Built(variant.build(target), {})
-    mods = variant.mods._asdict()
-    keys: dict[str, Any] = {kind: callable_key(mod) for kind, mod in mods.items() if mod}
+    given = variant.mods._asdict()
+    keys: dict[str, Any] = {kind: callable_key(mod) for kind, mod in given.items() if mod}
     problem = replace(variant.problem, **keys)
     dims = problem.head_dim, problem.head_dim_v
     if variant.is_backward:
@@ -139,7 +150,10 @@ def compile_variant(name: str) -> Built:
         )
         if variant.splits_group:
             choice = replace(choice, tiles=replace(choice.tiles, splits_group=True))
-        compiled = build_bwd(problem, choice, target, variant.mods)
+        mods = variant.mods
+        if variant.summed_by is not None:
+            problem, mods = _with_sums(problem, mods, variant.summed_by)
+        compiled = build_bwd(problem, choice, target, mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
     tiles = select_fwd_config(
@@ -152,6 +166,20 @@ def compile_variant(name: str) -> Built:
     ).tiles
     fields = tiles.arguments(arch_spec(target).forward)
     return Built(build_fwd(problem, tiles, target, variant.mods), fields)
+
+
+def _with_sums(
+    problem: AttentionProblem, mods: Mods, by: SummedBy
+) -> tuple[AttentionProblem, Mods]:
+    """With a table of the only read of a score_mod, and sums of its gradient by difference."""
+    from flash_mask_cute.mods.difference_reads import ModWithTables
+
+    assert mods.score_mod is not None
+    reads = difference_reads(mods.score_mod, problem)
+    summed = tuple(SummedDifference(read, 256, by) for read in reads)
+    tables = DifferenceTables(reads, ((1, HEADS, 256),) * len(reads), ("float32",), summed)
+    reading = ModWithTables(mods.score_mod, len(problem.aux), reads, summed)
+    return replace(problem, **tables.problem_fields()), mods._replace(score_mod=reading)
 
 
 # -- attention ----------------------------------------------------------------------------------
@@ -283,6 +311,9 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
+    for by in (SummedBy.TURNS, SummedBy.MASKS):
+        differs = _backward(_variant(128, Mods(score_mod=adds_rows)), **learned)
+        yield f"bwd-d128-learned_rows-{by.value}", replace(differs, summed_by=by)
 
 
 def _blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:

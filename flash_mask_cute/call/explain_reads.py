@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.choose.shared_sums import SharedSums, choose_shared_sums
-from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, TensorReads
+from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, SummedBy, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 
 # What a gradient costs, by the class of its tensor. Additions to one element wait for each other.
@@ -24,9 +24,13 @@ _COST_OF_DIAGONALS = (
     "an addition to memory for each distance in 16 keys and 16 to 64 queries, fewer if neighbours "
     "agree"
 )
-_COST_BY_DIFFERENCE = (
-    "sums in shared memory, and an addition to memory for each difference, 16 keys and head"
-)
+_BY_DIFFERENCE = "sums in shared memory, and an addition to memory for each difference, "
+_COSTS_BY_DIFFERENCE = {
+    SummedBy.SCORES: _BY_DIFFERENCE + "16 keys and head",
+    SummedBy.LINES: _BY_DIFFERENCE + "16 keys and head",
+    SummedBy.MASKS: _BY_DIFFERENCE + "64 keys and head",
+    SummedBy.TURNS: _BY_DIFFERENCE + "head and warp, of ten that sum for 128 keys",
+}
 _COSTS = {
     ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
     ReadClass.KEY: "an addition to memory for each 8 queries and a key",
@@ -95,8 +99,9 @@ def _reads_of(
             sizes = " and ".join(str(size) for size in sorted({cut.size for cut in reads.cuts}))
             between = f", between multiples of {sizes}" if sizes else ""
             costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS + between}
-    if run.tables is not None and any(x.read.tensor == number for x in run.tables.summed):
-        costs = costs | {ReadClass.DIFFERENCE: _COST_BY_DIFFERENCE}
+    for summed in () if run.tables is None else run.tables.summed:
+        if summed.read.tensor == number:
+            costs = costs | {ReadClass.DIFFERENCE: _COSTS_BY_DIFFERENCE[summed.by]}
     cost = costs[reads.read_class]
     if shared is not None and number in shared.numbers:
         cost = "a kernel that computes scores again, "

@@ -166,7 +166,7 @@ class AttentionProblem:
     token_lists: int = 0
     masks_by_head: bool = False
     tables: tuple[str, ...] = ()
-    summed: tuple[tuple[int, int], ...] = ()
+    summed: tuple[tuple[int, int, str], ...] = ()
     own_lists: bool = False
 
     def has(self, name: str) -> bool:

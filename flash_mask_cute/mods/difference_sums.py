@@ -1,16 +1,16 @@
-"""Gradients of elements that few differences determine: sums of each warp in shared memory.
+"""Gradients of elements that few differences determine: sums of a warp in shared memory.
 
 Along a diagonal of scores between two cuts (`line_sums.py`), the difference is the same. Added to
 memory, the sums of two lines often are for one element, and such additions wait for each other. So
 a warp adds them up by difference, in shared memory of its own, until the walk turns to another
 head, and at the end of the walk. Then the elements of the differences are found, and the sums are
-added to memory: a few hundred additions for a walk.
+added to memory: a few hundred additions for a walk. Who sums is a choice (`SummedBy`).
 
 Where cuts are too many, as in small windows, a warp adds each score, those of a column at once:
 they are of one query and of different keys. So the order of all additions is fixed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,43 +20,61 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.difference_reads import ModWithTables, coordinates_of_difference
-from flash_mask_cute.mods.read_classes import DifferenceRead, ModReads
+from flash_mask_cute.mods.read_classes import (
+    MARGIN,
+    ROWS_APART,
+    DifferenceRead,
+    ModReads,
+    SummedBy,
+    SummedDifference,
+)
 
 NO_HEAD = -1
 
 
 class SummedRead(NamedTuple):
     """A read that is summed by difference. number: of the tensor. factor: the derivative by the
-    element. first, middle: of its sums, the first one, and that of the difference 0. by_score: as
-    in `SummedDifference`."""
+    element. start: of its sums in a warp's memory, the place of the least difference. rows: how
+    many sums a difference has, a stride apart."""
 
     number: int
     factor: float
-    read: DifferenceRead
-    first: int
-    middle: int
-    end: int
-    by_score: bool
+    summed: SummedDifference
+    start: int
+    rows: int
 
     @property
-    def is_of_rectangle(self) -> bool:
-        """Whether the difference is the same between cuts, not only along diagonals."""
-        return all(x.divisor != 1 for x in self.read.terms)
+    def read(self) -> DifferenceRead:
+        return self.summed.read
+
+    @property
+    def middle(self) -> int:
+        """The place of the difference 0."""
+        return self.start + self.summed.size // 2
 
 
-def summed_reads(score_mod: Any, reads: ModReads) -> tuple[SummedRead, ...]:
-    """Those that the plan has chosen. reads: all of the wanted tensors."""
+def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[SummedRead, ...]:
+    """Those that the plan has chosen for mask warps, or for MMA warps. reads: all of the wanted
+    tensors."""
     if not isinstance(score_mod, ModWithTables):
         return ()
     found, first = [], 0
     for number, tensor in reads.tensors.items():
         own = [x for x in score_mod.summed if x.read.tensor == number]
-        for (read, size, by_score), factor in zip(own, tensor.factors, strict=bool(own)):
+        for summed, factor in zip(own, tensor.factors, strict=bool(own)):
             assert factor.constant is not None, "the plan has chosen constant factors"
-            place = first, first + size // 2, first + size
-            found.append(SummedRead(number, factor.constant, read, *place, by_score))
-            first += size
+            words = summed.mask_words if of_masks else summed.mma_words
+            if words > 0:
+                rows = ROWS_APART if words > summed.size else 1
+                start = first + (MARGIN if rows > 1 else 0)
+                found.append(SummedRead(number, factor.constant, summed, start, rows))
+                first += words
     return tuple(found)
+
+
+def is_mma_turn(block: Int32) -> Boolean:
+    """Whether MMA warps sum a query block, if mask warps take turns with them."""
+    return block % 2 == 0
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:
@@ -98,9 +116,14 @@ class DifferenceSums:
         found.clear()
         return found
 
+    @property
+    def takes_turns(self) -> bool:
+        return any(read.summed.by is SummedBy.TURNS for read in self.reads)
+
     @cute.jit
     def clear(self) -> None:
-        for at in cutlass.range(cute.arch.lane_idx(), self.reads[-1].end, cute.arch.WARP_SIZE):
+        words = cute.size(self.sums)
+        for at in cutlass.range(cute.arch.lane_idx(), words, cute.arch.WARP_SIZE):
             self.sums[at] = Float32(0.0)
 
     @cute.jit
@@ -112,41 +135,50 @@ class DifferenceSums:
     ) -> None:
         """Add sums of lines to read i. lines: of this lane, a sum, and a query and a key on the
         line, any if the sum is 0. corner: a query and a key of the rectangle that lines are of."""
-        summed = self.reads[i]
-        cute.arch.sync_warp()
-        if cutlass.const_expr(summed.is_of_rectangle):
+        read = self.reads[i]
+        if cutlass.const_expr(read.summed.step == 0):
             total = Float32(0.0)
             for value, _, _ in lines:
                 total = total + value
             total = cute.arch.warp_reduction_sum(total)
-            is_first = cute.arch.lane_idx() == 0
-            self._add(i, is_first & (total != 0.0), total, *corner)
+            self.add_one(i, total, difference_at(read.read, *corner))
         else:
+            cute.arch.sync_warp()
             # differences of a lane's lines differ, so its sums are read before any is written
             ways = [
-                cutlass.select_(value != 0.0, self._place_of(i, q_idx, k_idx), Int32(summed.first))
+                cutlass.select_(
+                    value != 0.0,
+                    read.middle + difference_at(read.read, q_idx, k_idx),
+                    Int32(read.start),
+                )
                 for value, q_idx, k_idx in lines
             ]
             before = [self.sums[at] for at in ways]
             for (value, _, _), at, known in zip(lines, ways, before, strict=True):
                 if value != 0.0:
-                    self.sums[at] = known + value * summed.factor
+                    self.sums[at] = known + value
 
-    def _place_of(self, i: int, q_idx: Int32, k_idx: Int32) -> Int32:
-        return self.reads[i].middle + difference_at(self.reads[i].read, q_idx, k_idx)
+    def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
+        """Add sums of neighbouring diagonals, of which each lane has its own, to read i of a mask
+        warp. difference: of the first one; the others are of the keys behind. row: of this lane, of
+        queries, by which its diagonals are farther. What is outside has the sum 0."""
+        read = self.reads[i]
+        first = read.middle + difference + row % ROWS_APART * read.summed.stride
+        for start in range(0, len(values), ROWS_APART):
+            # so many of each lane with the same sums are of different diagonals
+            places = [first + (start + c) * read.summed.step for c in range(ROWS_APART)]
+            cute.arch.sync_warp()
+            before = [self.sums[at] for at in places]
+            for at, value, known in zip(places, values[start:], before, strict=False):
+                self.sums[at] = known + value
 
     @cute.jit
-    def _add(
-        self,
-        i: cutlass.Constexpr[int],
-        condition: Boolean,
-        value: Float32,
-        q_idx: Int32,
-        k_idx: Int32,
-    ) -> None:
-        if condition:
-            at = self._place_of(i, q_idx, k_idx)
-            self.sums[at] = self.sums[at] + value * self.reads[i].factor
+    def add_one(self, i: cutlass.Constexpr[int], value: Float32, difference: Int32) -> None:
+        """Add the first lane's value to the sum of a difference of read i."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            at = self.reads[i].middle + difference
+            self.sums[at] = self.sums[at] + value
 
     @cute.jit
     def add_column(
@@ -158,8 +190,8 @@ class DifferenceSums:
         """Add gradients of scores to read i, one column after another. scores: of this lane, in one
         column; a gradient, the query and the key, any if the gradient is 0. lanes_per_row: columns
         of a warp."""
-        summed, lane = self.reads[i], cute.arch.lane_idx()
-        places = [summed.middle + difference_at(summed.read, q, k) for _, q, k in scores]
+        read, lane = self.reads[i], cute.arch.lane_idx()
+        places = [read.middle + difference_at(read.read, q, k) for _, q, k in scores]
         for column in cutlass.range_constexpr(lanes_per_row):
             cute.arch.sync_warp()
             if lane % lanes_per_row == column:
@@ -167,7 +199,7 @@ class DifferenceSums:
                 before = [self.sums[at] for at in places]
                 for (value, _, _), at, known in zip(scores, places, before, strict=True):
                     if value != 0.0:
-                        self.sums[at] = known + value * summed.factor
+                        self.sums[at] = known + value
 
     @cute.jit
     def send(self, batch_idx: Int32) -> None:
@@ -177,9 +209,13 @@ class DifferenceSums:
         if head_idx != NO_HEAD:
             for i in cutlass.range_constexpr(len(self.reads)):
                 lane = cute.arch.lane_idx()
-                first, end = self.reads[i].first + lane, self.reads[i].end
-                for at in cutlass.range(first, end, cute.arch.WARP_SIZE, unroll=1):
+                stride, start = self.reads[i].summed.stride, self.reads[i].start
+                for at in cutlass.range(
+                    start + lane, start + self.reads[i].summed.size, cute.arch.WARP_SIZE, unroll=1
+                ):
                     total = self.sums[at]
+                    for row in cutlass.range_constexpr(1, self.reads[i].rows):
+                        total = total + self.sums[at + row * stride]
                     if total != 0.0:
                         coordinates = coordinates_of_difference(
                             self.func, self.reads[i].read.number, batch_idx, head_idx,
@@ -187,6 +223,8 @@ class DifferenceSums:
                         )  # fmt: skip
                         target = self.targets[i]
                         offset = offset_in(target, coordinates)
+                        total = total * self.reads[i].factor
                         add_to_memory(Boolean(True), target, offset, total)
-                        self.sums[at] = Float32(0.0)
+                    for row in cutlass.range_constexpr(self.reads[i].rows):
+                        self.sums[at + row * stride] = Float32(0.0)
         cute.arch.sync_warp()

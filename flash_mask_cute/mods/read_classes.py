@@ -187,13 +187,59 @@ class DifferenceRead(NamedTuple):
         return all(x.divisor == 1 and abs(x.factor) == 1 for x in self.terms)
 
 
-class SummedDifference(NamedTuple):
-    """A read whose gradient each warp sums by difference in shared memory.
+# In a mask warp: how many neighbouring rows of scores have sums along diagonals of their own; and
+# how far behind the last difference, or before the first one, it may add 0.
+ROWS_APART, MARGIN = 4, 40
 
-    size: of its sums, that of the difference 0 in the middle. by_score: scores of different keys
-    and one query have different differences; otherwise by diagonals between cuts.
+
+class SummedBy(Enum):
+    """Who sums gradients by difference in shared memory, each warp its own.
+
+    SCORES: MMA warps, score by score: those of different keys and one query have different
+    differences. LINES: MMA warps, along diagonals between cuts. MASKS: mask warps, which do that
+    from dS in shared memory. TURNS: MMA warps in one query block, and mask warps in the next one.
     """
+
+    SCORES = "scores"
+    LINES = "lines"
+    MASKS = "masks"
+    TURNS = "turns"
+
+    @property
+    def has_mma_warps(self) -> bool:
+        return self is not SummedBy.MASKS
+
+    @property
+    def has_mask_warps(self) -> bool:
+        return self in (SummedBy.MASKS, SummedBy.TURNS)
+
+
+class SummedDifference(NamedTuple):
+    """A read whose gradient warps sum by difference in shared memory. size: of the sums, that of
+    the difference 0 in the middle."""
 
     read: DifferenceRead
     size: int
-    by_score: bool
+    by: SummedBy
+
+    @property
+    def step(self) -> int:
+        """By how much the difference grows from a key to the next one between cuts; 0: there it is
+        the same everywhere."""
+        return sum(x.factor for x in self.read.terms if x.is_key and x.divisor == 1)
+
+    @property
+    def stride(self) -> int:
+        """In a mask warp, from one row's sums to the next one's, in other banks."""
+        return self.size + 2 * MARGIN + 2
+
+    @property
+    def mma_words(self) -> int:
+        """Of shared memory, in each MMA warp."""
+        return self.size if self.by.has_mma_warps else 0
+
+    @property
+    def mask_words(self) -> int:
+        """Of shared memory, in each mask warp."""
+        words = self.size if self.step == 0 else ROWS_APART * self.stride
+        return words if self.by.has_mask_warps else 0

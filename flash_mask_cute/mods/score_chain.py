@@ -19,6 +19,7 @@ from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.mods.difference_sums import DifferenceSums
 from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
+from flash_mask_cute.mods.read_classes import SummedBy
 from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 
 
@@ -83,7 +84,9 @@ class ScoreChain:
     by difference. once: tensors of which a batch entry's scores each read another element. groups:
     of reads that are summed along lines. listed: where blocks have listed queries; head_idx is then
     a group of heads, and nothing is summed over a walk or along lines. of_grads: all gradients of
-    aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`).
+    aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`). is_exact:
+    dS must not be made of a P in 16 bits, because others sum it. takes_lines: these warps sum
+    between cuts in a block, where others take turns (`SummedBy.TURNS`).
     """
 
     scales: ScoreScales
@@ -104,6 +107,8 @@ class ScoreChain:
     lines: cutlass.Constexpr[Lines | None] = None
     once: cutlass.Constexpr[tuple[int, ...]] = ()
     listed: ListedQueries | None = None
+    is_exact: cutlass.Constexpr[bool] = False
+    takes_lines: Boolean | None = None
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
         """The chain of a block of listed queries."""
@@ -113,7 +118,7 @@ class ScoreChain:
     def by_parts(self) -> bool:
         """Whether gradients of aux tensors need each score beside its dP, for one part of the
         columns after another (`apply_to_both`)."""
-        return bool(self.wants_aux) and not self.of_grads
+        return self.is_exact or (bool(self.wants_aux) and not self.of_grads)
 
     @property
     def is_empty(self) -> bool:
@@ -435,6 +440,8 @@ class ScoreChain:
         end_q = q_idx + cute.size(grads, mode=[1]) * self.elements.lanes_per_row
         end_q = cutlass.min(end_q, work.seqlen_q)
         end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
+        if const_expr(self.takes_lines is not None):
+            end_k = cutlass.select_(self.takes_lines, end_k, k_idx)
         while k_idx < end_k:
             next_k = next_cut(group.cuts, True, k_idx, end_k)
             last_k = next_k
@@ -533,7 +540,7 @@ class ScoreChain:
             return
         numbers = {read.number for read in group.reads if group.cuts}
         for i, summed in enumerate(self.by_difference.reads):
-            if summed.number in numbers and not summed.by_score:
+            if summed.number in numbers and summed.summed.by is not SummedBy.SCORES:
                 self.by_difference.add(i, lines, corner)
 
     @property
@@ -541,7 +548,8 @@ class ScoreChain:
         """The numbers of the tensors whose gradients are summed by difference score by score."""
         if self.by_difference is None:
             return ()
-        return tuple(x.number for x in self.by_difference.reads if x.by_score)
+        reads = self.by_difference.reads
+        return tuple(x.number for x in reads if x.summed.by is SummedBy.SCORES)
 
     def _add_scores(
         self, block: tuple[Work, Int32, Int32], first_col: int, grads: cute.Tensor
@@ -561,7 +569,7 @@ class ScoreChain:
         # a warp may have none, of the last keys
         if cute.arch.vote_any_sync(is_any):
             for i in cutlass.range_constexpr(len(self.by_difference.reads)):
-                if const_expr(self.by_difference.reads[i].by_score):
+                if const_expr(self.by_difference.reads[i].number in self._summed_by_score):
                     for c in cutlass.range_constexpr(cute.size(grads, mode=[1])):
                         scores = tuple(
                             (grads[r, c], *place(r, first_col + c)[2:])

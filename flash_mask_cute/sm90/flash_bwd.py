@@ -79,10 +79,11 @@ from flash_mask_cute.rules.mask_rules import (
     WindowArgs,
     check_given,
 )
-from flash_mask_cute.rules.mask_warps import make_mask_bits, send_walks
+from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
+from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
@@ -190,6 +191,7 @@ class FlashAttentionBackwardSm90:
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
+        summed = getattr(score_mod, "summed", ())
         self.traits = BwdTraits(
             dtype,
             head_dim,
@@ -204,7 +206,8 @@ class FlashAttentionBackwardSm90:
             packed_heads=packed_heads,
             group_size=group_size,
             shares_tile=shares_tile,
-            sums_of_warp=sum(x.size for x in getattr(score_mod, "summed", ())),
+            sums_of_warp=sum(x.mma_words for x in summed),
+            sums_of_mask_warp=sum(x.mask_words for x in summed),
             own_lists=own_lists,
         )
         if own_lists and not (mask_mod is score_mod is None):
@@ -432,15 +435,14 @@ class FlashAttentionBackwardSm90:
                 )
                 rules = self._rules(masks, lengths, group, token_lists)
                 any_bits = tiles.any_bits if passes_over else None
-                make_mask_bits(
-                    rules,
-                    warp_rows,
-                    tiles.bits,
-                    channels.bits,
-                    channels.ring,
-                    channels.walk,
-                    any_bits,
-                )
+                bits = rules, warp_rows, tiles.bits, channels.bits
+                if const_expr(traits.sums_of_mask_warp > 0):
+                    score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
+                    make_bits = partial(make_block_bits, *bits, any_bits)
+                    diagonals = diagonal_sums(self, tiles, channels, score_args)
+                    make_bits_and_sums(make_bits, diagonals, channels)
+                else:
+                    make_mask_bits(*bits, channels.ring, channels.walk, any_bits)
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
             score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
@@ -545,6 +547,7 @@ class FlashAttentionBackwardSm90:
                 scale(acc, softmax_scale)
             # they are sent from where dS of the last block is
             scores.acquire_grads(block)
+            scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_tokens
             if const_expr(self.splits_group and traits.shares_keys):
@@ -638,6 +641,7 @@ class FlashAttentionBackwardSm90:
             scores.tell_ready(block, state.cut)
         # -- both warpgroups have dS: dQ and dK begin
         sync_both()
+        scores.publish_grads(block)
         products.send_grads(block)
         stage_dQ = partial(stage_dq, traits, tiles, channels.dq, block)
         groups = tuple(Int32(group) for group in range(traits.key_groups))

@@ -29,12 +29,25 @@ class BwdScoreArgs(NamedTuple):
     aux_tensors: Any
     aux_grads: tuple | None
 
+    def of(self, wants_aux: tuple[int, ...], wanted: tuple[int, ...]) -> "BwdScoreArgs":
+        """With the sums of some of the wanted tensors only."""
+        assert self.aux_grads is not None
+        pairs = zip(wants_aux, self.aux_grads, strict=True)
+        return self._replace(aux_grads=tuple(x for i, x in pairs if i in wanted))
+
 
 def make_chain(
     kernel: Any, score_args: BwdScoreArgs, lengths: Lengths, sums: cute.Tensor | None
 ) -> ScoreChain:
     """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `Tiles.sums`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
+    reads, others = None, set()
+    if wants_aux:
+        reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, wants_aux)
+        others = {x.number for x in summed_reads(kernel.score_mod, reads, of_masks=True)}
+        others -= {x.number for x in summed_reads(kernel.score_mod, reads, of_masks=False)}
+        wants_aux = tuple(i for i in wants_aux if i not in others)
+        score_args = score_args.of(kernel.wants_aux, wants_aux)
     chain = ScoreChain(
         *score_args,
         wants_aux,
@@ -45,12 +58,13 @@ def make_chain(
         wgmma.ELEMENTS,
         traits.first_key(),
         Int32(0),
+        is_exact=bool(others) and traits.shares_keys,
     )
     if traits.tells_queries:
         chain = replace(chain, listed=ListedQueries(traits.packed_heads, traits.group_size))
     if not wants_aux:
         return chain
-    reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, wants_aux)
+    reads = reads._replace(tensors={i: reads.tensors[i] for i in wants_aux})
     # warpgroups that share keys have dS of a P in 16 bits only
     is_exact = not traits.shares_keys and score_args.scales.cap is None
     # sums over a walk end with a head; keys in common have a head's queries of each sequence, and
@@ -60,7 +74,8 @@ def make_chain(
     has_diagonals = lengths.q_start is None
     by_difference = None
     if sums is not None and has_heads and has_diagonals:
-        by_difference = _sums_by_difference(kernel, score_args, reads, sums)
+        targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
+        by_difference = _sums_by_difference(kernel, score_args, reads, targets, sums)
     summed = {x.number for x in by_difference.reads} if by_difference is not None else ()
     are_easy = all(
         i in summed or (x.is_easy and (has_diagonals or not x.is_diagonal))
@@ -85,19 +100,22 @@ def make_chain(
     )
 
 
+def words_of_warp(sums: cute.Tensor, start: int, warp: Int32, words: int) -> cute.Tensor:
+    """Those of a warp in `Tiles.sums`. start: of the words of warps of its kind."""
+    return cute.make_tensor(sums.iterator + (start + warp * words), cute.make_layout(words))
+
+
 def _sums_by_difference(
-    kernel: Any, score_args: BwdScoreArgs, reads: ModReads, sums: cute.Tensor
+    kernel: Any, score_args: BwdScoreArgs, reads: ModReads, targets: dict, sums: cute.Tensor
 ) -> DifferenceSums | None:
-    summed = summed_reads(kernel.score_mod, reads)
+    summed = summed_reads(kernel.score_mod, reads, of_masks=False)
     if not summed:
         return None
-    assert score_args.aux_grads is not None
-    targets = dict(zip(kernel.wants_aux, score_args.aux_grads, strict=True))
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
     return DifferenceSums.create(
         kernel.score_mod,
         summed,
         score_args.aux_tensors,
         tuple(targets[x.number] for x in summed),
-        sums[None, warp],
+        words_of_warp(sums, 0, warp, kernel.traits.sums_of_warp),
     )

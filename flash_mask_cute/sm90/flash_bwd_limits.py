@@ -3,6 +3,7 @@
 from typing import Any
 
 from flash_mask_cute.core.cta import SMEM_CAPACITY
+from flash_mask_cute.core.row_blocks import sums_in_turn
 from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_tokens
 
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
@@ -17,6 +18,13 @@ MAX_DIM = 256
 # columns of dK and dV together of which a thread has registers for all, if S and dP are computed in
 # halves of a block's queries
 MAX_SPLIT_COLS = 320
+
+
+def may_loop_over_scores(cols: int) -> bool:
+    """Whether MMA warps may have a loop over gradients of scores at run time, by the columns of
+    queries: where dQ is summed in turn, S and dP would be copied for it while their products are
+    in flight."""
+    return not sums_in_turn(cols, 1)
 
 
 def why_infeasible(traits: Any) -> str | None:

@@ -160,6 +160,7 @@ def pass_over(tiles: Tiles, channels: Channels, scores: BlockScores, block: Int3
     channels.do.wait(block)
     channels.do.release(block)
     scores.discard_bits(cut)
+    scores.publish_nothing(block)
     traits = scores.traits
     if const_expr(traits.columns.in_turn):
         if traits.sums_dq(block):

@@ -20,7 +20,7 @@ they are wanted, the first warpgroup computes both products and the second one o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -41,6 +41,7 @@ from flash_mask_cute.core.score_gradients import (
 )
 from flash_mask_cute.core.walk_ring import OWNERS_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.difference_sums import is_mma_turn
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
@@ -159,7 +160,7 @@ class BlockScores:
         lengths: Lengths,
         passes_over: bool,
     ) -> "BlockScores":
-        num_parts = traits.num_score_parts(len(chain.wants_aux) if chain.by_parts else 0)
+        num_parts = traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
         # sums of gradients that are kept beside S would not fit the registers
         splits_scores = traits.splits_keys or chain.keeps_grads
         mma = traits.mma_scores()
@@ -192,7 +193,7 @@ class BlockScores:
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return bool(self.chain.wants_aux)
+        return self.chain.by_parts or bool(self.chain.wants_aux)
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -207,6 +208,8 @@ class BlockScores:
         No products may be in flight before. Afterwards dO has arrived, and dQ may read dS after
         `sync_both`. sums: dV and dK, which are added to meanwhile if there are halves.
         """
+        # early, where registers are free
+        self.acquire_summed(state.block)
         if self.traits.shares_keys:
             self._compute_in_turn(kind, state)
             self.channels.do.wait(state.block)
@@ -314,6 +317,21 @@ class BlockScores:
         for channel in (self.channels.grads, self.channels.ds):
             if channel is not None:
                 channel.acquire(block)
+
+    def acquire_summed(self, block: Int32) -> None:
+        """Wait until mask warps have summed what lies in the place of dS of a block."""
+        if self.channels.summed is not None:
+            self.channels.summed.acquire(block)
+
+    def publish_grads(self, block: Int32) -> None:
+        """Let the mask warps sum dS of a block, which both warpgroups have written."""
+        if self.channels.summed is not None:
+            self.channels.summed.publish(block)
+
+    def publish_nothing(self, block: Int32) -> None:
+        """`publish_grads` of a block without dS."""
+        self.acquire_summed(block)
+        self.publish_grads(block)
 
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""
@@ -431,6 +449,7 @@ class BlockScores:
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
         if chain.wants_aux:
+            chain = self._chain_of(state.block)
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -571,6 +590,8 @@ class BlockScores:
 
     def _chain_of(self, block: Int32) -> ScoreChain:
         """The chain of a query block."""
+        if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
+            return replace(self.chain, takes_lines=is_mma_turn(block))
         if not self.traits.tells_queries:
             return self.chain
         words = self.tiles.words[None, self.channels.q.index(block)].iterator + QUERY_WORDS

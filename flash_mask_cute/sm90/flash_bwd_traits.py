@@ -78,6 +78,7 @@ class Channels(NamedTuple):
     dq: Channel
     bits: Channel
     ds: Channel | None
+    summed: Channel | None
     ring: WorkRing
     walk: WalkRing
     grads: PeerGrads | None
@@ -91,7 +92,7 @@ class Tiles(NamedTuple):
     sums of a part. stats: `core.row_blocks.stats_words`, words: `query_words`, of a query block.
     bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
     used alternately: whether the bits of the next block had arrived when both warpgroups met in a
-    block. sums: of reads by difference, of each warp.
+    block. sums: of reads by difference, of each warp that sums.
     """
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
@@ -108,7 +109,7 @@ class Tiles(NamedTuple):
     bits: cute.Tensor  # (4 words, tile_n)
     any_bits: cute.Tensor  # (tile_n / 32,)
     ready: cute.Tensor  # (2,)
-    sums: cute.Tensor | None  # (sums_of_warp, warps)
+    sums: cute.Tensor | None  # (sums_words,)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class BwdTraits(ListedQueryTraits):
     nothing modifies the scores; the products of dO with these read half as much shared memory.
 
     has_reference: the statistics of a query have a third number, for scores of any magnitude.
-    sums_of_warp: of gradients of aux tensors by difference.
+    sums_of_warp, sums_of_mask_warp: words of an MMA warp, and of a mask warp, for sums of gradients
+    of aux tensors by difference; mask warps sum dS in shared memory (`flash_bwd_diagonals`).
     cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
     each. P then takes the way of dS, which has only one place, so nothing may modify scores.
     splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
@@ -151,6 +153,7 @@ class BwdTraits(ListedQueryTraits):
     has_marks: bool = False
     has_reference: bool = False
     sums_of_warp: int = 0
+    sums_of_mask_warp: int = 0
     own_warpgroup: int | None = None
     packed_heads: int = 1
     group_size: int = 0
@@ -390,8 +393,9 @@ class BwdTraits(ListedQueryTraits):
 
     @property
     def sums_words(self) -> int:
-        """fp32 sums by difference, of all warps."""
-        return self.sums_of_warp * self.num_mma_warps
+        """fp32 sums by difference, of all MMA warps and then of all mask warps."""
+        of_masks = self.sums_of_mask_warp * self.num_mask_warps
+        return self.sums_of_warp * self.num_mma_warps + of_masks
 
     @property
     def smem_bytes(self) -> int:
@@ -592,6 +596,9 @@ class BwdTraits(ListedQueryTraits):
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
             dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
+            summed_barriers: cute.struct.MemRange[
+                cutlass.Int64, 2 * self.ds_stages if self.sums_of_mask_warp > 0 else 0
+            ]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
@@ -605,8 +612,7 @@ class BwdTraits(ListedQueryTraits):
 
     def tiles(self, storage: Any) -> Tiles:
         """The tensors in a CTA's `storage`."""
-
-        tensor = partial(swizzled, dtype=self.dtype)
+        tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_words > 0
         return Tiles(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
@@ -622,12 +628,8 @@ class BwdTraits(ListedQueryTraits):
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(self.tile_n // WORD)),
             ready=storage.ready.get_tensor(cute.make_layout(2)),
-            sums=None if self.sums_of_warp == 0 else self._sums(storage),
+            sums=storage.sums.get_tensor(cute.make_layout(self.sums_words)) if summed else None,
         )
-
-    def _sums(self, storage: Any) -> cute.Tensor:
-        shape = self.sums_of_warp, self.num_mma_warps
-        return storage.sums.get_tensor(cute.make_layout(shape))
 
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
@@ -637,8 +639,7 @@ class BwdTraits(ListedQueryTraits):
         predecessors: see `WalkRing`.
         """
         mma_warps = self.num_mma_warps
-        # the load warp arrives with the bytes that TMA brings
-        loads = 1
+        loads = 1  # the load warp, with the bytes that TMA brings
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         work_fields, tokens = lengths.work_fields, None
@@ -655,6 +656,8 @@ class BwdTraits(ListedQueryTraits):
             chunk_fields=(*lengths.chunk_fields, *own_fields), tokens=tokens,
         )  # fmt: skip
 
+        of_sums = storage.summed_barriers, self.ds_stages, mma_warps, self.num_mask_warps
+
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
@@ -665,6 +668,7 @@ class BwdTraits(ListedQueryTraits):
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             # only its place is waited for: that dS is there, `Barrier.BOTH` tells
             ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,
+            summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,

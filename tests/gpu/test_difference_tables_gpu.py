@@ -33,6 +33,8 @@ CASES = (
     (Case("swin-windows", 15, 144, 144, 4, 4, head_dim=32), "swin", 0, 1),
     (Case("swin-gqa2-d64", 15, 100, 140, 8, 4, head_dim=64, causal=True), "swin", 0, 1),
     (Case("grid-d192", 2, 1000, 1000, 4, 2, head_dim=192, head_dim_v=64), "grid", 2, 2),
+    (Case("grid-d80", 2, 1000, 1000, 4, 2, head_dim=80, causal=True), "grid", 2, 2),
+    (Case("grid-softcap", 2, 1000, 1000, 4, 2, head_dim=128, softcap=20.0), "grid", 2, 2),
 )  # fmt: skip
 cases = pytest.mark.parametrize(
     ("case", "name", "tables", "summed"), CASES, ids=lambda x: getattr(x, "id", None)

@@ -27,10 +27,11 @@ ARCH = ACTIVE_ARCH
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
-SUMMED = ("grid", "swin")
+SUMMED = ("axial", "grid", "grid_and_slopes", "swin")
 IS_ORDERED = ACTIVE_ARCH == "sm_90a"
 # Each with a mod and the number of its tables: clipped distances of any length, sequences without
-# keys, two axes of a grid, two reads of a tensor, heads of a group in one tile.
+# keys, two axes of a grid, two reads of a tensor, heads of a group in one tile. Sums along
+# diagonals in narrow and wide heads, with dQ in turn, and beside gradients of a walk.
 CASES = (
     (Case("t5-causal", 1, 200, 330, 2, 2, causal=True), "t5", 1),
     (Case("t5-fp16-gqa2", 2, 130, 200, 4, 2, head_dim=64, dtype=FP16), "t5", 1),
@@ -52,9 +53,27 @@ CASES = (
         "grid",
         2,
     ),
+    (
+        Case("grid-d32-fp16", 1, 140, 150, 2, 1, head_dim=32, dtype=FP16, window_left=60),
+        "grid",
+        2,
+    ),
+    (Case("grid-softcap", 1, 100, 129, 1, 1, head_dim=64, causal=True, softcap=12.0), "grid", 2),
+    (Case("grid-d192", 1, 70, 140, 1, 1, head_dim=192, head_dim_v=64), "grid", 2),
+    (Case("axial-d80", 1, 100, 150, 1, 1, head_dim=80, causal=True), "axial", 3),
+    (
+        Case(
+            "grid-and-slopes-varlen", heads_q=2, heads_kv=1, head_dim=64,
+            lengths_q=(0, 70, 9, 65), lengths_k=(40, 200, 0, 65), causal=True,
+        ),
+        "grid_and_slopes",
+        2,
+    ),
+    (Case("swin-d80", 1, 64, 128, 1, 1, head_dim=80), "swin", 0),
     (Case("swin", 2, 144, 144, 2, 2, head_dim=32), "swin", 0),
     (Case("swin-gqa2-d64", 1, 100, 140, 2, 1, head_dim=64, causal=True), "swin", 0),
 )  # fmt: skip
+GRID = CASES[5]
 cases = pytest.mark.parametrize(
     ("case", "name", "count"), CASES, ids=lambda x: getattr(x, "id", None)
 )

@@ -199,6 +199,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         lambda sim: patched(tables.test_forward, sim, *tables.CASES[1]),
         ("mods.difference_tables_kernel.kernel",),
     ),
+    "sums-of-differences": (
+        lambda sim: patched(tables.test_backward, sim, *tables.GRID, True),
+        (BACKWARD,),
+    ),
     "shared-sums": (
         lambda sim: shared_sums.test_against_oracle(sim, *shared_sums.SHARED_CASES[3]),
         ("sm90.flash_bwd_shared.kernel",),

@@ -21,6 +21,7 @@ from flash_mask_cute.mods.read_classes import (
     DifferenceTerm,
     ReadClass,
     Span,
+    SummedBy,
     SummedDifference,
     TensorReads,
 )
@@ -36,9 +37,13 @@ MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22
 MOST_BLOCKS = 65535
-# of shared memory, for a sum by difference of eight warps in fp32
-BYTES_OF_SUM = 8 * 4
+# warps of a Hopper kernel that may sum gradients by difference
+MMA_WARPS, MASK_WARPS = 8, 2
 STEP_OF_SUMS = 256
+
+# Who sums between cuts, if dS in shared memory is what they sum: the first for whom there is most
+# room.
+BETWEEN_CUTS = (SummedBy.TURNS, SummedBy.MASKS, SummedBy.LINES)
 
 Shape = tuple[int, int, int]
 
@@ -56,13 +61,13 @@ class DifferenceTables(NamedTuple):
         """The fields of an `AttentionProblem` that describe tables."""
         return {
             "tables": self.dtypes,
-            "summed": tuple((x.read.number, x.size) for x in self.summed),
+            "summed": tuple((x.read.number, x.size, x.by.value) for x in self.summed),
         }
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory for sums by difference."""
-        return sum(x.size for x in self.summed) * BYTES_OF_SUM
+        return _smem_bytes(self.summed)
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +126,14 @@ def choose_tables(
         found = []
     summed: tuple[SummedDifference, ...] = ()
     if problem.wants_aux and few and not problem.common_kv:
-        wanted = find_reads(score_mod, problem, problem.wants_aux).tensors
-        summed = _summed(wanted, few, lengths[1], _spare_smem(choice, target))
+        wanted = find_reads(score_mod, problem, problem.wants_aux)
+        # along diagonals from dS in shared memory
+        has_dscores = wanted.is_shift and not (problem.has_softcap or problem.token_lists)
+        ways: tuple[SummedBy, ...] = BETWEEN_CUTS if has_dscores else (SummedBy.LINES,)
+        spare, may_loop = _spare_smem(choice, target)
+        if not may_loop:
+            ways = tuple(x for x in ways if not x.has_mma_warps)
+        summed = _summed(wanted.tensors, few, lengths[1], ways, spare)
     if not found and not summed:
         return None
     reads, sizes = tuple(read for read, _ in found), tuple(shape for _, shape in found)
@@ -130,37 +141,63 @@ def choose_tables(
     return DifferenceTables(reads, sizes, dtypes, summed)
 
 
-def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> int:
-    """Bytes of shared memory in which a kernel may sum gradients by difference."""
+def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> tuple[int, bool]:
+    """Bytes of shared memory in which a kernel may sum gradients by difference, and whether its
+    MMA warps may."""
     if isinstance(choice, FwdChoice) or not arch_spec(target).backward.orders_aux:
-        return 0
-    from flash_mask_cute.sm90.flash_bwd_limits import SMEM_CAPACITY
+        return 0, False
+    from flash_mask_cute.sm90.flash_bwd_limits import SMEM_CAPACITY, may_loop_over_scores
 
-    return SMEM_CAPACITY - choice.smem_bytes
+    return SMEM_CAPACITY - choice.smem_bytes, may_loop_over_scores(choice.tile_d)
+
+
+def _smem_bytes(summed: Sequence[SummedDifference]) -> int:
+    return sum(x.mma_words * MMA_WARPS + x.mask_words * MASK_WARPS for x in summed) * 4
 
 
 def _summed(
     wanted: Mapping[int, TensorReads],
     reads: Sequence[tuple[DifferenceRead, int]],
     seqlen_k: int,
+    ways: tuple[SummedBy, ...],
     spare_smem: int,
 ) -> tuple[SummedDifference, ...]:
-    """Those reads whose gradients are summed by difference, of the first tensors that there is room
-    for. reads: with the sizes of their sums."""
-    found: list[SummedDifference] = []
-    for number, tensor in wanted.items():
-        own = [x for x in reads if x[0].tensor == number]
-        if tensor.read_class is not ReadClass.DIFFERENCE or len(own) != len(tensor.factors):
-            continue
-        terms = [term for read, _ in own for term in read.terms]
-        is_known = all(term.divisor is not None for term in terms)
-        by_score = not tensor.is_diagonal and tensor.has_constant_factors
-        by_score = by_score and not tensor.needs_score and is_known
-        by_score = by_score and all(_are_keys_distinct(read.terms, seqlen_k) for read, _ in own)
-        size = sum(x.size for x in found) + sum(size for _, size in own)
-        if is_known and (tensor.is_between_cuts or by_score) and size * BYTES_OF_SUM <= spare_smem:
-            found += [SummedDifference(*x, by_score) for x in own]
-    return tuple(found)
+    """Those reads whose gradients are summed by difference, of the most tensors that there is room
+    for. reads: with the sizes of their sums. ways: who may sum between cuts; where MMA warps may
+    not, they do not sum scores either.
+    """
+    found: list[list[SummedDifference]] = [[]]
+    for between_cuts in ways:
+        more: list[SummedDifference] = []
+        for number, tensor in wanted.items():
+            own = [x for x in reads if x[0].tensor == number]
+            if len(own) != len(tensor.factors):
+                continue
+            by = _summed_by(tensor, [x for x, _ in own], between_cuts, seqlen_k)
+            if by is SummedBy.SCORES and not any(x.has_mma_warps for x in ways):
+                by = None
+            new = [] if by is None else [SummedDifference(*x, by) for x in own]
+            if _smem_bytes([*more, *new]) <= spare_smem:
+                more += new
+        found.append(more)
+    most = max(found, key=len)
+    return tuple(most)
+
+
+def _summed_by(
+    tensor: TensorReads, own: Sequence[DifferenceRead], between_cuts: SummedBy, seqlen_k: int
+) -> SummedBy | None:
+    """Who may sum the gradient of a tensor by difference. between_cuts: who sums there."""
+    terms = [term for read in own for term in read.terms]
+    if tensor.read_class is not ReadClass.DIFFERENCE or any(x.divisor is None for x in terms):
+        return None
+    if tensor.is_between_cuts:
+        is_even = all(abs(SummedDifference(x, 0, between_cuts).step) <= 1 for x in own)
+        return between_cuts if is_even or not between_cuts.has_mask_warps else None
+    is_free = tensor.has_constant_factors and not tensor.needs_score
+    if tensor.is_diagonal or not is_free:
+        return None
+    return SummedBy.SCORES if all(_are_keys_distinct(x.terms, seqlen_k) for x in own) else None
 
 
 def _are_keys_distinct(terms: Sequence[DifferenceTerm], length: int) -> bool:

@@ -93,6 +93,15 @@ def test_tables_that_several_scores_of_an_entry_read(
     assert found.shared.numbers == found.shared.exact and not found.problem.wants_aux
 
 
+@pytest.mark.parametrize(("head_dim", "is_summed"), [(32, True), (64, False), (128, False)])
+def test_distances_of_wide_heads_are_summed_along_lines(head_dim: int, is_summed: bool) -> None:
+    """The main kernel takes less time for that than this one for all scores again."""
+    case = pair_case("t5", batch=16, seqlen_q=300, seqlen_k=300, head_dim=head_dim)
+    found = plan_of(case, "t5")
+    assert (found.shared is not None) == is_summed
+    assert bool(found.problem.wants_aux) != is_summed
+
+
 def test_blackwell_has_no_owner() -> None:
     assert plan_of(pair_case("blackwell"), target=BLACKWELL).shared is None
 

@@ -258,9 +258,15 @@ def test_other_kernels_are_as_they_were() -> None:
 
 
 def summed_in(
-    index: Index, *, factor: Any = 1.0, n: int = 700, d: int = 64, arch: Target = HOPPER
-) -> list[tuple[int, bool]]:
-    """Sizes of the sums of a learned table, and whether they are made score by score."""
+    index: Index,
+    *,
+    factor: Any = 1.0,
+    n: int = 700,
+    d: int = 64,
+    arch: Target = HOPPER,
+    **more: Any,
+) -> list[tuple[int, str]]:
+    """Sizes of the sums of a learned table, and who makes them. more: keywords of the backward."""
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         scale = factor(score) if callable(factor) else factor
@@ -268,10 +274,11 @@ def summed_in(
 
     x = torch.empty(1, dtype=torch.bfloat16).expand(4, n, 4, d)
     lse = torch.empty(1).expand(4, 4, n)
-    more = {"score_mod": score_mod, "aux_tensors": [TABLE], "daux": [TABLE]}
+    more |= {"score_mod": score_mod, "aux_tensors": [TABLE], "daux": [TABLE]}
     plan = planned(backward_call(x, x, x, x, x, lse, **more), arch)
-    assert plan.problem.summed == tuple((x.read.number, x.size) for x in summed_of(plan))
-    return [(x.size, x.by_score) for x in summed_of(plan)]
+    told = [(x.read.number, x.size, x.by.value) for x in summed_of(plan)]
+    assert plan.problem.summed == tuple(told)
+    return [x[1:] for x in told]
 
 
 def summed_of(plan: Any) -> tuple[Any, ...]:
@@ -294,16 +301,30 @@ def in_window(size: int, of_rows: int) -> Index:
 
 
 def test_sums_between_cuts() -> None:
-    assert summed_in(rows_of_grid(30)) == [(256, False)]
-    assert summed_in(in_window(30, 0)) == [(256, False)]
-    assert summed_in(rows_of_grid(30), factor=-0.5) == [(256, False)]
+    """By MMA warps and mask warps in turn."""
+    for index in (rows_of_grid(30), in_window(30, 0)):
+        for factor in (1.0, -0.5):
+            assert summed_in(index, factor=factor) == [(256, "turns")]
     # as many rows as take more
-    assert summed_in(rows_of_grid(16), n=2500) == [(512, False)]
+    assert summed_in(rows_of_grid(16), n=2500) == [(512, "turns")]
+
+
+def test_who_sums_between_cuts() -> None:
+    """Mask warps have dS, and no gradients of what a soft cap takes; some differences have room in
+    mask warps alone."""
+    assert summed_in(rows_of_grid(30), softcap=20.0) == [(256, "lines")]
+    assert summed_in(in_window(180, 0), n=32760, d=128) == [(512, "masks")]
+    assert summed_in(rows_of_grid(30), n=13000, d=128) == [(1024, "masks")]
+    assert summed_in(rows_of_grid(30), n=13000, d=128, softcap=20.0) == []
+    # where warpgroups sum dQ in turn, MMA warps do not
+    assert summed_in(rows_of_grid(30), d=80) == [(256, "masks")]
+    assert summed_in(rows_of_grid(30), d=80, softcap=20.0) == []
+    assert summed_in(in_window(7, 13), n=600, d=80) == []
 
 
 def test_sums_score_by_score() -> None:
-    assert summed_in(in_window(7, 13), n=600) == [(2304, True)]
-    assert summed_in(in_window(7, 13), n=600, factor=-0.5) == [(2304, True)]
+    assert summed_in(in_window(7, 13), n=600) == [(2304, "scores")]
+    assert summed_in(in_window(7, 13), n=600, factor=-0.5) == [(2304, "scores")]
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,14 @@ def _dense_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, *tables: Te
     return score + of_rows + of_cols
 
 
+def _grid_and_slopes(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """The other tensor is summed along a walk."""
+    from cutlass import Float32
+
+    slope = aux[-1][h[0]] * Float32(abs(q[0] - k[0]))
+    return _grid(score, b, h, q, k, aux[:-1]) - slope
+
+
 def _swin(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """A table of the distances in a window, in rows and in columns."""
     i, j = q[0], k[0]
@@ -226,6 +234,13 @@ TRAINED_MODS = {
     "windows": _by_axes(12),
     "grid": TrainedRecipe(
         _grid, _dense_grid, lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), BF16)]
+    ),
+    "grid_and_slopes": TrainedRecipe(
+        _grid_and_slopes,
+        lambda score, b, h, q, k, *tables: (
+            _dense_grid(score, b, h, q, k, *tables[:-1]) - tables[-1][h] * (q - k).abs()
+        ),
+        lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), FP32), ((x.heads_q,), FP32)],
     ),
     "swin": TrainedRecipe(
         _swin, _dense_swin, lambda x: [((x.heads_q, (2 * WINDOW - 1) ** 2), FP32)]
