@@ -115,17 +115,6 @@ def run(names: list[str], workers: int, seconds: float | None) -> list[Row]:
         return [Row(*line.rstrip().split("\t")) for line in lines if line.endswith("\n")]
 
 
-def commit_of_tree() -> str:
-    """The commit that is checked out; "+" behind it: with changes."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        name = subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
-        changes = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name + "+" * any(not line.endswith(".txt") for line in changes.splitlines())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kept = ROOT / "bench" / "results" / "blackwell_cases.txt"
@@ -137,11 +126,13 @@ def main() -> int:
     sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / "support" / name) for name in SUPPORT)]
     from drawn_blackwell import DRAWS, IN_TURN
 
+    from bench import commit_here
+
     calls = {draw.id: draw.told for draw in DRAWS}
     rows = {x.draw: x for x in read_rows(options.rows).values() if calls.get(x.draw) == x.call}
     missing = [draw.id for draw in IN_TURN if draw.id not in rows]
     if missing:
-        commit = options.commit or commit_of_tree()
+        commit = options.commit or commit_here()
         found = run(missing, options.workers, options.seconds)
         rows |= {row.draw: row._replace(commit=commit) for row in found}
     options.rows.write_text(text := table({draw.id: draw.kind for draw in DRAWS}, rows))
