@@ -278,9 +278,8 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
         yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
-    for d in (64, 128):
-        own = _backward(_variant(d, has_bits=True, own_lists=True))
-        yield f"bwd-d{d}-own_lists", replace(own, block_size=(64, 64))
+    own = _backward(_variant(128, has_bits=True, own_lists=True))
+    yield "bwd-d128-own_lists", replace(own, block_size=(64, 64))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)

@@ -90,7 +90,7 @@ def cp_async(m, p, ins):
                 cta.shadow[off : off + n] = W.c.tag  # cp.async is generic proxy
                 W.c.dlo, W.c.dhi = min(W.c.dlo, off), max(W.c.dhi, off + n)
 
-        W.copies.start(m, go)
+        W.copies.start(m, go, [(cta, off, n) for cta, off, _, _ in moves])
 
     return run
 

@@ -99,6 +99,7 @@ class CWarp(ctypes.Structure):
         ("pad", ctypes.c_int32),
         ("dlo", ctypes.c_int64),
         ("dhi", ctypes.c_int64),
+        ("arrived", P_),
     ]
 
 

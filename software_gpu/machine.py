@@ -180,6 +180,8 @@ class Machine(Scheduler):
         self.L = L
         gx, gy, gz = L.grid
         cx, cy, cz = L.cluster or (1, 1, 1)
+        if max(gy, gz) > 65535:
+            raise SimError(f"grid {L.grid}: at most 65535 CTAs in the second and third dimension")
         rq = prog.kernel.reqntid
         if rq:
             rq = (list(rq) + [1, 1, 1])[:3]
@@ -286,6 +288,7 @@ class Machine(Scheduler):
                 c = W.c
                 c.smem, c.shadow = ctypes.addressof(smp), ctypes.addressof(shp)
                 c.nrank, c.smem_size = n, self.smem_size
+                c.arrived = cta.arrived.ctypes.data
                 if tmpl is None:
                     W.R[:] = 0xFF
                     for off, size, kind, data in prog.inits:

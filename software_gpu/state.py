@@ -7,6 +7,7 @@ import numpy as np
 from . import interpreter
 
 SMEM_MAX = 1 << 18
+ARRIVED, NOWHERE = 255, (1 << 63) - 1
 
 
 class SimError(Exception):
@@ -48,7 +49,8 @@ class Cta:
         self.smem = np.full(SMEM_MAX, 0xFF, np.uint8)  # never-written shared memory reads as NaN
         self.shadow = np.zeros(
             SMEM_MAX, np.uint8
-        )  # 0 never written, 1 written, 2+w written by warp w, no proxy fence yet
+        )  # 0 never written, 1 written, no proxy fence yet: 2+w by warp w, ARRIVED by its copies
+        self.arrived = np.array([NOWHERE, 0])  # shared bytes ARRIVED since the last proxy fence
         self._tmem = None
         self.umma = {}
         self.mbars = {}
@@ -77,9 +79,12 @@ class Copies:
 
     def __init__(self):
         self.waiting, self.started, self.groups = {}, 0, []
+        self.places = []  # of copies without an arrival
 
-    def start(self, m, fn):
+    def start(self, m, fn, places):
+        """places: (CTA, first byte, number) in shared memory"""
         number, self.started = self.started, self.started + 1
+        self.places += places
         if m.late():
             self.waiting[number] = fn
         else:
@@ -92,10 +97,14 @@ class Copies:
 
     def arrive(self, m, warp, fn):
         """fn when all copies started so far are there"""
-        end = self.started
+        end, places, self.places = self.started, self.places, []
 
         def go():
             self.finish(end)
+            for cta, first, n in places:
+                shadow = cta.shadow[first : first + n]
+                shadow[shadow == warp.c.tag] = ARRIVED
+                cta.arrived[:] = min(cta.arrived[0], first), max(cta.arrived[1], first + n)
             fn()
 
         m.defer((warp, f"cp.async{id(go)}"), go)
@@ -128,7 +137,7 @@ class Warp:
         c.local_size = prog.local_size
         c.rank, c.tag, c.widx = cta.rank, 2 + index, index
         c.alive = (1 << lanes) - 1
-        c.dlo, c.dhi = (1 << 63) - 1, 0
+        c.dlo, c.dhi = NOWHERE, 0
         self.ptr = ctypes.addressof(c)
         self.state = {}  # pc -> handler state while blocked (named barriers ...)
         self.why = {}  # pc -> reason

@@ -53,8 +53,7 @@ class Summed(NamedTuple):
 class DqSums:
     """State of the warp that sends dQ.
 
-    staged: shared memory of a part in each stage; fills of `channel` are numbered over all parts of
-    all blocks.
+    staged: shared memory of a part; fills of `channel` are numbered over all parts of all blocks.
     part_sizes: values of each part of a block; the parts follow each other in scratch memory.
     share: gives the start of the parts in a row block, and their sizes, if the CTA determines them.
     deterministic: a fixed order. clears_dq: the scratch memory starts as zeros, so no CTA has to be
@@ -85,12 +84,6 @@ class DqSums:
             predecessor = cutlass.select_(summed.row_block >= 0, predecessor, Int32(NO_PREDECESSOR))
         return Summed(summed.head_idx, summed.row_block, predecessor)
 
-    def _place_of(self, fill: Int32) -> cute.Pointer:
-        """Where a fill of `channel` is staged."""
-        if self.channel.stages == 1:
-            return self.staged
-        return self.staged + self.channel.index(fill) * max(self.part_sizes)
-
     def _is_block(self, summed: Summed) -> Boolean:
         if self.lengths.seqused_k is None:
             return summed.row_block >= 0
@@ -110,6 +103,7 @@ class DqSums:
                 # a block without a predecessor entry is zeros, and is not sent
                 if summed.predecessor != NO_PREDECESSOR:
                     semaphore.wait(self._semaphore_of(summed), summed.predecessor)
+            staged = self.staged
             target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
             if const_expr(self.share is not None):
                 first, sizes = self.share()
@@ -118,9 +112,8 @@ class DqSums:
                 if const_expr(i > 0):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channel.release(number * len(sizes) + i - 1)
-                fill = number * len(sizes) + i
-                channel.wait(fill)
-                size, staged = sizes[i], self._place_of(fill)
+                channel.wait(number * len(sizes) + i)
+                size = sizes[i]
                 if summed.predecessor > 0:
                     tma.add_bulk(staged, target, size)
                 elif summed.predecessor != NO_PREDECESSOR:

@@ -41,7 +41,8 @@ class LoadShape(Protocol):
     a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
     this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
     fill. spread_rows: see `PackedHeads`. overlaps_tiles: the next tile's query may be loaded before
-    this tile's last values.
+    this tile's last values. copies_arrive: rows that are copied are published by their copies, and
+    who reads them through another proxy puts a fence before; else by the warps, which wait.
     """
 
     tile_m: int
@@ -62,6 +63,7 @@ class LoadShape(Protocol):
     bytes_v: int
     overlaps_tiles: bool
     page_box: int | None
+    copies_arrive: bool
 
 
 class Buffer(NamedTuple):
@@ -83,10 +85,10 @@ class Place(NamedTuple):
 class LoadState(NamedTuple):
     """Number of key blocks loaded so far, and the value block to load next.
 
-    v_pages, next_pages: looked up for the value block and for the block before it, which a walk
-    usually visits next: the place of this lane's box of the block, or `BlockRows`. k_ready,
-    v_ready: number of those blocks that were handed over. cuts: of blocks that were cut, where this
-    warp makes the bits of these.
+    v_pages, next_pages: looked up for the value block, and for the block before it, which a walk
+    usually visits next, or for next_block, if walks tell it: the place of this lane's box of the
+    block, or `BlockRows`. k_ready, v_ready: number of those blocks that were handed over. cuts: of
+    blocks that were cut, where this warp makes the bits of these.
     """
 
     blocks: Int32
@@ -97,6 +99,7 @@ class LoadState(NamedTuple):
     k_ready: Int32 | None = None
     v_ready: Int32 | None = None
     cuts: Int32 | None = None
+    next_block: Int32 | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class OperandLoads:
         state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
         if const_expr(self.pages is not None):
             state = state._replace(v_pages=PageRow.none(), next_pages=PageRow.none())
+            if const_expr(walk.tells_next):
+                state = state._replace(next_block=Int32(-1))
         if const_expr(self._by_rows):
             nowhere = self._copies.nowhere()
             state = state._replace(v_pages=nowhere, next_pages=nowhere)
@@ -228,7 +233,11 @@ class OperandLoads:
     ) -> LoadState:
         """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
-        is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
+        awaited, following = state.v_block - 1, block.index - 1
+        if const_expr(block.next_index is not None):
+            awaited, following = state.next_block, block.next_index
+            state = state._replace(next_block=following)
+        is_next = (block.index == awaited) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
             pages = self._look_up(place, block.index)
             if const_expr(not self._settles_late):
@@ -236,7 +245,7 @@ class OperandLoads:
         if const_expr(self._settles_late):
             pages = self._settled(pages)
         # the table is read while this block is loaded
-        next_pages = self._look_up(place, block.index - 1)
+        next_pages = self._look_up(place, following)
         channel = self._begin_block(number, block)
         if const_expr(self._by_rows):
             smem = self.k.smem[None, None, channel.index(number)]
@@ -244,7 +253,8 @@ class OperandLoads:
             if const_expr(not self._hands_over):
                 channel.publish_copies(number)
         else:
-            self._load_key_boxes(place, pages, number)
+            load = partial(self._load_key_box, place.head)
+            self._load_boxes(pages, number, channel, self.shape.bytes_k, load)
         self._ask_for_scales(self.scales_k, place, pages)
         self._load_paged_values(state)
         state = state._replace(
@@ -266,15 +276,40 @@ class OperandLoads:
         return state
 
     @cute.jit
-    def _load_key_boxes(self, place: Place, pages: PageRow, number: Int32) -> None:
-        shape, channel = self.shape, self.k.channel
-        channel.expect(number, shape.bytes_k)
-        for box in cutlass.range(shape.tile_n // shape.page_box, unroll=self._boxes_unrolled):
+    def _load_boxes(
+        self,
+        pages: PageRow,
+        number: Int32,
+        channel: Channel,
+        num_bytes: int,
+        load: cutlass.Constexpr[Callable[[PageRow, Int32, Int32], None]],
+    ) -> None:
+        """Load this warp's share of the boxes of a block. num_bytes: of all."""
+        boxes, share = self.shape.tile_n // self.shape.page_box, self.share
+        own = (boxes - share.index + share.count - 1) // share.count
+        channel.expect(number, own * (num_bytes // boxes))
+        for turn in cutlass.range(-(-boxes // share.count), unroll=self._boxes_unrolled):
+            box = turn * share.count + share.index
             at = pages.of_lane(box)
-            gK = self.operands.k[None, None, place.head, at.page]
-            gK = cute.domain_offset((at.row, 0), gK)
-            smem, tile = self.k.smem, shape.box_k
-            self._load_box(self.operands.k_atom, gK, smem, tile, box, number, channel)
+            if const_expr(boxes % share.count == 0):  # noqa: SIM114 (decided while tracing)
+                load(at, box, number)
+            elif box < boxes:
+                load(at, box, number)
+
+    def _load_key_box(self, head: Int32, at: PageRow, box: Int32, number: Int32) -> None:
+        gK = self.operands.k[None, None, head, at.page]
+        gK = cute.domain_offset((at.row, 0), gK)
+        channel, tile = self.k.channel, self.shape.box_k
+        self._load_box(self.operands.k_atom, gK, self.k.smem, tile, box, number, channel)
+
+    def _load_value_box(
+        self, head: Int32, smem: cute.Tensor, at: PageRow, box: Int32, number: Int32
+    ) -> None:
+        gV = self.operands.v[None, None, None, at.page]
+        gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
+        gV = cute.domain_offset(((head, at.row), 0), gV)
+        channel, tile = self.v.channel, self.shape.box_v
+        self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
 
     @cute.jit
     def _load_paged_values(self, state: LoadState) -> None:
@@ -294,17 +329,9 @@ class OperandLoads:
                 if const_expr(not self._hands_over):
                     channel.publish_copies(number)
             else:
-                channel.expect(number, shape.bytes_v)
                 self._ask_for_scales(self.scales_v, place, state.v_pages)
-                for box in cutlass.range(
-                    shape.tile_n // shape.page_box, unroll=self._boxes_unrolled
-                ):
-                    at = state.v_pages.of_lane(box)
-                    gV = self.operands.v[None, None, None, at.page]
-                    gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
-                    gV = cute.domain_offset(((place.head, at.row), 0), gV)
-                    tile = shape.box_v
-                    self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
+                load = partial(self._load_value_box, place.head, smem)
+                self._load_boxes(state.v_pages, number, channel, shape.bytes_v, load)
 
     @property
     def _boxes_unrolled(self) -> int:
@@ -369,7 +396,7 @@ class OperandLoads:
     @property
     def _settles_late(self) -> bool:
         """Whether pages are settled when their block is loaded, a block after they were looked up:
-        not beside fences, which wait for loads."""
+        not between fences, which wait for loads."""
         return self._by_rows and not self._hands_over
 
     def _settled(self, pages: PageRow | BlockRows) -> PageRow | BlockRows:
@@ -386,9 +413,8 @@ class OperandLoads:
 
     @property
     def _hands_over(self) -> bool:
-        """Whether copies by rows are waited for before they are handed over: products read them
-        through another proxy. Codes are read as they were written, and arrive by themselves."""
-        return self._by_rows and self.k.smem.element_type.width > 8
+        """Whether copies by rows are waited for before they are handed over."""
+        return self._by_rows and not self.shape.copies_arrive
 
     @property
     def _copies(self) -> RowCopies:

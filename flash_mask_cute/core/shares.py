@@ -61,15 +61,20 @@ class Shares(NamedTuple):
         lines: IntLike = 1
         if tile_m <= DECODE_ROWS:
             ctas_of_head = num_ctas // num_heads
-            are_busy = imin(ctas_of_head * num_heads * _OF // (num_ctas * _BUSY), 1)
+            busy = are_busy(ctas_of_head * num_heads, num_ctas)
             are_long = imin(places_of_head // imax(ctas_of_head * _LEAST_PLACES_OF_HEAD, 1), 1)
-            lines = are_busy * are_long * (num_heads - 1) + 1
+            lines = busy * are_long * (num_heads - 1) + 1
         places, shares = places_of_head * (num_heads // lines), num_ctas // lines
         return cls(lines, imax((places + (shares - 1)) // shares, LEAST_PLACES))
 
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
         """The line and the share of a CTA. Shares of the last CTAs may lie behind the end."""
         return cta % self.num_lines, cta // self.num_lines
+
+
+def are_busy(num_shares: IntLike, num_ctas: IntLike) -> IntLike:
+    """1 if so many shares leave few of the CTAs idle, else 0."""
+    return imin(num_shares * _OF // (num_ctas * _BUSY), 1)
 
 
 class TileOnLine(NamedTuple):

@@ -90,7 +90,8 @@ class BwdAddParts:
         heads = mdK.shape[1 if is_packed else 2]
         num_parts, num_blocks = mdKsums.shape[0] // heads, mdKsums.shape[1]
         self.kernel(mdKsums, mdVsums, mdK, mdV, lengths, heads, num_parts).launch(
-            grid=(sum(self.num_chunks), heads * num_blocks, 1),
+            # in one dimension: the others have at most 65535
+            grid=(sum(self.num_chunks) * heads * num_blocks, 1, 1),
             block=(NUM_THREADS, 1, 1),
             stream=stream,
         )
@@ -106,10 +107,12 @@ class BwdAddParts:
         heads: Int32,
         num_parts: Int32,
     ):
-        chunk, place, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        chunks_k, chunks_v = self.num_chunks
+        place = cta // (chunks_k + chunks_v)
+        chunk = cta - place * (chunks_k + chunks_v)
         block = place // heads
         head_idx = place - block * heads
-        chunks_k, chunks_v = self.num_chunks
         if chunk < chunks_k:
             self._add(mdKsums, mdK, lengths, head_idx, block, num_parts, chunk, self.num_groups[0])
         else:

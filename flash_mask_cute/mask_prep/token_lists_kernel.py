@@ -74,15 +74,19 @@ class TokenListArgs(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a CTA has of a choice: the queries of its chunk from `first` on, and the key blocks from
-    `base` on, `num_blocks` of them."""
+    """What a CTA has of a choice: the queries of its chunk from `first` on, of which num_queries
+    are in use, their entries (query, k), and the key blocks from `base` on, num_blocks of them. Of
+    these the first num_seen are not hidden by other masks from all queries."""
 
     head_idx: Int32
     number: Int32
     sequence: Sequence
     first: Int32
+    num_queries: Int32
+    mEntries: cute.Tensor
     base: Int32
     num_blocks: Int32
+    num_seen: Int32
 
 
 class ChunkBits(NamedTuple):
@@ -197,8 +201,10 @@ class MakeTokenLists:
         chunk = self._chunk_of(args)
         self._set_bits(args, chunk, smem)
         for block in cutlass.range(thread, chunk.num_blocks, NUM_THREADS, unroll=1):
-            words = self._words_of(args, chunk, smem, block)
-            found = sum(map(cute.arch.popc, words), Int32(0))
+            found = Int32(0)
+            if block < chunk.num_seen:
+                words = self._words_of(args, chunk, smem, block)
+                found = sum(map(cute.arch.popc, words), found)
             args.mCounts[chunk.head_idx, chunk.number, chunk.base + block] = found
 
     @cute.kernel
@@ -235,15 +241,24 @@ class MakeTokenLists:
         )
         sequence = _describe(of_sequence, lengths)
         first = (number - _first_of_queries(sequence, lengths)) * CHUNK_ROWS
+        num_queries = cutlass.min(sequence.used.seqlen_q - first, CHUNK_ROWS)
+        entry = cutlass.min(sequence.number, args.mIndices.shape[0] - 1)
+        mEntries = cute.domain_offset(
+            (sequence.offset_q + first, 0), args.mIndices[entry, head_idx, None, None]
+        )
         base = span * SPAN
         num_blocks = cutlass.min(args.mCounts.shape[2] - base, SPAN)
-        return Chunk(head_idx, number, sequence, first, base, num_blocks)
+        end = cutlass.max(self._band_of(args, sequence).k_range(first + num_queries - 1)[1], 0)
+        num_seen = cute.ceil_div(Int32(end), args.block_size) - base
+        num_seen = cutlass.max(cutlass.min(num_seen, num_blocks), 0)
+        in_use = first, num_queries, mEntries
+        return Chunk(head_idx, number, sequence, *in_use, base, num_blocks, num_seen)
 
     @cute.jit
     def _set_bits(self, args: TokenListArgs, chunk: Chunk, smem: ChunkBits):
         """Set the bits of all entries of a chunk, for all threads to read."""
         thread, _, _ = cute.arch.thread_idx()
-        for block in cutlass.range(thread, chunk.num_blocks, NUM_THREADS, unroll=1):
+        for block in cutlass.range(thread, chunk.num_seen, NUM_THREADS, unroll=1):
             for w in cutlass.range_constexpr(ROW_WORDS):
                 smem.bits[block, w] = Int32(0)
         cute.arch.sync_threads()
@@ -284,7 +299,7 @@ class MakeTokenLists:
         lanes = cutlass.max(cutlass.min(k, WARP), 1)
         rows = WARP // lanes
         own_row, own_entry = lane // lanes, lane % lanes
-        stop = cutlass.select_(own_row < rows, Int32(CHUNK_ROWS), Int32(0))
+        stop = cutlass.select_(own_row < rows, chunk.num_queries, Int32(0))
         step = NUM_WARPS * rows
         for start in cutlass.range(0, k, WARP, unroll=1):
             for first in cutlass.range(warp * rows, CHUNK_ROWS, IN_FLIGHT * step, unroll=1):
@@ -298,16 +313,14 @@ class MakeTokenLists:
 
     @cute.jit
     def _entry(self, args: TokenListArgs, chunk: Chunk, row: Int32, stop: Int32, i: Int32) -> Int32:
-        """Entry i of a query of the chunk, as a block of the span; negative if it is none, or if
-        the query is not in use, sees nothing, or is not before `stop`."""
+        """Entry i of a query of the chunk, as a block of the span; negative if it is none, or
+        nobody sees it, or if the query sees nothing, or is not before `stop`."""
         found, sequence = Int32(-1), chunk.sequence
-        query = chunk.first + row
-        if (row < stop) & (query < sequence.used.seqlen_q) & (i < args.mIndices.shape[3]):
-            query += sequence.offset_q
-            entry = cutlass.min(sequence.number, args.mIndices.shape[0] - 1)
-            block = args.mIndices[entry, chunk.head_idx, query, i] - chunk.base
-            is_there = (block >= 0) & (block < chunk.num_blocks)
+        if (row < stop) & (i < args.mIndices.shape[3]):
+            block = chunk.mEntries[row, i] - chunk.base
+            is_there = (block >= 0) & (block < chunk.num_seen)
             if const_expr(args.mLSE is not None):
+                query = sequence.offset_q + chunk.first + row
                 lse = self._lse_of(args, sequence.number, chunk.head_idx, query)
                 is_there = is_there & (lse != -Float32.inf)
             found = cutlass.select_(is_there, Int32(block), found)
@@ -320,9 +333,11 @@ class MakeTokenLists:
         """The bits of a block of the span, of queries that other masks let see some key of it."""
         lo, hi = self._queries_of(args, chunk.sequence, chunk.base + block)
         lo, hi = lo - chunk.first, hi - chunk.first
-        return [
-            smem.bits[block, w] & bit_range(lo - w * WORD, hi - w * WORD) for w in range(ROW_WORDS)
-        ]
+        words = [smem.bits[block, w] for w in range(ROW_WORDS)]
+        if (lo > 0) | (hi < CHUNK_ROWS):
+            for w in cutlass.range_constexpr(ROW_WORDS):
+                words[w] = words[w] & bit_range(lo - w * WORD, hi - w * WORD)
+        return words
 
     @cute.jit
     def _rank(self, args: TokenListArgs, chunk: Chunk, smem: ChunkBits, sums: cute.Tensor) -> Int32:
@@ -330,9 +345,9 @@ class MakeTokenLists:
         thread, _, _ = cute.arch.thread_idx()
         lengths, total = args.lengths, Int32(0)
         first_of_keys = _first_of_keys(chunk.sequence, lengths, args.block_size) + chunk.base
-        for start in cutlass.range(0, chunk.num_blocks, NUM_THREADS, unroll=1):
+        for start in cutlass.range(0, chunk.num_seen, NUM_THREADS, unroll=1):
             block, found = start + thread, Int32(0)
-            if block < chunk.num_blocks:
+            if block < chunk.num_seen:
                 words = self._words_of(args, chunk, smem, block)
                 for w in cutlass.range_constexpr(ROW_WORDS):
                     smem.bits[block, w] = words[w]
@@ -343,7 +358,7 @@ class MakeTokenLists:
                         found += cute.arch.popc(words[part * 4 + i])
                     smem.before[block, part] = packed
             own, of_all = _running_in_cta(found, sums, thread)
-            if block < chunk.num_blocks:
+            if block < chunk.num_seen:
                 first = total + own - found
                 # what lies behind the last block has no queries
                 at = cutlass.min(first_of_keys + block, args.mTotals.shape[1] - 1)
@@ -362,14 +377,17 @@ class MakeTokenLists:
         heads_per_choice = cute.size(lse, mode=[0]) // args.mCounts.shape[0]
         return lse[head_idx * heads_per_choice, row]
 
+    def _band_of(self, args: TokenListArgs, sequence: Sequence) -> Band:
+        used = sequence.used
+        right = Int32(0) if self.is_causal else args.window_right
+        return Band(used.seqlen_q, used.seqlen_k, args.window_left, right, used.q_start)
+
     @cute.jit
     def _queries_of(
         self, args: TokenListArgs, sequence: Sequence, block: Int32
     ) -> tuple[Int32, Int32]:
         """The queries [first, end) that other masks let see some key of a block."""
-        used = sequence.used
-        right = Int32(0) if const_expr(self.is_causal) else args.window_right
-        band = Band(used.seqlen_q, used.seqlen_k, args.window_left, right, used.q_start)
+        used, band = sequence.used, self._band_of(args, sequence)
         first_key = block * args.block_size
         last_key = cutlass.min(first_key + args.block_size, used.seqlen_k) - 1
         lo, hi = Int32(band.q_range(first_key)[0]), Int32(band.q_range(last_key)[1])

@@ -90,10 +90,9 @@ class BackwardMask(MaskRules):
         """The masks of a backward kernel (`MaskedKernel`). Its fields deterministic and clears_dq
         say how dQ is summed."""
         # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
-        # apart anyway; where all are long, that was not measured to be of any use.
-        begin_alike = masks.may_shorten(kernel) and not (kernel.is_causal or kernel.is_local)
-        waits_for_none = kernel.deterministic or (kernel.clears_dq and own_keys is None)
-        staggers = begin_alike and not waits_for_none
+        # apart anyway.
+        begin_alike = not (kernel.is_causal or kernel.is_local)
+        staggers = begin_alike and not (kernel.deterministic or kernel.clears_dq)
         return cls.from_kernel(
             kernel,
             columns,

@@ -158,6 +158,8 @@ class ForwardMask(MaskRules):
             if chunk.visible != 0:
                 if found_any:
                     follower = chunk.kind_of(ring.next_bit(chunk, chunk.visible))
+                    if const_expr(ring.tells_next):
+                        follower = follower | ring.number_of_first(chunk)
                     ring.write(number, pending._replace(follower=follower))
                     number += 1
                 pending = chunk
@@ -382,23 +384,39 @@ class ForwardMask(MaskRules):
             # A lane evaluates one column at a time, row after row: what the callable loads for a
             # key is the same for all rows, so the compiler loads it once.
             words = warp_rows.fill(0)
-            rows = self._rows_of_step
-            for step in cutlass.range(WORD // rows, unroll=1):
-                words = self._eval_step(work, n_block, warp_rows, step * rows, words)
-            words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
+            if const_expr(self.shares_mask):
+                for query in cutlass.range(WORD // self._rows_of_query, unroll=1):
+                    words = self._eval_query(work, n_block, warp_rows, query, words)
+            else:
+                for step in cutlass.range(WORD // ROWS_PER_EVAL, unroll=1):
+                    words = self._eval_step(work, n_block, warp_rows, step * ROWS_PER_EVAL, words)
+                words = tuple(bit_tile.transpose(words, cute.arch.lane_idx()))
         if const_expr(self.args.bits is not None):
             words = self._within_logical_blocks(work, n_block, warp_rows, words)
         return words
 
     @property
-    def _rows_of_eval(self) -> int:
-        """Neighbouring rows of which mask_mod is evaluated for one."""
-        heads = self.block_info.qhead_per_kvhead_packgqa
-        return min(heads, WORD) if self.shares_mask else 1
+    def _rows_of_query(self) -> int:
+        """Rows of a group of 32 that belong to a query."""
+        return min(self.block_info.qhead_per_kvhead_packgqa, WORD)
 
-    @property
-    def _rows_of_step(self) -> int:
-        return min(ROWS_PER_EVAL * self._rows_of_eval, WORD)
+    def _eval_query(
+        self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, query: Int32, words: tuple
+    ) -> tuple:
+        """Evaluate mask_mod for the first head of a query of each group, and this lane's columns;
+        the lanes' votes are the words of all its rows."""
+        updated: list[Any] = []
+        lane, rows = cute.arch.lane_idx(), self._rows_of_query
+        for group in range(warp_rows.num_groups):
+            row = warp_rows.line(work, group) - lane + query * rows
+            for w in range(self.columns.num_words):
+                k_idx = n_block * self.block_info.tile_n + self.columns.col_of(w, lane)
+                head_idx = work.head_idx * self.group_size
+                visible = self._eval_mask_mod(work, head_idx, self._query(row), k_idx)
+                word = Int32(cute.arch.vote_ballot_sync(visible))
+                is_own = lane // rows == query
+                updated.append(cutlass.select_(is_own, word, words[len(updated)]))
+        return tuple(updated)
 
     def _eval_step(
         self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, first: Int32, words: tuple
@@ -414,18 +432,12 @@ class ForwardMask(MaskRules):
             for w in range(self.columns.num_words):
                 k_idx = first_k_idx + self.columns.col_of(w, lane)
                 bits = Int32(0)
-                for i in range(0, self._rows_of_step, self._rows_of_eval):
+                for i in range(ROWS_PER_EVAL):
                     row = first_row + i
                     head_idx = head_of_row(work, row, heads, self.group_size)
                     visible = self._eval_mask_mod(work, head_idx, self._query(row), k_idx)
-                    if self._rows_of_eval == 1:
-                        bits = bit_tile.set_if(visible, bits, i)
-                    else:
-                        run = bit_range(Int32(i), Int32(i + self._rows_of_eval))
-                        bits = bits | cutlass.select_(visible, run, Int32(0))
-                if self._rows_of_step < WORD:
-                    bits = bit_tile.push(words[len(updated)], bits, self._rows_of_step)
-                updated.append(bits)
+                    bits = bit_tile.set_if(visible, bits, i)
+                updated.append(bit_tile.push(words[len(updated)], bits, ROWS_PER_EVAL))
         return tuple(updated)
 
     @cute.jit

@@ -171,13 +171,9 @@ class PairLoads:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
             place = _Place(kv_head, pair_key, column)
             num_boxes = cute.size(tiles.k_columns, mode=[2])
-            if const_expr(traits.is_wide):
-                # rolled, since addresses and coordinates of all boxes do not fit into registers
-                for i in cutlass.range(num_boxes, unroll=1):
-                    self._load_key_columns(work, k_columns, place, i, barrier)
-            else:
-                for i in cutlass.range_constexpr(num_boxes):
-                    self._load_key_columns(work, k_columns, place, i, barrier)
+            # rolled, since addresses and coordinates of all boxes do not fit into registers
+            for i in cutlass.range(num_boxes, unroll=1):
+                self._load_key_columns(work, k_columns, place, i, barrier)
         if const_expr(traits.is_folded):
             channels.do.wait_until_released(number)
             barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))

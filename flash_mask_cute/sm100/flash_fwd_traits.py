@@ -173,6 +173,9 @@ class FwdTraits(PackedHeads):
         """Softmax warps that have a half; the other warps of the role have nothing to do."""
         return self.halves * WARPS_OF_HALF
 
+    # Rows that a warp copies are handed over when it has waited for them.
+    copies_arrive = False
+
     @property
     def q_fills(self) -> int:
         """Fills of the query channel for a work tile."""

@@ -111,13 +111,12 @@ class BlockProducts:
 
     def release_summed(self, block: Int32) -> None:
         """Release what is no longer read when the first part of dQ is complete: dS of both CTAs if
-        they share dQ, dS of both warpgroups if it has one place, and dO if dV was not complete
-        before."""
+        they share dQ, dS of both warpgroups if it has one place, otherwise dO."""
         if self.traits.cta_pair:
             self.channels.grads.release(block)
-        if self.channels.ds is not None:
+        elif self.channels.ds is not None:
             self.channels.ds.release(block)
-        if not (self.traits.cta_pair or self.traits.splits_keys):
+        else:
             self.channels.do.release(block)
 
     def _issue_sums(

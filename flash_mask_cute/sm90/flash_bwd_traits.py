@@ -102,7 +102,7 @@ class Tiles(NamedTuple):
     p: cute.Tensor | None  # (64 keys, 64 queries, 1)
     peer_k: cute.Tensor | None  # (64, cols_dq, 1)
     peer_ds: cute.Tensor | None  # (64 queries, 64 keys, 1)
-    dq: cute.Tensor  # (values of a part, stages_dq)
+    dq: cute.Tensor  # (values of a part,)
     stats: cute.Tensor  # (stats_words, stages_q)
     words: cute.Tensor  # (query_words, stages_q)
     bits: cute.Tensor  # (4 words, tile_n)
@@ -195,17 +195,7 @@ class BwdTraits(ListedQueryTraits):
     def ds_stages(self) -> int:
         """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
         sum the previous block; used if there is room."""
-        return 1 if self.cta_pair or self.splits_keys or self.own_lists else 2
-
-    @property
-    def waits_for_ds(self) -> bool:
-        """Whether a warpgroup waits until dS of the block before has been read."""
-        return self.ds_stages == 1 and not self.cta_pair
-
-    @property
-    def stages_dq(self) -> int:
-        """Places of dQ on its way out: two if most blocks may be short, one warpgroup's alone."""
-        return 2 if self.own_lists and self.stages_kv == 1 else 1
+        return 1 if self.cta_pair or self.splits_keys else 2
 
     @property
     def tile_d(self) -> int:
@@ -414,7 +404,7 @@ class BwdTraits(ListedQueryTraits):
             + self.bytes_peer_k
             + self.bytes_peer_ds
             + self.stages_kv * (self.bytes_k + self.bytes_v)
-            + self.stages_dq * self.bytes_dq
+            + self.bytes_dq
             + self.bytes_bits
             + self.bytes_tokens
             + self.sums_words * 4
@@ -563,7 +553,6 @@ class BwdTraits(ListedQueryTraits):
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
-        num_dq = self.stages_dq * self.bytes_dq // 4
 
         def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
             size = cute.cosize(layout) if is_there else 0
@@ -579,7 +568,7 @@ class BwdTraits(ListedQueryTraits):
             p: elements(self.layout_p(), self.has_p)
             peer_k: elements(self.layout_peer_k(), self.cta_pair)
             peer_ds: elements(self.layout_peer_ds(), self.cta_pair)
-            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, num_dq], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Float32, self.stats_words * self.stages_q], 128
             ]
@@ -601,8 +590,8 @@ class BwdTraits(ListedQueryTraits):
             ]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_dq]
-            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.waits_for_ds else 0]
+            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
@@ -627,7 +616,7 @@ class BwdTraits(ListedQueryTraits):
             p=tensor(storage.p, self.layout_p()) if self.has_p else None,
             peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
             peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
-            dq=storage.dq.get_tensor(cute.make_layout((self.bytes_dq // 4, self.stages_dq))),
+            dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((self.query_words, self.stages_q))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, self.tile_n))),
@@ -672,10 +661,10 @@ class BwdTraits(ListedQueryTraits):
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
-            dq=channel(storage.dq_barriers, self.stages_dq, num_summing, loads),
+            dq=channel(storage.dq_barriers, 1, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
             # only its place is waited for: that dS is there, `Barrier.BOTH` tells
-            ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.waits_for_ds else None,
+            ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,
             ring=ring,
             walk=walk,
             grads=self._peer_grads(storage) if self.cta_pair else None,

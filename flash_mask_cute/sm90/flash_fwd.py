@@ -56,7 +56,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     scheduler_rings,
@@ -112,8 +112,8 @@ from flash_mask_cute.sm90.warpgroups import (
 L2_SHARE = 24 * 1024 * 1024
 # of 16 bytes
 WORDS_OF_VECTOR = 4
-# the largest head dimension of keys in fp8 whose rows several warps copy
-MOST_OF_SHARED_CODES = 256
+# keys of the largest box of pages in fp8 that several warps load
+MOST_OF_SHARED_BOX = 32
 
 
 class FlashAttentionForwardSm90:
@@ -305,7 +305,7 @@ class FlashAttentionForwardSm90:
         Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
         """
         traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
-        self.copying_warps = self._num_copying_warps(mKDescale, mVDescale)
+        self.loading_warps = self._num_loading_warps()
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
@@ -348,15 +348,15 @@ class FlashAttentionForwardSm90:
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def _num_copying_warps(self, *descales: cute.Tensor | None) -> int:
-        """Warps that copy rows of pages. Mask warps do, too, in decoding, where the address work of
-        one warp takes longer than the bytes, unless many blocks are cut; beside converting warps
-        only where that was faster (docs/facts/hopper_forward.md#decoding)."""
+    def _num_loading_warps(self) -> int:
+        """Warps that load keys and values. In decoding mask warps do, too, unless many blocks are
+        cut: rows of pages, as the address work of one warp takes longer than their bytes, and
+        boxes beside converting warps, where that was faster
+        (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         few_cuts = self.mask_mod is self.score_mod is self.intervals is None
-        of_rows = any(x is not None and cute.rank(x) == 3 for x in descales)
-        is_slower = traits.in_fp8 and (of_rows or traits.tile_d > MOST_OF_SHARED_CODES)
-        shared = traits.copies_rows and few_cuts and traits.tile_m <= DECODE_ROWS and not is_slower
+        in_boxes = traits.in_fp8 and (traits.page_box or traits.tile_n) <= MOST_OF_SHARED_BOX
+        shared = (traits.copies_rows or in_boxes) and few_cuts and traits.tile_m <= DECODE_ROWS
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
@@ -383,9 +383,10 @@ class FlashAttentionForwardSm90:
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
         mma_warps = traits.num_mma_warps
-        # The load warp arrives with the bytes that TMA brings; each copying or converting warp with
-        # its part.
-        loads_kv = WARPS_PER_WARPGROUP if traits.in_fp8 else self.copying_warps
+        # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
+        # with their part.
+        loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
+        loads_kv = WARPS_PER_WARPGROUP if const_expr(traits.in_fp8) else loads
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
@@ -394,6 +395,8 @@ class FlashAttentionForwardSm90:
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
+        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_choice):
+            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
@@ -407,7 +410,7 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, self.copying_warps)
+            codes = Codes.create(traits, storage_of_codes, loads)
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
         cute.arch.mbarrier_init_fence()
@@ -433,18 +436,18 @@ class FlashAttentionForwardSm90:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
-            loads = OperandLoads(
+            loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
-                share=CopyShare(0, self.copying_warps), scales_k=scales.k, scales_v=scales.v,
+                share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
-                loads.stream(channels.ring, channels.walk)
+                loader.stream(channels.ring, channels.walk)
             elif warp_idx == Role.SCHEDULE:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
                 schedule_forward(self, rules, rings, lengths, schedule, tile_counter, partials)
-            elif const_expr(self.copying_warps > 1):
-                self.copy_and_mask(loads, mask_warp, tiles, channels, lengths, masks)
+            elif const_expr(self.loading_warps > 1):
+                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
             elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -489,15 +492,15 @@ class FlashAttentionForwardSm90:
         # products and TMA use another proxy
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def copy_and_mask(
-        self, loads: OperandLoads, mask_warp: Int32, tiles: Tiles, channels: Channels,
+    def load_and_mask(
+        self, loader: OperandLoads, mask_warp: Int32, tiles: Tiles, channels: Channels,
         lengths: Lengths, masks: MaskArgs,
     ):  # fmt: skip
-        """A mask warp that also copies its share of the rows of pages."""
+        """A mask warp that also loads its share of the rows or boxes of pages."""
         of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits
         cut = partial(make_block_bits, *of_bits, None)
-        share = CopyShare(1 + mask_warp, self.copying_warps)
-        replace(loads, share=share, cut=cut).stream(channels.ring, channels.walk)
+        share = CopyShare(1 + mask_warp, self.loading_warps)
+        replace(loader, share=share, cut=cut).stream(channels.ring, channels.walk)
 
     def _mask_rows(self, mask_warp: Int32) -> MaskWarpRows:
         traits = self.traits
@@ -643,7 +646,7 @@ class FlashAttentionForwardSm90:
         if is_valid:
             blocks.channels.q.wait(tile)
             blocks.take_query(tile)
-            blocks.channels.k.wait(block)
+            blocks.wait_for_keys(block)
             blocks.issue_scores(acc_S, tile, block)
             warpgroup.wait_group(0)
 
@@ -661,5 +664,5 @@ class FlashAttentionForwardSm90:
             block += 1
             blocks.channels.q.wait(tile)
             blocks.take_query(tile)
-            blocks.channels.k.wait(block)
+            blocks.wait_for_keys(block)
         blocks.issue_scores(acc_S, tile, block)

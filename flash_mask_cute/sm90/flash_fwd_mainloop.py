@@ -260,8 +260,23 @@ class KeyBlocks:
                 parts.append((acc, v_tile))
             wgmma.issue_parts(mma, operand, parts, state.accumulate)
 
+    def wait_for_keys(self, block: Int32, is_known: Boolean | None = None) -> None:
+        """is_known: that they are there."""
+        if is_known is None:
+            self.channels.k.wait(block)
+        else:
+            self.channels.k.wait_unless(is_known, block)
+        self._order_copies()
+
     def wait_for_values(self, state: MainloopState) -> None:
         self.channels.v.wait_unless(state.v_ready, state.block - state.passed)
+        self._order_copies()
+
+    def _order_copies(self) -> None:
+        """Order rows that other warps copied, and that have arrived, before products, which read
+        them through another proxy."""
+        if self.traits.copies_rows and not self.traits.in_fp8:
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     def release_values(self, state: MainloopState) -> None:
         """Release the values of a complete P V, and those of the last block if it was skipped.
@@ -333,7 +348,7 @@ class KeyBlocks:
         No products are in flight before or afterwards. Returns the position, and the kind of the
         block after it.
         """
-        self.channels.k.wait_unless(state.k_ready, state.block + 1)
+        self.wait_for_keys(state.block + 1, state.k_ready)
         flags = self._block_flags(state.block + 1)
         if const_expr(self.traits.own_lists):
             state = self._multiply_listed(kind, tile, flags, state, probs)

@@ -333,6 +333,9 @@ class FwdTraits(PackedHeads):
         """Whether warps copy keys and values row by row from pages."""
         return self.page_box is not None and self.page_box % LEAST_BOX != 0
 
+    # Rows that warps copy arrive by themselves, and who multiplies them puts a fence before.
+    copies_arrive = True
+
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = 1
 

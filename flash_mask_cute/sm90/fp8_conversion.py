@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
+from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
@@ -51,10 +51,8 @@ class Codes(NamedTuple):
 
     @staticmethod
     def create(traits: FwdTraits, storage: Any, loads: int) -> "Codes":
-        """storage: that of the traits' codes. loads: warps that fill a stage."""
+        """storage: that of the traits' codes. loads: arrivals that fill a stage."""
         stages_k, stages_v = traits.code_stages
-        if traits.copies_rows:
-            loads *= COPY_ARRIVALS
         # whoever converts values reads the words of the keys
         readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
         return Codes(

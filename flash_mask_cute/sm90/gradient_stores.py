@@ -96,18 +96,17 @@ def store_sums(
     adds: cutlass.Constexpr[bool],
 ):
     """Store this warp's sums of dK or dV of a work tile, one of several with the same keys, or add
-    them to what is there. Added are 32 neighbours at a time, of a lane each. A tile may have more
-    columns than are summed; those are left as they are."""
+    them to what is there. Added are 32 neighbours at a time, of a lane each."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    groups = cute.size(target, mode=[2]) // (4 * 32 * 8)
-    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, wgmma.num_cols(acc) // 8)))
+    groups = wgmma.num_cols(acc) // 8
+    quads = cute.make_tensor(acc.iterator, cute.make_layout((4, groups)))
     sums = target[work.head_idx, row_block, None].iterator
     quads_stored = cute.make_tensor(sums, cute.make_layout((4, 32, groups, 8)))
     if const_expr(adds):
         quads_stored = cute.make_tensor(sums, by_lanes(groups))
-    for g in cutlass.range_constexpr(wgmma.num_cols(acc) // 8):
+    for g in cutlass.range_constexpr(groups):
         values = cute.make_rmem_tensor((4,), Float32)
         for i in cutlass.range_constexpr(4):
             # without scores, what was loaded is another sequence's, perhaps not even finite
@@ -182,17 +181,16 @@ def stage_dq(
         warp_idx = warp_idx % traits.staging_warps
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
-    staged_in = tiles.dq[None, channel.index(number)].iterator
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
         if const_expr(traits.by_tokens):
             layout = by_queries(traits.packed_heads, columns.width)
-            staged = cute.make_tensor(staged_in + first, layout)
+            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):
                 cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
         else:
             layout = cute.make_layout(traits.shape_dq(columns.width))
-            staged = cute.make_tensor(staged_in + first, layout)
+            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
             for g in cutlass.range_constexpr(columns.width // 8):
                 cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])

@@ -179,6 +179,11 @@ reselect:
             }
             w->dlo = INT64_MAX;
             w->dhi = 0;
+            /* whoever has seen them arrive may order them */
+            for (int64_t x = w->arrived[0]; x < w->arrived[1]; x++)
+                w->shadow[w->rank][x] = w->shadow[w->rank][x] == 255 ? 1 : w->shadow[w->rank][x];
+            w->arrived[0] = INT64_MAX;
+            w->arrived[1] = 0;
             w->stores++;
             break;
         case OP_ld: { /* a: address reg, b: address size, c: element bytes, e: register bytes,

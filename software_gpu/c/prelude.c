@@ -31,6 +31,7 @@ typedef struct {
     uint64_t icount, stores, uninit;
     int32_t uninit_pc, fault_kind, resume, pad;
     int64_t dlo, dhi; /* shared bytes written since the last proxy fence (all ranks) */
+    int64_t *arrived; /* the same of copies that have arrived at an mbarrier: of the CTA */
 } Warp;
 typedef struct {
     Ins *ins;

@@ -455,6 +455,8 @@ def test_errors():
     fails(SimError, "misaligned", sm, "ld.shared.b32 %y, [%x+2];")
     # an instruction nobody knows
     fails(Exception, "line", sm, "frobnicate.b32 %y, %x;")
+    # more CTAs than a grid can have in this dimension
+    fails(SimError, "at most 65535 CTAs", sm, "mov.b32 %y, 5;", grid=(1, 65536, 1))
     # a warp-aligned barrier in divergent code
     fails(
         Deadlock,

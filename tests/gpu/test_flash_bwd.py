@@ -451,6 +451,37 @@ def test_ways_of_wide_heads(case: Case, more: dict[str, Any]) -> None:
     assert_gradients_close(gradients, inputs, dout, dlse)
 
 
+CUT_CASES = (
+    Case("columns-2", 1, 900, 900, 4, 2, column="stepped2"),
+    Case("columns-4", 1, 900, 900, 4, 2, column="random4"),
+    Case("mask_mod-lists", 1, 900, 900, 4, 2, mask_mod="eviction", blocks=(48, 80)),
+    Case("lists-of-64", 1, 900, 900, 4, 2, blocks=(64, 64)),
+)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("dims", [(192, 128), (160, 160), (136, 96)])
+@pytest.mark.parametrize("case", CUT_CASES, ids=lambda case: case.id)
+def test_cut_blocks_with_keys_of_each_warpgroup(case: Case, dims: tuple[int, int]) -> None:
+    """What mask warps have few registers for beside wide heads."""
+    inputs = make_inputs(replace(case, head_dim=dims[0], head_dim_v=dims[1]), "cuda")
+    dout, dlse = make_output_gradients(inputs)
+    gradients = backward(inputs, forward(inputs), dout, dlse)
+    assert_gradients_close(gradients, inputs, dout, dlse)
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128)])
+def test_full_walks_that_begin_apart(dims: tuple[int, int]) -> None:
+    """Of one KV head, where the first CTA stores dQ, several chunks long."""
+    case = Case("full-8-1", 1, 2500, 2500, 8, 1, head_dim=dims[0], head_dim_v=dims[1])
+    inputs = make_inputs(case, "cuda")
+    dout, dlse = make_output_gradients(inputs)
+    config = {"clears_dq": False}
+    gradients = backward(inputs, forward(inputs), dout, dlse, config=config)
+    assert_gradients_close(gradients, inputs, dout, dlse)
+
+
 SPLIT_CASES = (
     Case("causal-8-1", 1, 1500, 1500, 8, 1, causal=True),
     Case("full-14-2-d64", 2, 700, 900, 14, 2, head_dim=64),

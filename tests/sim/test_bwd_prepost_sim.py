@@ -582,3 +582,24 @@ def test_zero_padding(simulator: ModuleType, tail: int, heads: int, head_dim: in
     for _ in run(simulator, function, [dq, dv], dq, None, dv, of_q, of_k):
         for gradient, end in ((dq, 6), (dv, 4)):
             assert gradient[:end].isnan().all() and (gradient[end:] == 0).all()
+
+
+def test_a_grid_of_many_blocks_of_sums(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All dimensions of a grid but the first one end at 65535."""
+    from flash_mask_cute.call.build.backward import ADD_PARTS_NAME, PartFacts, build_add_parts
+    from flash_mask_cute.runtime.compiler import CACHE, by_facts
+    from flash_mask_cute.runtime.target import Target
+
+    blocks, dims, launches = 65536, (8, 8), []
+    facts = PartFacts("bfloat16", *dims, 16, 16, True, False, 64, "rows")
+    target = Target.named("sm_90a")
+    function = by_facts(ADD_PARTS_NAME, facts, build_add_parts, target, CACHE).function
+    monkeypatch.setattr(simulator, "simulate", lambda found, *_, **__: launches.extend(found))
+    # memory that nobody touches
+    sums = [torch.empty(2, blocks, 64 * 16) for _ in dims]
+    gradients = [torch.empty(64, 1, dim, dtype=torch.bfloat16) for dim in dims]
+    function(*sums, *gradients, torch.zeros(blocks, dtype=torch.int32), None)
+    simulator.RESULTS.clear()
+    assert [x.grid for x in launches] == [(2 * blocks, 1, 1)]

@@ -168,13 +168,19 @@ def test_warps_of_a_warpgroup_that_are_far_apart(simulator: ModuleType, seed: in
     run_sim(simulator, make_inputs(case), seeds=(seed,), launches=4, config=config)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"column": "stepped4"}, {}, {"head_dim": 160}, {"seqused_q": (400,), "seqused_k": (290,)}],
+    ids=str,
+)
 def test_walks_that_begin_inside_a_chunk(
-    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """The second work tile visits blocks 5 and 6 of its two heads before 0 to 4."""
     monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
-    case = Case("staggered", 1, 430, 300, 2, 1, head_dim=72, column="stepped4")
-    run_sim(simulator, make_inputs(case), seeds=(None, 1), config={"group_splits": 1})
+    case = Case("staggered", 1, 430, 300, 2, 1, **{"head_dim": 72} | fields)
+    config = {"group_splits": 1, "clears_dq": False}
+    run_sim(simulator, make_inputs(case), seeds=(None, 1), config=config)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])

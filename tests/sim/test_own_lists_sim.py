@@ -103,7 +103,6 @@ NARROW_BWD: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "head_dim": 80}
 BWD_CASES = (
     Case("d128", 1, 400, 600, 1, 1, blocks=(64, 64)),
     Case("gqa", 2, 400, 450, blocks=(64, 64), **NARROW_BWD),
-    Case("d64", 1, 300, 450, 2, 1, head_dim=64, blocks=(64, 64)),
     Case("larger-blocks", 1, 450, 700, blocks=(128, 192), **NARROW_BWD),
     Case("causal", 1, 400, 500, causal=True, blocks=(64, 64), **NARROW_BWD),
     Case("window", 1, 300, 500, window_left=150, window_right=9, blocks=(64, 64), **NARROW_BWD),

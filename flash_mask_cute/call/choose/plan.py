@@ -62,7 +62,7 @@ from flash_mask_cute.call.choose.refusals import (
     refuse_segments,
 )
 from flash_mask_cute.call.choose.segments import Segments, choose_segments
-from flash_mask_cute.call.choose.selected import with_choice_facts
+from flash_mask_cute.call.choose.selected import has_equal_walks, with_choice_facts
 from flash_mask_cute.call.choose.shared_sums import SharedSums, choose_shared_sums
 from flash_mask_cute.call.choose.splits import (
     DECODE_ROWS,
@@ -492,7 +492,7 @@ def _with_split(
     else:
         split = choose_split(
             options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms,
-            has_config,
+            has_config, has_equal_walks(shapes, masks),
         )  # fmt: skip
     out = call.tensors.out
     if split in (None, BY_SLOTS) and out is not None and out.dtype != call.tensors.q.dtype:

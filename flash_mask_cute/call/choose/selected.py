@@ -10,6 +10,16 @@ from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.dtypes import dtype_name
 
 
+def has_equal_walks(shapes: FwdShapes, masks: ResolvedMasks) -> bool:
+    """Whether queries of a decoding call chose much less than there is, so that walks are about as
+    long in sequences of any length."""
+    selected = masks.selected
+    if selected is None:
+        return False
+    chosen = shapes.seqlen_q * selected.indices.shape[-1] * selected.block_size
+    return 2 * chosen <= shapes.seqlen_k
+
+
 def with_choice_facts(
     problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks, tile_n: int
 ) -> AttentionProblem:

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, DECODE_ROWS, SLOTS_PER_SHARE
+from flash_mask_cute.core.shares import (
+    BY_ROWS,
+    BY_SLOTS,
+    DECODE_ROWS,
+    SLOTS_PER_SHARE,
+    are_busy,
+)
 
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet
@@ -53,10 +59,13 @@ class Splits(NamedTuple):
     def by_slots(
         problem: AttentionProblem, shapes: FwdShapes, num_ctas: int, tile_m: int
     ) -> Splits:
-        """tile_m: query rows of a work tile."""
+        """num_ctas: at most. tile_m: query rows of a work tile."""
         rows = tile_m
         if not problem.varlen_q:
-            rows = min(rows, shapes.seqlen_q * padded_group(problem.packed_heads))
+            of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
+            rows, tiles = min(rows, of_sequence), shapes.batch * math.ceil(of_sequence / tile_m)
+            heads = shapes.heads_q // problem.packed_heads
+            num_ctas = aligned_shares(tiles, heads, num_ctas, tile_m)
         lse_shape = SLOTS_PER_SHARE * num_ctas, rows
         has_low = problem.score_mod is not None
         return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
@@ -72,6 +81,19 @@ class Splits(NamedTuple):
         if self.kind == BY_SLOTS:
             return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
         return f"{self.number} of each work tile; {scratch}"
+
+
+def aligned_shares(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
+    """CTAs that have shares: num_ctas, or a few less if each head has a line of its own, with so
+    many work tiles, and equal tiles then fill whole shares."""
+    most = num_ctas // heads
+    if tile_m <= DECODE_ROWS:
+        for of_head in range(most, 0, -1):
+            if not are_busy(of_head * heads, num_ctas):
+                break
+            if tiles % of_head == 0:
+                return num_ctas if of_head == most else of_head * heads
+    return num_ctas
 
 
 def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
@@ -100,12 +122,14 @@ def choose_split(
     window: int | None,
     num_sms: int,
     has_config: bool,
+    equal_walks: bool = False,
 ) -> str | None:
     """BY_ROWS, BY_SLOTS, or None: one pass.
 
     num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
     keys that a query sees, None: all. has_config: the caller chose tiles, which are for one pass
-    unless the caller also asks for splits.
+    unless the caller also asks for splits. equal_walks: walks are about as long, whatever the
+    lengths of sequences.
 
     Raises:
         NotImplementedError: num_splits is requested together with lse_low or max_scores.
@@ -124,17 +148,24 @@ def choose_split(
     if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
         return None
     tile_m = DECODE_ROWS if is_decoding else _ROWS
-    is_many = are_enough_tiles(problem, shapes, rows, heads, tile_m, num_sms)
+    of_tiles = rows, heads, tile_m, num_sms
+    is_many = are_enough_tiles(problem, shapes, *of_tiles, equal_walks=equal_walks)
     return None if is_many else BY_SLOTS
 
 
 def are_enough_tiles(
-    problem: AttentionProblem, shapes: FwdShapes, rows: int, heads: int, tile_m: int, num_sms: int
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    rows: int,
+    heads: int,
+    tile_m: int,
+    num_sms: int,
+    equal_walks: bool = False,
 ) -> bool:
     """Whether work tiles keep all SMs busy without splits.
 
     rows: of a sequence that share keys. heads: of a sequence whose rows share nothing. tile_m: rows
-    of a work tile.
+    of a work tile. equal_walks: as for `choose_split`.
     """
     group, is_decoding = rows // max(shapes.seqlen_q, 1), rows <= DECODE_ROWS
     tiles = math.ceil(rows / tile_m) * shapes.batch
@@ -144,5 +175,5 @@ def are_enough_tiles(
     most = num_sms * _MANY_WAVES if is_decoding else num_sms
     if tiles >= most:
         return True
-    are_equal = not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
+    are_equal = equal_walks or not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
     return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)

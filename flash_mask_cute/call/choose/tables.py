@@ -249,18 +249,16 @@ SM90_BWD = (
     *(
         BwdRow(
             *(d, d, 64, 2, 2, 1, value_cols),
-            "no CTA waits for one that stores first, and each warpgroup passes over what its lists "
-            "do not have",
+            "blocks that one warpgroup's lists have are short; no CTA waits for who stores first",
             masks,
-            above_dim=above_dim,
+            above_dim=64,
             clears_dq=True,
             own_lists=True,
         )
-        for d, above_dim, value_cols, masks in (
-            (64, 0, 64, None),
-            (96, 64, 96, (TuningClass.OTHER,)),
-            (128, 0, 64, (TuningClass.OTHER,)),
-            (128, 0, 32, None),
+        for d, value_cols, masks in (
+            (96, 96, (TuningClass.OTHER,)),
+            (128, 64, (TuningClass.OTHER,)),
+            (128, 32, None),
         )
     ),
     BwdRow(

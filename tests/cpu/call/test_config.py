@@ -456,7 +456,6 @@ LISTS = Case("lists", 1, 300, 400, blocks=(64, 64))
     [
         ({}, (True, True)),
         ({"blocks": (128, 64), "column": "random2", "window_left": 9}, (False, True)),
-        ({"head_dim": 64}, (True, True)),
         ({"blocks": (64, 128), "head_dim": 64}, (True, False)),
         ({"blocks": (64, 192), "softcap": 1.0}, (True, False)),
         ({"blocks": (32, 64)}, (False, False)),

@@ -16,7 +16,8 @@ import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
 from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
+from flash_mask_cute.call.choose.splits import aligned_shares
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, TILE_COST, Shares
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -178,3 +179,22 @@ def test_an_aux_tensor_alone_may_ask_for_a_graph(
 
 def add_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][k[0]]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "expected"),
+    [(64, 2, 128), (63, 2, 126), (130, 1, 130), (64, 8, 132), (1, 2, 132), (60, 2, 132)],
+)
+def test_equal_tiles_fill_whole_shares(tiles: int, heads: int, expected: int) -> None:
+    """If that leaves at most 5 % of the CTAs idle."""
+    assert aligned_shares(tiles, heads, 132, 64) == expected
+    assert aligned_shares(tiles, heads, 132, 128) == 132
+    places_of_tile = 64 + TILE_COST
+    shares = Shares.create(tiles * places_of_tile, heads, expected, 64)
+    if expected < 132:
+        assert shares == (heads, tiles // (expected // heads) * places_of_tile)
+    q = torch.zeros(tiles, 1, 12 * heads, 256, dtype=torch.bfloat16)
+    cache = torch.zeros(1, dtype=torch.bfloat16).expand(tiles, 4096, heads, 256)
+    used = torch.full((tiles,), 4096, dtype=torch.int32)
+    plan = planned(forward_call(q, cache, cache, seqused_k=used), HOPPER)
+    assert plan.splits is not None and plan.splits.number == expected

@@ -301,6 +301,20 @@ def test_the_kernel_reads_the_entries_of_one_query() -> None:
     assert "bytes of bits" in told(mask_mod=lambda b, h, i, j: j % 3 != 0)
 
 
+def test_decoding_in_whole_tiles_where_all_choose_as_much() -> None:
+    """Sequences of any length do then, unless they are hardly longer than what is chosen."""
+    q = torch.empty(64, 1, 64, 64, dtype=torch.bfloat16)
+    used = torch.arange(64, dtype=torch.int32) * 128 + 64
+
+    def told(k: int) -> str:
+        keys = torch.empty(1, 8192, 4, 64, dtype=torch.bfloat16).expand(64, -1, -1, -1)
+        chosen = SelectedBlocks(torch.zeros(1, 4, 1, k, dtype=torch.int64), 128)
+        given: Any = {"block_sparse_tensors": chosen, "seqused_k": used, "target": "sm_90a"}
+        return explain(q, keys, keys, **given).splits
+
+    assert not told(16) and "equal shares" in told(48)
+
+
 def test_explain_advises_where_neighbours_share_little() -> None:
     q = torch.zeros(1, 512, 4, 64, dtype=torch.bfloat16)
     choice = (torch.arange(512) % 8).view(1, 1, 512, 1)
