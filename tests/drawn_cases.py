@@ -142,7 +142,7 @@ def main() -> int:
 
     from bench import commit_here
 
-    calls, kinds = ({x.id: told(x) for x in DRAWS} for told in (lambda x: x.told, lambda x: x.kind))
+    calls, kinds = {x.id: x.told for x in DRAWS}, {x.id: x.kind for x in DRAWS}
     rows = {x.draw: x for x in read_rows(options.rows).values() if calls.get(x.draw) == x.call}
     known = {name for name, row in rows.items() if row.share != UNKNOWN}
     missing = [draw.id for draw in IN_TURN if draw.id not in known]
