@@ -4,8 +4,8 @@ Runs each draw of `tests/support/cases/drawn_blackwell.py` on the software GPU: 
 delays of two seeds, and with each role slow; or, where sums are in a fixed order, with five seeds
 and all numbers of CTAs at a time, which must give equal bits. A draw that was right is a row of
 bench/results/blackwell_cases.txt, which is printed, with the commit that was run. Draws that have
-a row are not run again, so a run that was too short is continued by the next one; without the
-file, all are run.
+a row are not run again, unless its error is not known. So a run that was too short is continued by
+the next one; without the file, all are run.
 
 --rows FILE: the table. --workers N: processes. --seconds S: after so long the run ends. --commit
 NAME: of this tree, where git does not say it.
@@ -15,14 +15,16 @@ Exit status: 1 where a draw has no row.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,10 @@ interpreter.lib()
 """
 # of a run that is told to end, to say what failed
 SECONDS_TO_END = 20
+# seconds after which the table is written again
+PAUSE = 5.0
+# an error that was not kept
+UNKNOWN = "-"
 HEAD = """\
 Drawn calls of the Blackwell kernels, executed in the software GPU against float64, by
 python tests/drawn_cases.py (docs/testing.md).
@@ -45,7 +51,8 @@ python tests/drawn_cases.py (docs/testing.md).
 allowed: twice the error of eager attention in the same dtype, and an ulp.
 {kinds}
 Columns: draw; commit; runs (in order, with delays of two seeds, and so many sets of warps slow in
-turn; or those whose bits are equal); largest error; the call.
+turn; or those whose bits are equal); largest error (-: was right, and its number was not kept); the
+call.
 
 """
 
@@ -60,13 +67,13 @@ class Row(NamedTuple):
     call: str
 
     def __str__(self) -> str:
-        return f"{self.draw:25} {self.commit:9} {self.runs:35} {self.share}  {self.call}"
+        return f"{self.draw:25} {self.commit:9} {self.runs:35} {self.share:>4}  {self.call}"
 
     @classmethod
     def read(cls, line: str) -> Row:
         draw, commit, rest = line.split(maxsplit=2)
-        runs, rest = rest[:35], rest[36:]
-        return cls(draw, commit, runs.rstrip(), *rest.split("  ", 1))
+        runs, share, call = rest[:35], rest[36:40], rest[42:]
+        return cls(draw, commit, runs.rstrip(), share.strip(), call)
 
 
 def read_rows(path: Path) -> dict[str, Row]:
@@ -84,14 +91,15 @@ def table(kinds: Mapping[str, str], rows: Mapping[str, Row]) -> str:
         found=len(found),
         drawn=len(kinds),
         runs=sum(int(row.runs.split()[0]) for row in found),
-        share=max((row.share for row in found), default="0"),
+        share=max((row.share for row in found if row.share != UNKNOWN), default="0"),
         kinds=textwrap.fill(f"Draws: {told}.", 100, break_on_hyphens=False),
     )
     return head + "".join(f"{row}\n" for row in found)
 
 
-def run(names: list[str], workers: int, seconds: float | None) -> list[Row]:
-    """Rows of the draws that were right, in time. They begin in the order of their names."""
+def run(names: list[str], workers: int, seconds: float | None) -> Iterator[list[Row]]:
+    """Rows of the draws that were right so far, now and then, until the time is up. They begin in
+    the order of their names."""
     with tempfile.TemporaryDirectory(prefix="flash_mask_cute_drawn_") as folder:
         log = Path(folder, "rows")
         command = [
@@ -102,28 +110,23 @@ def run(names: list[str], workers: int, seconds: float | None) -> list[Row]:
         told = {"FLASH_MASK_SIM_ARCH": "sm_100a", "FLASH_MASK_SIM_ROWS": str(log)}
         subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, check=True)
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | told, start_new_session=True)
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        end = time.monotonic() + (math.inf if seconds is None else seconds)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
+            yield _written(log)
+        if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(SECONDS_TO_END)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
-        return [Row(*line.rstrip().split("\t")) for line in lines if line.endswith("\n")]
+        yield _written(log)
 
 
-def commit_of_tree() -> str:
-    """The commit that is checked out; "+" behind it: with changes."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        name = subprocess.check_output([*git, "rev-parse", "--short=8", "HEAD"], text=True).strip()
-        changes = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name + "+" * any(not line.endswith(".txt") for line in changes.splitlines())
+def _written(log: Path) -> list[Row]:
+    lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
+    return [Row(*line.rstrip().split("\t")) for line in lines if line.endswith("\n")]
 
 
 def main() -> int:
@@ -137,16 +140,21 @@ def main() -> int:
     sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / "support" / name) for name in SUPPORT)]
     from drawn_blackwell import DRAWS, IN_TURN
 
-    calls = {draw.id: draw.told for draw in DRAWS}
+    from bench import commit_here
+
+    calls, kinds = {x.id: x.told for x in DRAWS}, {x.id: x.kind for x in DRAWS}
     rows = {x.draw: x for x in read_rows(options.rows).values() if calls.get(x.draw) == x.call}
-    missing = [draw.id for draw in IN_TURN if draw.id not in rows]
+    known = {name for name, row in rows.items() if row.share != UNKNOWN}
+    missing = [draw.id for draw in IN_TURN if draw.id not in known]
+    missing.sort(key=lambda name: name in rows)
     if missing:
-        commit = options.commit or commit_of_tree()
-        found = run(missing, options.workers, options.seconds)
-        rows |= {row.draw: row._replace(commit=commit) for row in found}
-    options.rows.write_text(text := table({draw.id: draw.kind for draw in DRAWS}, rows))
+        commit = options.commit or commit_here()
+        for found in run(missing, options.workers, options.seconds):
+            rows |= {row.draw: row._replace(commit=commit) for row in found}
+            options.rows.write_text(table(kinds, rows))
+    text = table(kinds, rows)
     print(text)
-    missing = [name for name in missing if name not in rows]
+    missing = [name for name in calls if name not in rows]
     print(f"{len(missing)} draws have no row: {' '.join(missing)}" if missing else "all have rows")
     return int(bool(missing))
 

@@ -255,7 +255,7 @@ class BlockScores:
         """Statistics of the queries of a half, in shared memory."""
         tile_m = self.traits.tile_m
         row = self.tiles.stats[None, stage].iterator + self.first_query
-        if self.traits.is_wide_pair:
+        if self.traits.cta_pair:
             # Behind a shuffle the address stays in a register of each thread. Else it is uniform,
             # and each of 32 loads has an instruction that copies it.
             address = cute.arch.shuffle_sync(Int32(row.toint()), 0)
