@@ -85,10 +85,10 @@ class Place(NamedTuple):
 class LoadState(NamedTuple):
     """Number of key blocks loaded so far, and the value block to load next.
 
-    v_pages, next_pages: looked up for the value block and for the block before it, which a walk
-    usually visits next: the place of this lane's box of the block, or `BlockRows`. k_ready,
-    v_ready: number of those blocks that were handed over. cuts: of blocks that were cut, where this
-    warp makes the bits of these.
+    v_pages, next_pages: looked up for the value block, and for the block before it, which a walk
+    usually visits next, or for next_block, if walks tell it: the place of this lane's box of the
+    block, or `BlockRows`. k_ready, v_ready: number of those blocks that were handed over. cuts: of
+    blocks that were cut, where this warp makes the bits of these.
     """
 
     blocks: Int32
@@ -99,6 +99,7 @@ class LoadState(NamedTuple):
     k_ready: Int32 | None = None
     v_ready: Int32 | None = None
     cuts: Int32 | None = None
+    next_block: Int32 | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ class OperandLoads:
         state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
         if const_expr(self.pages is not None):
             state = state._replace(v_pages=PageRow.none(), next_pages=PageRow.none())
+            if const_expr(walk.tells_next):
+                state = state._replace(next_block=Int32(-1))
         if const_expr(self._by_rows):
             nowhere = self._copies.nowhere()
             state = state._replace(v_pages=nowhere, next_pages=nowhere)
@@ -230,7 +233,11 @@ class OperandLoads:
     ) -> LoadState:
         """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
-        is_next = (block.index == state.v_block - 1) & (place.batch_idx == state.v_place.batch_idx)
+        awaited, following = state.v_block - 1, block.index - 1
+        if const_expr(block.next_index is not None):
+            awaited, following = state.next_block, block.next_index
+            state = state._replace(next_block=following)
+        is_next = (block.index == awaited) & (place.batch_idx == state.v_place.batch_idx)
         if is_next == Boolean(False):
             pages = self._look_up(place, block.index)
             if const_expr(not self._settles_late):
@@ -238,7 +245,7 @@ class OperandLoads:
         if const_expr(self._settles_late):
             pages = self._settled(pages)
         # the table is read while this block is loaded
-        next_pages = self._look_up(place, block.index - 1)
+        next_pages = self._look_up(place, following)
         channel = self._begin_block(number, block)
         if const_expr(self._by_rows):
             smem = self.k.smem[None, None, channel.index(number)]

@@ -42,7 +42,8 @@ class Block(NamedTuple):
     predecessor: see `WalkRing.predecessors`, 0 where there are none. sequence: that of its queries,
     if a walk visits several. token: where a block consists of listed queries, that of this lane
     (`WalkRing.tokens`). owners: bit w says whether warpgroup w has the block in its lists, if each
-    has its own.
+    has its own. next_index: the number of the next block, 0 behind the last one, if walks tell it
+    (`WalkRing.tells_next`).
     """
 
     index: Int32
@@ -57,6 +58,7 @@ class Block(NamedTuple):
     sequence: Int32 | None = None
     token: Int32 | None = None
     owners: Int32 | None = None
+    next_index: Int32 | None = None
 
 
 class Chunk(NamedTuple):
@@ -162,7 +164,8 @@ class WalkRing:
     predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk. fields: the
     fields that an entry carries. tokens (tokens of a block, CHUNK, stages) int32 or None: the
     queries of each block, in lane i of a block those of i modulo their number, a power of two; -1
-    where there is none. The first one is there.
+    where there is none. The first one is there. tells_next: blocks tell the number of the next one,
+    which is seldom a neighbour. A chunk's `follower` then has it behind the kind.
     """
 
     ring: Ring
@@ -171,6 +174,7 @@ class WalkRing:
     predecessors: cute.Tensor | None = None
     fields: cutlass.Constexpr[tuple[str, ...]] = CHUNK_FIELDS
     tokens: cute.Tensor | None = None
+    tells_next: cutlass.Constexpr[bool] = False
 
     def acquire(self, number: Int32) -> None:
         """Wait until chunk `number` may be written."""
@@ -208,6 +212,22 @@ class WalkRing:
             remaining = Int32(cutlass.select_(uncut != 0, uncut, remaining))
         return highest_bit(remaining & -remaining if self.ascending else remaining)
 
+    def number_of_first(self, chunk: Chunk) -> Int32:
+        """What `Chunk.follower` has behind its kind: the block that a walk visits first of the next
+        chunk."""
+        return (chunk.base + self.next_bit(chunk, chunk.visible)) << OWN_KIND_SHIFT
+
+    def _kind_of(self, follower: Int32) -> Int32:
+        return follower & KIND_MASK if self.tells_next else follower
+
+    @cute.jit
+    def _next_index(self, chunk: Chunk, remaining: Int32) -> Int32:
+        """The block that a walk visits after those of a chunk but the remaining ones."""
+        index = chunk.follower >> OWN_KIND_SHIFT
+        if remaining != 0:
+            index = chunk.base + self.next_bit(chunk, remaining)
+        return index
+
     @cute.jit
     def visit(
         self,
@@ -229,7 +249,7 @@ class WalkRing:
             while remaining != 0:
                 bit = self.next_bit(chunk, remaining)
                 remaining = remaining ^ (Int32(1) << bit)
-                follower = chunk.follower
+                follower = self._kind_of(chunk.follower)
                 if remaining != 0:
                     follower = chunk.kind_of(self.next_bit(chunk, remaining))
                 predecessor = Int32(0)
@@ -246,7 +266,10 @@ class WalkRing:
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)
                 block = chunk.block(bit, follower, predecessor)
-                state = step(state, block._replace(token=token))
+                next_index = None
+                if const_expr(self.tells_next):
+                    next_index = self._next_index(chunk, remaining)
+                state = step(state, block._replace(token=token, next_index=next_index))
             if const_expr(only_cut):
                 # read again rather than kept, for want of registers
                 is_last = self._read(number).follower == Kind.END

@@ -34,6 +34,13 @@ class Place(NamedTuple):
     head_idx: Int32
     m_block: Int32
 
+    @staticmethod
+    def of_list(number: Int32, entries: cute.Tensor) -> "Place":
+        """Of one of all lists, whose entries (batch, heads, q_blocks, k_blocks) are."""
+        _, heads, q_blocks, _ = entries.shape
+        head = number // q_blocks
+        return Place(head // heads, head % heads, number - head * q_blocks)
+
 
 class OrderedLists:
     """Fills lists and bits; to be passed to `cute.compile`.
@@ -57,13 +64,16 @@ class OrderedLists:
         """
         batch, heads, q_blocks, _ = made.mask_idx.shape
         self.kernel(given, made, mVisible, mFull).launch(
-            grid=(q_blocks, heads, batch), block=(WARP, 1, 1), stream=stream
+            # in one dimension: the others have at most 65535
+            grid=(batch * heads * q_blocks, 1, 1),
+            block=(WARP, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(self, given: Lists, made: Lists, mVisible: cute.Tensor, mFull: cute.Tensor):
-        m_block, head_idx, batch_idx = cute.arch.block_idx()
-        place, lane = Place(batch_idx, head_idx, m_block), cute.arch.lane_idx()
+        number, _, _ = cute.arch.block_idx()
+        place, lane = Place.of_list(number, made.mask_idx), cute.arch.lane_idx()
         states = self._row(made.mask_idx, place)
         num_blocks = states.shape[0]
         for n_block in range(lane, num_blocks, WARP):

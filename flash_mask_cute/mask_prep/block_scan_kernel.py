@@ -22,6 +22,7 @@ from flash_mask_cute.core.tile_state import (
     state_of_warp,
 )
 from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.mask_prep.block_lists_kernel import Place
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
@@ -53,14 +54,6 @@ class BlockGrid(NamedTuple):
     seqlen_k: Int32
 
 
-class Place(NamedTuple):
-    """The indices of a list."""
-
-    batch_idx: Int32
-    head_idx: Int32
-    m_block: Int32
-
-
 class BlockScan:
     """Fills block lists; to be passed to `cute.compile`, itself or its `on_host`.
 
@@ -78,20 +71,20 @@ class BlockScan:
     def __call__(self, lists: BlockLists, grid: BlockGrid, aux_tensors, stream):
         """Launch both kernels on `stream`."""
         batch, heads, q_blocks, k_blocks = lists.mask_idx.shape
-        examiners = q_blocks * cute.ceil_div(k_blocks, NUM_WARPS)
+        # in one dimension: the others have at most 65535
+        num_lists = batch * heads * q_blocks
+        examiners = num_lists * cute.ceil_div(k_blocks, NUM_WARPS)
         self.examine_blocks(lists, grid, aux_tensors).launch(
-            grid=(examiners, heads, batch), block=(NUM_WARPS * WARP, 1, 1), stream=stream
+            grid=(examiners, 1, 1), block=(NUM_WARPS * WARP, 1, 1), stream=stream
         )
-        self.make_lists(lists).launch(
-            grid=(q_blocks, heads, batch), block=(WARP, 1, 1), stream=stream
-        )
+        self.make_lists(lists).launch(grid=(num_lists, 1, 1), block=(WARP, 1, 1), stream=stream)
 
     @cute.kernel
     def examine_blocks(self, lists: BlockLists, grid: BlockGrid, aux_tensors):
         """Write the state of each block as its entry of mask_idx. A warp for each block."""
-        number, head_idx, batch_idx = cute.arch.block_idx()
+        number, _, _ = cute.arch.block_idx()
         ctas_of_list = cute.ceil_div(lists.mask_idx.shape[3], NUM_WARPS)
-        place = Place(batch_idx, head_idx, number // ctas_of_list)
+        place = Place.of_list(number // ctas_of_list, lists.mask_idx)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         n_block = number % ctas_of_list * NUM_WARPS + warp_idx
         states = self._entries(lists.mask_idx, place)
@@ -108,8 +101,8 @@ class BlockScan:
 
         Entries replace states that have been read: there are no more of them than blocks before.
         """
-        m_block, head_idx, batch_idx = cute.arch.block_idx()
-        place, lane = Place(batch_idx, head_idx, m_block), cute.arch.lane_idx()
+        number, _, _ = cute.arch.block_idx()
+        place, lane = Place.of_list(number, lists.mask_idx), cute.arch.lane_idx()
         mask_idx = self._entries(lists.mask_idx, place)
         full_idx = self._entries(lists.full_idx, place)
         num_blocks = mask_idx.shape[0]

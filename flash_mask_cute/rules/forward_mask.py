@@ -158,6 +158,8 @@ class ForwardMask(MaskRules):
             if chunk.visible != 0:
                 if found_any:
                     follower = chunk.kind_of(ring.next_bit(chunk, chunk.visible))
+                    if const_expr(ring.tells_next):
+                        follower = follower | ring.number_of_first(chunk)
                     ring.write(number, pending._replace(follower=follower))
                     number += 1
                 pending = chunk

@@ -395,6 +395,8 @@ class FlashAttentionForwardSm90:
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
+        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_choice):
+            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,18 @@ def test_bits_that_a_call_asks_for(
     assert torch.equal(bits[0], words_of(states > 0))
     assert torch.equal(bits[1], words_of(states == 2))
     assert bits[2:] == (64, 64)
+
+
+def test_a_grid_of_many_sequences(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All dimensions of a grid but the first one end at 65535."""
+    launches: list[Any] = []
+    function = compile_ordered_lists(False, "sm_90a").function
+    monkeypatch.setattr(simulator, "simulate", lambda found, *_, **__: launches.extend(found))
+    count, index = torch.zeros(65536, 1, 1).int(), torch.zeros(65536, 1, 1, 1).int()
+    made = OrderedTensors.empty_like(index, False)
+    function((count, index, None, None), made.lists, *made.bits)
+    simulator.RESULTS.clear()
+    assert [x.grid for x in launches] == [(65536, 1, 1)]
 
 
 def test_lists_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,3 +80,19 @@ def test_lists(simulator: ModuleType, name: str, has_full: bool) -> None:
             assert cnt.flatten().tolist() == [len(row) for row in expected]
             padded = [row + [0] * (entries[3] - len(row)) for row in expected]
             assert idx.flatten(0, 2).tolist() == padded
+
+
+def test_a_grid_of_many_sequences(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All dimensions of a grid but the first one end at 65535."""
+    from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_mask_cute.compute_block_sparsity import run_scan
+    from flash_mask_cute.mask_prep.block_scan import ScanProblem
+
+    launches: list[Any] = []
+    monkeypatch.setattr(simulator, "simulate", lambda found, *_, **__: launches.extend(found))
+    made = [torch.empty(65536, 1, 1, *more, dtype=torch.int32) for more in ((), (9,))]
+    lists = BlockSparseTensorsTorch(*made, block_size=(16, 16))
+    problem = ScanProblem("sm_90a", ScanProblem.describe_aux(()), False)
+    run_scan(causal_mod, problem, lists, (16, 144), ())
+    simulator.RESULTS.clear()
+    assert [x.grid for x in launches] == [(2 * 65536, 1, 1), (65536, 1, 1)]

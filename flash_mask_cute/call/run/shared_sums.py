@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_mask_cute.call.choose.shared_sums import SharedSums
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.call.run.aux_sums import new_sums
+from flash_mask_cute.call.run.forward import count_writing
 
 
 class MakeSharedSums:
@@ -43,6 +44,7 @@ class MakeSharedSums:
             is_written = gradient.numel() == self._count
             if self.shared.is_in_place(gradient):
                 # a table of all pairs is larger than everything else
+                count_writing(gradient)
                 sums[i] = (gradient if is_written else gradient.zero_())[None]
                 continue
             new = gradient.new_empty if is_written else gradient.new_zeros
