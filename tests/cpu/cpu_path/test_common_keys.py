@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from common_keys import CommonKeys
-from cutlass import BFloat16
 from placed_attention import assert_calls_and_gradients
 from planned import backward_call, forward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.copies import FirstEntry
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
@@ -174,12 +172,3 @@ def test_a_table_by_sequence() -> None:
     (expected,) = torch.autograd.grad(torch.cat(parts).square().sum(), other)
     assert torch.allclose(found.double(), expected, atol=1e-4)
     assert found[0].any() and not found[1].any() and found[2].any()
-
-
-def test_pairs_of_ctas_on_blackwell_are_refused() -> None:
-    """Whose loads know one sequence for each work tile."""
-    kernel = arch_spec(Target.named("sm_100a")).backward.load_class()
-    pair = {"head_dim": 128, "head_dim_v": 128, "cta_pair": True, "clears_dq": True}
-    kernel(BFloat16, **pair)
-    with pytest.raises(NotImplementedError, match="cta_pair=True does not support common_kv=True"):
-        kernel(BFloat16, **pair, common_kv=True)
