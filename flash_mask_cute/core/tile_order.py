@@ -18,8 +18,8 @@ def heads_in_turn(blocks: Any, heads: Any, ctas: Any, select: Callable[..., Any]
     to end. Many heads at a time would not fit the L2 cache, so these are few, and one where work
     tiles are many.
 
-    blocks: of a head, at least one; heads: of all sequences; ctas: that run at a time. select:
-    (condition, value, other value), for numbers of the host or of a launch.
+    blocks: of a head; heads: of all sequences; at least one of each. ctas: that run at a time.
+    select: (condition, value, other value), for numbers of the host or of a launch.
     """
     is_few = blocks * heads <= MANY * ctas
     groups = heads * blocks // (ROUNDS * ctas)

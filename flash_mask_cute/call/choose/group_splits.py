@@ -109,6 +109,8 @@ def _estimate(
     """Query blocks of the busiest SM, in the order in which `takers` CTAs, or pairs of CTAs, take
     work tiles. in_turn: those of some heads block by block (`heads_in_turn`)."""
     heads = shapes.batch * shapes.heads_kv * splits
+    if not heads:
+        return 0.0
     beside = TILE if splits == 1 else TILE + PARTIAL
     tiles = [walk * group / splits + beside for walk in walks]
     adding = 0.0 if splits == 1 else ADDING * heads * len(tiles) / takers

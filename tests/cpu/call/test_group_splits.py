@@ -107,6 +107,10 @@ def test_no_split_is_estimated_slower_than_none() -> None:
     assert split(1, 131072, 8, 1, left=128).group_splits == 1
 
 
+def test_a_call_without_sequences_is_not_split() -> None:
+    assert split(0, 4096, 8, 1).group_splits == 1
+
+
 def test_what_a_config_asks_for() -> None:
     choice = split(64, 4096, 8, 1, wanted=2)
     assert choice.group_splits == 2 and choice.tiles.splits_group
