@@ -85,11 +85,8 @@ class ProductOfOnes:
             out[i * 128 + thread] = acc[i]
 
 
-class ByBulkCopies:
-    """A vector comes into shared memory by a bulk copy, is doubled there and leaves by another.
-
-    dropped: the step that is left out.
-    """
+class OfOneWarp:
+    """A kernel of one warp that leaves out a step. dropped: that step."""
 
     def __init__(self, dropped: str):
         self.dropped = dropped
@@ -97,6 +94,10 @@ class ByBulkCopies:
     @cute.jit
     def __call__(self, values: cute.Tensor, out: cute.Tensor, stream):  # type: ignore[no-untyped-def]
         self.kernel(values, out).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+class ByBulkCopies(OfOneWarp):
+    """A vector comes into shared memory by a bulk copy, is doubled there and leaves by another."""
 
     @cute.kernel
     def kernel(self, values: cute.Tensor, out: cute.Tensor):  # type: ignore[no-untyped-def]
@@ -129,16 +130,9 @@ class ByBulkCopies:
         staged[lane] = Float32(-1.0)
 
 
-class ByCopies:
+class ByCopies(OfOneWarp):
     """A row of each lane comes into shared memory by cp.async, and another lane reads it when the
-    copies have arrived. dropped: the step that is left out."""
-
-    def __init__(self, dropped: str):
-        self.dropped = dropped
-
-    @cute.jit
-    def __call__(self, values: cute.Tensor, out: cute.Tensor, stream):  # type: ignore[no-untyped-def]
-        self.kernel(values, out).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+    copies have arrived."""
 
     @cute.kernel
     def kernel(self, values: cute.Tensor, out: cute.Tensor):  # type: ignore[no-untyped-def]
