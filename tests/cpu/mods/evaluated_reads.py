@@ -85,7 +85,7 @@ def evaluate_reads(
         torch.zeros((batch, heads, 2 * most + 1, width - 1), dtype=torch.int32)
         for most, width in zip(reads.values(), of_reads, strict=True)
     ]
-    places = torch.arange(max(EXTENTS), dtype=torch.int32)
+    places = torch.arange(max(2 * MOST + 1, *EXTENTS), dtype=torch.int32)
     tensors = SCORES, places, ints, floats
     lists = [tuple(x) or None for x in (aux_tensors, tables)]
     with compile_lock():
@@ -128,7 +128,8 @@ def _evaluate_all(
     aux_tensors: Any,
     tables: Any,
 ) -> None:
-    """places: 0, 1, 2 and so on, read, as kernels find places by other than counting."""
+    """places: 0, 1, 2 and so on, because what a loop counts may be divided wrongly
+    (docs/facts/compiler.md#the-dsl)."""
     batch, heads, rows, cols = EXTENTS
     at = Int32(0)
     for s in range(cute.size(scores)):
@@ -144,7 +145,7 @@ def _evaluate_all(
         for b in range(batch):
             for h in range(heads):
                 for d in range(tables[i].shape[2]):
-                    number = places[b], places[h], d - tables[i].shape[2] // 2
+                    number = places[b], places[h], places[d] - tables[i].shape[2] // 2
                     arguments = score_mod, reads[i], *number, aux_tensors
                     found = coordinates_of_difference(*arguments)
                     for c in cutlass.range_constexpr(len(found)):
