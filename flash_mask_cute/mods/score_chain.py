@@ -177,15 +177,16 @@ class ScoreChain:
                     pair.append(prob)
                 self.elements.keep_pair(probs, self.dtype, r, first, *pair)
 
+    @cute.jit
     def apply_to_both(
         self,
-        block: tuple[Work, Int32, Int32],
+        block: tuple,
         scores: cute.Tensor,
         grads: cute.Tensor,
-        first_col: int,
+        first_col: cutlass.Constexpr[int],
         bits: tuple | None,
         statistics: Statistics,
-        words: tuple[cute.Tensor, cute.Tensor],
+        words: tuple,
     ) -> None:
         """Round P and dS of some columns into words, from S and dP.
 
@@ -196,31 +197,41 @@ class ScoreChain:
         first_col: the thread's column of the block that is column 0 of scores and grads. All
         threads of the warp must call it, for work tiles with scores.
         """
+        apply = partial(self._apply_to_both, block, scores, grads, first_col, bits)
+        if const_expr(statistics.has_reference is None):
+            apply(statistics, words)
+        else:
+            near = statistics._replace(reference=None)
+            if statistics.has_reference:
+                apply(statistics, words)
+            else:
+                apply(near, words)
+
+    def _apply_to_both(self, block, scores, grads, first_col, bits, statistics, words) -> None:
         sums, of_walk = self._aux_sums(block[0].batch_idx), self._zeros_of_walk()
         of_lines = self._zeros_of_lines(cute.size(scores, mode=[1]))
         place = partial(self._place, *block)
-        for r in range(self.elements.num_rows):
-            if r > 0:
+        for r, first in self._pairs(cute.size(scores, mode=[1])):
+            if first == 0 and r > 0 and self.adds_by_score:
                 # the statistics of the columns are loaded again, and not kept in registers
                 cute.arch.sync_warp()
-            for first in range(0, cute.size(scores, mode=[1]), 2):
-                pairs = []
-                for i in (first, first + 1):
-                    c = first_col + i
-                    score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
-                    prob = self._probability(score, statistics, bits, r, c)
-                    by_modified = prob * (grads[r, i] - statistics.delta[c])
-                    # where nothing counts, derivatives may be anything
-                    counts = prob > 0.0
-                    self._add_to_rows(of_walk, r, terms, by_modified, counts)
-                    self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
-                    sums.add(self._others(terms), by_modified, counts)
-                    if self.keeps_grads:
-                        grads[r, i] = by_modified
-                    dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
-                    pairs.append((prob, dscore))
-                for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
-                    self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
+            pairs = []
+            for i in (first, first + 1):
+                c = first_col + i
+                score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
+                prob = self._probability(score, statistics, bits, r, c)
+                by_modified = prob * (grads[r, i] - statistics.delta[c])
+                # where nothing counts, derivatives may be anything
+                counts = prob > 0.0
+                self._add_to_rows(of_walk, r, terms, by_modified, counts)
+                self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
+                sums.add(self._others(terms), by_modified, counts)
+                if self.keeps_grads:
+                    grads[r, i] = by_modified
+                dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
+                pairs.append((prob, dscore))
+            for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
+                self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
         self._send_lines(block, first_col, of_lines, grads)
         self._add_scores(block, first_col, grads)
@@ -270,6 +281,17 @@ class ScoreChain:
         self._send_lines((work, head_idx, m_block), 0, of_lines, grads)
         self._add_scores((work, head_idx, m_block), 0, grads)
         self._add_to_walk(of_walk)
+
+    def _pairs(self, cols: int) -> list[tuple[int, int]]:
+        """Row and first column of each two scores, in the order in which they are processed.
+
+        Neighbours in a row often read the same element, which `AuxSums` adds once. Otherwise what
+        belongs to a column is loaded once, and used up before the next one.
+        """
+        rows, firsts = range(self.elements.num_rows), range(0, cols, 2)
+        if self.adds_by_score:
+            return [(r, first) for r in rows for first in firsts]
+        return [(r, first) for first in firsts for r in rows]
 
     # -- sums over a walk -----------------------------------------------------------------------
 
@@ -339,9 +361,24 @@ class ScoreChain:
 
     def _aux_sums(self, batch_idx: Int32) -> AuxSums:
         """Sums of the tensors that are not summed over a walk or along lines."""
-        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
-        targets = {n: x for n, x in self._targets().items() if n not in known}
+        targets = {n: x for n, x in self._targets().items() if n in self._of_scores}
         return AuxSums(targets, batch_idx, self.once)
+
+    @property
+    def _of_scores(self) -> set[int]:
+        """The tensors whose sums are found score by score."""
+        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
+        return set(self.wants_aux) - known
+
+    @property
+    def adds_by_score(self) -> bool:
+        """Whether the element that a score gives to is found for each score."""
+        return bool(self._of_scores)
+
+    @property
+    def adds_after_walk(self) -> bool:
+        """Whether nothing is added to memory while the walk is at a head."""
+        return not (self.groups or self.adds_by_score or self._summed_by_score)
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""

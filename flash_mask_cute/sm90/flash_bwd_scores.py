@@ -160,9 +160,12 @@ class BlockScores:
         lengths: Lengths,
         passes_over: bool,
     ) -> "BlockScores":
-        num_parts = traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
+        num_parts = _num_parts(traits, chain)
         # sums of gradients that are kept beside S would not fit the registers
         splits_scores = traits.splits_keys or chain.keeps_grads
+        splits_grads = splits_scores or chain.adds_by_score
+        if traits.shares_keys:
+            splits_grads = splits_grads or chain.adds_after_walk
         mma = traits.mma_scores()
 
         def parts(smem: cute.Tensor, dim: int, count: int) -> tuple[cute.Tensor, ...]:
@@ -176,7 +179,7 @@ class BlockScores:
             wgmma.operand_a(mma, tiles.k),
             parts(tiles.q, traits.tile_d, num_parts if splits_scores else 1),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, traits.tile_dv, num_parts),
+            parts(tiles.do, traits.tile_dv, num_parts if splits_grads else 1),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
@@ -188,7 +191,7 @@ class BlockScores:
 
     @property
     def num_parts(self) -> int:
-        return len(self.factors.do)
+        return _num_parts(self.traits, self.chain)
 
     @property
     def needs_scores(self) -> bool:
@@ -461,24 +464,30 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
         time.
 
-        dP of all columns beside S, and what follows them, would not always fit the registers.
+        What follows from all columns would not always fit the registers, nor would dP of all beside
+        S if elements are found score by score. A branch in each part keeps the compiler from mixing
+        parts: that by which sums are added to memory, or else by references.
         """
         width = self.traits.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
-        width_s = self.traits.tile_m // len(self.factors.q)
-        for part in range(self.num_parts):
-            first = part * width % width_s
-            if first == 0:
+        width_s, width_dp = (
+            self.traits.tile_m // len(x) for x in (self.factors.q, self.factors.do)
+        )
+        for col in range(0, self.traits.tile_m, width):
+            if col % width_s == 0:
                 acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)
-                self._issue_scores(acc_S, state, part * width // width_s)
-            acc_dP = wgmma.make_accumulator(width)  # (64, width)
-            self._issue_dp(acc_dP, state, part)
-            warpgroup.wait_group(0)
-            scores = wgmma.rows_by_cols(wgmma.columns(acc_S, first, first + width))
-            grads = wgmma.rows_by_cols(acc_dP)
-            first_col = part * cute.size(scores, mode=[1])
+                self._issue_scores(acc_S, state, col // width_s)
+            if col % width_dp == 0:
+                acc_dP = wgmma.make_accumulator(width_dp)  # (64, width_dp)
+                self._issue_dp(acc_dP, state, col // width_dp)
+                warpgroup.wait_group(0)
+            scores, grads = (
+                wgmma.rows_by_cols(wgmma.columns(acc, col % size, col % size + width))
+                for acc, size in ((acc_S, width_s), (acc_dP, width_dp))
+            )
+            first_col = col // width * cute.size(scores, mode=[1])
             self._chain_of(state.block).apply_to_both(
                 place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
             )
@@ -561,7 +570,7 @@ class BlockScores:
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.traits.own_keys(state.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
-        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_dv
+        mma, steps = self.traits.mma_scores(len(self.factors.do)), self.traits.steps_dv
         if self.values is None:
             wgmma.issue(mma, acc_dP, v_tile, do_tile, False, steps)
         else:
@@ -639,7 +648,8 @@ class BlockScores:
         delta, reference = (
             cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
         )
-        if self.traits.shares_keys or self.chain.by_parts:
+        has_branch = self.chain.by_parts and not self.chain.adds_after_walk
+        if self.traits.shares_keys or has_branch:
             # here ptxas would serialise the products for a branch, there it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
@@ -688,6 +698,10 @@ class BlockScores:
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
         return self.traits.mma_keys(wgmma.ROWS_PER_WARPGROUP)
+
+
+def _num_parts(traits: BwdTraits, chain: ScoreChain) -> int:
+    return traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
 
 
 def _words_of(words: cute.Tensor, part: int, num_parts: int) -> cute.Tensor:
