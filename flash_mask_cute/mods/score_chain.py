@@ -121,6 +121,11 @@ class ScoreChain:
         return self.is_exact or (bool(self.wants_aux) and not self.of_grads)
 
     @property
+    def num_by_parts(self) -> int:
+        """How many gradients take part in `by_parts`, at least 1."""
+        return max(len(self.wants_aux), 1) if self.by_parts else 0
+
+    @property
     def is_empty(self) -> bool:
         return self.score_mod is None and self.scales.cap is None
 
@@ -143,15 +148,9 @@ class ScoreChain:
         that is column 0 of scores.
         """
         if work.has_scores:
-            apply = partial(self._apply_each, work, head_idx, m_block, scores, first_col, bits)
-            if const_expr(statistics.has_reference is None):
-                apply(statistics, probs)
-            else:
-                near = statistics._replace(reference=None)
-                if statistics.has_reference:
-                    apply(statistics, probs)
-                else:
-                    apply(near, probs)
+            block = work, head_idx, m_block
+            step = partial(self._apply_each, *block, scores, first_col, bits, probs)
+            _by_reference(step, statistics)
         else:
             # no position to call a callable with
             probs.fill(0)
@@ -159,7 +158,7 @@ class ScoreChain:
                 scores[i] = Float32(0.0)
 
     def _apply_each(
-        self, work, head_idx, m_block, scores, first_col, bits, statistics, probs
+        self, work, head_idx, m_block, scores, first_col, bits, probs, statistics
     ) -> None:
         place = partial(self._place, work, head_idx, m_block)
         for r in range(self.elements.num_rows):
@@ -177,16 +176,15 @@ class ScoreChain:
                     pair.append(prob)
                 self.elements.keep_pair(probs, self.dtype, r, first, *pair)
 
-    @cute.jit
     def apply_to_both(
         self,
-        block: tuple,
+        block: tuple[Work, Int32, Int32],
         scores: cute.Tensor,
         grads: cute.Tensor,
-        first_col: cutlass.Constexpr[int],
+        first_col: int,
         bits: tuple | None,
         statistics: Statistics,
-        words: tuple,
+        words: tuple[cute.Tensor, cute.Tensor],
     ) -> None:
         """Round P and dS of some columns into words, from S and dP.
 
@@ -197,21 +195,16 @@ class ScoreChain:
         first_col: the thread's column of the block that is column 0 of scores and grads. All
         threads of the warp must call it, for work tiles with scores.
         """
-        apply = partial(self._apply_to_both, block, scores, grads, first_col, bits)
-        if const_expr(statistics.has_reference is None):
-            apply(statistics, words)
-        else:
-            near = statistics._replace(reference=None)
-            if statistics.has_reference:
-                apply(statistics, words)
-            else:
-                apply(near, words)
+        step = partial(self._apply_to_both, block, scores, grads, first_col, bits, words)
+        _by_reference(step, statistics)
 
-    def _apply_to_both(self, block, scores, grads, first_col, bits, statistics, words) -> None:
+    def _apply_to_both(self, block, scores, grads, first_col, bits, words, statistics) -> None:
         sums, of_walk = self._aux_sums(block[0].batch_idx), self._zeros_of_walk()
-        of_lines = self._zeros_of_lines(cute.size(scores, mode=[1]))
-        place = partial(self._place, *block)
-        for r, first in self._pairs(cute.size(scores, mode=[1])):
+        cols, rows = cute.size(scores, mode=[1]), range(self.elements.num_rows)
+        of_lines, place = self._zeros_of_lines(cols), partial(self._place, *block)
+        # column by column, because of registers; but neighbours in a row often read one element
+        order = [(r, first) for first in range(0, cols, 2) for r in rows]
+        for r, first in sorted(order) if self.adds_by_score else order:
             if first == 0 and r > 0 and self.adds_by_score:
                 # the statistics of the columns are loaded again, and not kept in registers
                 cute.arch.sync_warp()
@@ -281,17 +274,6 @@ class ScoreChain:
         self._send_lines((work, head_idx, m_block), 0, of_lines, grads)
         self._add_scores((work, head_idx, m_block), 0, grads)
         self._add_to_walk(of_walk)
-
-    def _pairs(self, cols: int) -> list[tuple[int, int]]:
-        """Row and first column of each two scores, in the order in which they are processed.
-
-        Neighbours in a row often read the same element, which `AuxSums` adds once. Otherwise what
-        belongs to a column is loaded once, and used up before the next one.
-        """
-        rows, firsts = range(self.elements.num_rows), range(0, cols, 2)
-        if self.adds_by_score:
-            return [(r, first) for r in rows for first in firsts]
-        return [(r, first) for first in firsts for r in rows]
 
     # -- sums over a walk -----------------------------------------------------------------------
 
@@ -367,8 +349,8 @@ class ScoreChain:
     @property
     def _of_scores(self) -> set[int]:
         """The tensors whose sums are found score by score."""
-        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
-        return set(self.wants_aux) - known
+        known = {read.number for read in self._known_reads}
+        return set(self.wants_aux) - known - set(self._summed_by_score)
 
     @property
     def adds_by_score(self) -> bool:
@@ -698,6 +680,19 @@ class ScoreChain:
                 score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
             slope = by_score if slope is None else slope * by_score
         return score, slope, terms
+
+
+@cute.jit
+def _by_reference(step: cutlass.Constexpr[Callable[..., None]], statistics: Statistics) -> None:
+    """A step without references, if it is known that no query of the block has one."""
+    if const_expr(statistics.has_reference is None):
+        step(statistics)
+    else:
+        near = statistics._replace(reference=None)
+        if statistics.has_reference:
+            step(statistics)
+        else:
+            step(near)
 
 
 def _counted(more: Float32, read: WalkRead | LineRead, counts: Boolean) -> Float32:

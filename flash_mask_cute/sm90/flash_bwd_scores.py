@@ -10,13 +10,13 @@ memory:
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
 
-dS is then made from P in 16 bits. So it is where a block is computed in halves of its queries
-(`BwdTraits.splits_keys`), because wide sums leave registers for no more:
+dS is then made from P in 16 bits. It is also made from P in 16 bits where a block is computed in
+halves of its queries (`BwdTraits.splits_keys`), because wide sums leave registers for no more:
 
     S0, dP0 -> P0 -> dV, S1 -> dS0 -> dP1, dK -> P1 -> dV -> dS1 -> dK
 
-Gradients of aux tensors need S and dP of a score at once. If
-they are wanted, the first warpgroup computes both products and the second one only loads.
+Gradients of aux tensors need S and dP of a score at once. If they are wanted and warpgroups
+share keys, the first one computes both products and the second one only loads.
 """
 
 from collections.abc import Callable
@@ -45,6 +45,7 @@ from flash_mask_cute.mods.difference_sums import is_mma_turn
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_chain import parts_of_products
 from flash_mask_cute.sm90.flash_bwd_traits import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -65,7 +66,7 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """Shared memory as operands of S^T = K Q^T and dP^T = V dO^T.
+    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory.
 
     q and do: one for each part of the products' columns.
     """
@@ -102,7 +103,7 @@ class Peeked(NamedTuple):
 
 @cute.jit
 def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ.
 
     Each case has code of its own: a branch while products are in flight would serialise them.
     """
@@ -115,7 +116,7 @@ def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]])
 
 
 class MainloopState(NamedTuple):
-    """The numbers of the work tile, of the query block, and of its bits if it is cut."""
+    """The numbers of the work tile, of the query block, and of the next partial block."""
 
     tile: Int32
     block: Int32
@@ -124,8 +125,8 @@ class MainloopState(NamedTuple):
 
 
 class HalfSums(NamedTuple):
-    """What starts adding to dV, and to dK, over half of a block's queries. Each takes words of P or
-    dS of that half, and its number, and returns the number of products."""
+    """Functions that issue the products of dV and of dK over half of a block's queries. Each takes
+    the words of P or dS of that half, and its number, and returns the number of products."""
 
     add_dv: Callable[[cute.Tensor, int], int]
     add_dk: Callable[[cute.Tensor, int], int]
@@ -135,9 +136,9 @@ class HalfSums(NamedTuple):
 class BlockScores:
     """P^T and dS^T of a query block.
 
-    probs, grads: words of P^T and dS^T (`wgmma.round_pairs`), for the sums of dV and dK. values:
-    the first
-    columns of this warpgroup's values as an operand (`BwdTraits.value_steps`).
+    probs, grads: P^T and dS^T (64, tile_m) as words of two numbers (`wgmma.round_pairs`), operands
+    of dV and dK. values: the first columns of this warpgroup's values as an operand, kept in
+    registers (`BwdTraits.value_steps`), or None.
     """
 
     traits: cutlass.Constexpr[BwdTraits]
@@ -160,12 +161,7 @@ class BlockScores:
         lengths: Lengths,
         passes_over: bool,
     ) -> "BlockScores":
-        num_parts = _num_parts(traits, chain)
-        # sums of gradients that are kept beside S would not fit the registers
-        splits_scores = traits.splits_keys or chain.keeps_grads
-        splits_grads = splits_scores or chain.adds_by_score
-        if traits.shares_keys:
-            splits_grads = splits_grads or chain.adds_after_walk
+        parts_s, parts_dp = parts_of_products(traits, chain)
         mma = traits.mma_scores()
 
         def parts(smem: cute.Tensor, dim: int, count: int) -> tuple[cute.Tensor, ...]:
@@ -177,9 +173,9 @@ class BlockScores:
 
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            parts(tiles.q, traits.tile_d, num_parts if splits_scores else 1),
+            parts(tiles.q, traits.tile_d, parts_s),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, traits.tile_dv, num_parts if splits_grads else 1),
+            parts(tiles.do, traits.tile_dv, parts_dp),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
@@ -191,7 +187,7 @@ class BlockScores:
 
     @property
     def num_parts(self) -> int:
-        return _num_parts(self.traits, self.chain)
+        return self.traits.num_score_parts(self.chain.num_by_parts)
 
     @property
     def needs_scores(self) -> bool:
@@ -305,7 +301,7 @@ class BlockScores:
         return self.tiles.ready[block % 2] != 0
 
     def clear(self, kind: Kind, state: MainloopState) -> None:
-        """`compute` of a block that is hidden from this warpgroup's keys: its dS is 0."""
+        """What `compute` does, for a block that is hidden from this warpgroup's keys: dS is 0."""
         if kind == Kind.PARTIAL:
             self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
             cute.arch.sync_warp()
@@ -316,13 +312,13 @@ class BlockScores:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def acquire_grads(self, block: Int32) -> None:
-        """Wait until dS of a block may be written, if it has the place of the dS before."""
+        """Wait until dS of a block may be written, if it has the place of the one before."""
         for channel in (self.channels.grads, self.channels.ds):
             if channel is not None:
                 channel.acquire(block)
 
     def acquire_summed(self, block: Int32) -> None:
-        """Wait until mask warps have summed what lies in the place of dS of a block."""
+        """Wait until mask warps have summed the dS that is in the place of a block's dS."""
         if self.channels.summed is not None:
             self.channels.summed.acquire(block)
 
@@ -369,10 +365,10 @@ class BlockScores:
             self._store_grads(words, unit)
 
     def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
-        """P and dS, and their products with dO and Q, half of the queries after the other.
+        """P and dS, and the products of dV and dK, of one half of the queries after the other.
 
-        S of the second half is in flight while dS of the first is made, and dP of the second while
-        its P is.
+        While dS of the first half is computed, S of the second one is in flight; while P of the
+        second half is computed, its dP is.
         """
         traits, channels = self.traits, self.channels
         width = traits.tile_m // self.num_parts
@@ -436,7 +432,7 @@ class BlockScores:
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
-        # of wide heads there are no registers for dP while scores are modified
+        # for wide heads there are no registers for dP while scores are modified
         is_early = is_plain or traits.has_few_columns
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
@@ -462,12 +458,8 @@ class BlockScores:
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
-        time.
-
-        What follows from all columns would not always fit the registers, nor would dP of all beside
-        S if elements are found score by score. A branch in each part keeps the compiler from mixing
-        parts: that by which sums are added to memory, or else by references.
-        """
+        time: a branch in each part, for sums in memory or by references, keeps the compiler from
+        mixing parts, which the registers do not hold."""
         width = self.traits.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
@@ -522,7 +514,7 @@ class BlockScores:
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.traits.dtype)
         else:
-            # what dS has for P takes the way of dS
+            # the other warpgroup needs P times a derivative for dS; it goes by the place of dS
             wgmma.round_pairs(self.grads, acc_S, self.traits.dtype)
             self._store_grads(self.grads, self.traits.ds_stage(state.block))
         self._pass_probs(state.block)
@@ -581,7 +573,8 @@ class BlockScores:
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
     ) -> None:
-        """Replace S by P; or, with a chain, by the factor of dS, and write P into probs."""
+        """Replace S by P. If scores are modified, write P into `probs` instead, and replace S by
+        the factor of dS: P times the derivative."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -598,7 +591,7 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _chain_of(self, block: Int32) -> ScoreChain:
-        """The chain of a query block."""
+        """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             return replace(self.chain, takes_lines=is_mma_turn(block))
         if not self.traits.tells_queries:
@@ -608,7 +601,7 @@ class BlockScores:
         return self.chain.of_queries(cute.make_tensor(words, layout))
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
-        """Work tile with the queries of the block's sequence, head and number of a query block."""
+        """The work tile of a query block, with the queries of its sequence, its head and number."""
         words = self.tiles.words[None, self.channels.q.index(state.block)]
         work = self.channels.ring.read(state.tile)
         if self.lengths.num_sequences is not None:
@@ -625,7 +618,7 @@ class BlockScores:
         layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
         if self.traits.by_tokens:
-            # those of a query follow each other, each for all of its heads
+            # the words of a query follow each other: LSE of all its heads, delta of all its heads
             heads, of_query = self.traits.packed_heads, self.traits.words_of_query
             # groups of 8 columns, of a query or of several
             in_query, queries = max(heads // 8, 1), min(self.traits.tokens_per_block, tile_m // 8)
@@ -650,7 +643,7 @@ class BlockScores:
         )
         has_branch = self.chain.by_parts and not self.chain.adds_after_walk
         if self.traits.shares_keys or has_branch:
-            # here ptxas would serialise the products for a branch, there it would save little
+            # ptxas would serialise the products for a branch, or it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
         return Statistics(lse, delta, reference, has_reference(references))
@@ -670,7 +663,7 @@ class BlockScores:
         if self.traits.has_p:
             self._load_probs()
         else:
-            # dS takes its place, warp by warp
+            # each warp overwrites its part of P by dS
             self._load_grads(self.probs, self.traits.ds_stage(block))
             cute.arch.sync_warp()
 
@@ -698,10 +691,6 @@ class BlockScores:
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
         return self.traits.mma_keys(wgmma.ROWS_PER_WARPGROUP)
-
-
-def _num_parts(traits: BwdTraits, chain: ScoreChain) -> int:
-    return traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
 
 
 def _words_of(words: cute.Tensor, part: int, num_parts: int) -> cute.Tensor:
