@@ -193,7 +193,7 @@ class BlockScores:
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return self.chain.by_parts or bool(self.chain.wants_aux)
+        return self.chain.by_parts or bool(self.chain.wants_aux) or self.chain.adds_pairs
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -438,18 +438,20 @@ class BlockScores:
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
+        addends = chain.addends(*self._place(state)) if chain.adds_pairs else None
         channels.do.wait_unless(state.peeked.do, state.block)
         if is_early:
             self._issue_dp(acc_dP, state)
         # with a branch in the modification, products in flight would be serialised
         warpgroup.wait_group(1 if is_plain else 0)
-        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
+        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics, addends)
         if not is_early:
             self._issue_dp(acc_dP, state)
+        if chain.wants_aux:
+            chain = self._chain_of(state.block).look_ahead(*self._place(state))
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
         if chain.wants_aux:
-            chain = self._chain_of(state.block)
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -537,7 +539,7 @@ class BlockScores:
     # -- gradients of aux tensors ---------------------------------------------------------------
 
     def _turn_to_head(self, state: MainloopState) -> None:
-        if self.chain.has_walk:
+        if self.chain.turns_to_heads:
             work, head_idx, _ = self._place(state)
             self.chain.turn_to(work, head_idx)
 
@@ -570,8 +572,9 @@ class BlockScores:
             wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile, steps)
 
     def _apply(
-        self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
-    ) -> None:
+        self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics,
+        addends: cute.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Replace S by P; or, with a chain, by the factor of dS, and write P into probs."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
@@ -580,7 +583,7 @@ class BlockScores:
             probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
         else:
             chain = self._chain_of(state.block)
-            chain.apply(*self._place(state), scores, bits, statistics, self.probs)
+            chain.apply(*self._place(state), scores, bits, statistics, self.probs, addends=addends)
 
     def _bits(self, kind: Kind, cut: Int32, is_ready: Boolean) -> tuple | None:
         if kind != Kind.PARTIAL:
