@@ -59,5 +59,9 @@ class Claims:
             claimed = cute.make_tensor(self.word, cute.make_layout(1))[0]
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
+                # At the scope of this CTA, although the leader then writes the word again: the one
+                # copy of it is in this CTA's shared memory, and has been read when the arrival
+                # leaves. An arrival at the scope of the cluster would also wait for all that this
+                # warp has written to memory of the GPU.
                 cute.arch.mbarrier_arrive(self.channel.vacancy(number), LEADER)
         return claimed

@@ -76,7 +76,9 @@ class TileScheduler:
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
     claims_first: a CTA claims its first tile, too. So the tiles before a claimed one have been
-    claimed by CTAs that run, however few CTAs run at a time.
+    claimed by CTAs that run, however few CTAs run at a time. CTAs that wait for the tiles before
+    theirs then all end, also if they claim a tile while they compute another one: the first tile
+    that is not done waits for none, and its CTA has done those that it claimed before.
     entries_first: of dense launches, groups have a head of several sequences, then of others.
     """
 

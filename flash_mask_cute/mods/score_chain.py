@@ -40,7 +40,7 @@ class ScoreChain:
     dS must not be made of a P in 16 bits, because others sum it. takes_lines: these warps sum
     between cuts in a block, where others take turns (`SummedBy.TURNS`). even: of the groups whose
     diagonals may all have the same element; ahead: what is known of a block, of each of these.
-    adds_pairs: score_mod adds what does not depend on the score (`addends`).
+    adds_pairs: score_mod adds what does not depend on the score; addends: this, of some columns.
     """
 
     scales: ScoreScales
@@ -66,6 +66,7 @@ class ScoreChain:
     even: tuple[EvenLines, ...] = ()
     ahead: tuple[Ahead, ...] = ()
     adds_pairs: cutlass.Constexpr[bool] = False
+    addends: cute.Tensor | None = None
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
         """The chain of a block of listed queries."""
@@ -92,17 +93,16 @@ class ScoreChain:
         statistics: Statistics,
         probs: cute.Tensor,
         first_col: cutlass.Constexpr[int] = 0,
-        addends: cute.Tensor | None = None,
     ) -> None:
         """Round P of these scores into words, and replace the scores by P times the derivative of
         the modified score.
 
         bits: the scores that count, None if all do. first_col: the thread's column of the block
-        that is column 0 of scores. addends: what score_mod adds to the first columns, if known.
+        that is column 0 of scores.
         """
         if work.has_scores:
             place = partial(self._place, work, head_idx, m_block)
-            apply = partial(self._apply_each, place, scores, first_col, bits, addends)
+            apply = partial(self._apply_each, place, scores, first_col, bits)
             if const_expr(statistics.has_reference is None):
                 apply(statistics, probs)
             else:
@@ -117,7 +117,8 @@ class ScoreChain:
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = Float32(0.0)
 
-    def _apply_each(self, place, scores, first_col, bits, addends, statistics, probs) -> None:
+    def _apply_each(self, place, scores, first_col, bits, statistics, probs) -> None:
+        addends = self.addends
         for r in range(self.elements.num_rows):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
@@ -137,11 +138,10 @@ class ScoreChain:
                     pair.append(prob)
                 self.elements.keep_pair(probs, self.dtype, r, first, *pair)
 
-    def addends(self, work: Work, head_idx: Int32, m_block: Int32) -> cute.Tensor | None:
-        """What score_mod adds to half of a thread's scores, its first columns, if it adds pairs.
-        Only for work tiles with scores; it may be called while products are in flight."""
-        if not self.adds_pairs or self.by_parts:
-            return None
+    def with_addends(self, work: Work, head_idx: Int32, m_block: Int32) -> "ScoreChain":
+        """The chain of a block, with what score_mod adds to half of a thread's scores, its first
+        columns, if it adds pairs. Only for work tiles with scores; it may be called while products
+        are in flight."""
         # registers for more would be spilled
         cols = self.tiles[0] // self.elements.lanes_per_row // 2
         found = cute.make_rmem_tensor((self.elements.num_rows, cols), Float32)
@@ -149,7 +149,7 @@ class ScoreChain:
             for r in range(self.elements.num_rows):
                 place = self._place(work, head_idx, m_block, r, c)
                 found[r, c] = call_score_mod(self.score_mod, Float32(0.0), *place, self.aux_tensors)
-        return found
+        return replace(self, addends=found)
 
     def apply_to_both(
         self,

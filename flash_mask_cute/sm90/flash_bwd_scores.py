@@ -10,13 +10,13 @@ memory:
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
 
-dS is then made from P in 16 bits. So it is where a block is computed in halves of its queries
-(`BwdTraits.splits_keys`), because wide sums leave registers for no more:
+dS is then made from P in 16 bits. It is also made from P in 16 bits where a block is computed in
+halves of its queries (`BwdTraits.splits_keys`), because wide sums leave registers for no more:
 
     S0, dP0 -> P0 -> dV, S1 -> dS0 -> dP1, dK -> P1 -> dV -> dS1 -> dK
 
-Gradients of aux tensors need S and dP of a score at once. If
-they are wanted, the first warpgroup computes both products and the second one only loads.
+Gradients of aux tensors need S and dP of a score at once. If they are wanted and warpgroups
+share keys, the first one computes both products and the second one only loads.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """Shared memory as operands of S^T = K Q^T and dP^T = V dO^T.
+    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory.
 
     q and do: one for each part of the products' columns.
     """
@@ -102,7 +102,7 @@ class Peeked(NamedTuple):
 
 @cute.jit
 def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ.
 
     Each case has code of its own: a branch while products are in flight would serialise them.
     """
@@ -115,7 +115,7 @@ def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]])
 
 
 class MainloopState(NamedTuple):
-    """The numbers of the work tile, of the query block, and of its bits if it is cut."""
+    """The numbers of the work tile, of the query block, and of the next partial block."""
 
     tile: Int32
     block: Int32
@@ -124,8 +124,8 @@ class MainloopState(NamedTuple):
 
 
 class HalfSums(NamedTuple):
-    """What starts adding to dV, and to dK, over half of a block's queries. Each takes words of P or
-    dS of that half, and its number, and returns the number of products."""
+    """Functions that issue the products of dV and of dK over half of a block's queries. Each takes
+    the words of P or dS of that half, and its number, and returns the number of products."""
 
     add_dv: Callable[[cute.Tensor, int], int]
     add_dk: Callable[[cute.Tensor, int], int]
@@ -135,9 +135,9 @@ class HalfSums(NamedTuple):
 class BlockScores:
     """P^T and dS^T of a query block.
 
-    probs, grads: words of P^T and dS^T (`wgmma.round_pairs`), for the sums of dV and dK. values:
-    the first
-    columns of this warpgroup's values as an operand (`BwdTraits.value_steps`).
+    probs, grads: P^T and dS^T (64, tile_m) as words of two numbers (`wgmma.round_pairs`), operands
+    of dV and dK. values: the first columns of this warpgroup's values as an operand, kept in
+    registers (`BwdTraits.value_steps`), or None.
     """
 
     traits: cutlass.Constexpr[BwdTraits]
@@ -161,7 +161,7 @@ class BlockScores:
         passes_over: bool,
     ) -> "BlockScores":
         num_parts = traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
-        # sums of gradients that are kept beside S would not fit the registers
+        # the registers do not hold S of a whole block beside the sums of gradients
         splits_scores = traits.splits_keys or chain.keeps_grads
         mma = traits.mma_scores()
 
@@ -302,7 +302,7 @@ class BlockScores:
         return self.tiles.ready[block % 2] != 0
 
     def clear(self, kind: Kind, state: MainloopState) -> None:
-        """`compute` of a block that is hidden from this warpgroup's keys: its dS is 0."""
+        """What `compute` does, for a block that is hidden from this warpgroup's keys: dS is 0."""
         if kind == Kind.PARTIAL:
             self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
             cute.arch.sync_warp()
@@ -313,13 +313,13 @@ class BlockScores:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def acquire_grads(self, block: Int32) -> None:
-        """Wait until dS of a block may be written, if it has the place of the dS before."""
+        """Wait until dS of a block may be written, if it has the place of the one before."""
         for channel in (self.channels.grads, self.channels.ds):
             if channel is not None:
                 channel.acquire(block)
 
     def acquire_summed(self, block: Int32) -> None:
-        """Wait until mask warps have summed what lies in the place of dS of a block."""
+        """Wait until mask warps have summed the dS that is in the place of a block's dS."""
         if self.channels.summed is not None:
             self.channels.summed.acquire(block)
 
@@ -366,10 +366,10 @@ class BlockScores:
             self._store_grads(words, unit)
 
     def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
-        """P and dS, and their products with dO and Q, half of the queries after the other.
+        """P and dS, and the products of dV and dK, of one half of the queries after the other.
 
-        S of the second half is in flight while dS of the first is made, and dP of the second while
-        its P is.
+        While dS of the first half is computed, S of the second one is in flight; while P of the
+        second half is computed, its dP is.
         """
         traits, channels = self.traits, self.channels
         width = traits.tile_m // self.num_parts
@@ -433,18 +433,19 @@ class BlockScores:
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
-        # of wide heads there are no registers for dP while scores are modified
+        # for wide heads there are no registers for dP while scores are modified
         is_early = is_plain or traits.has_few_columns
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
-        addends = chain.addends(*self._place(state)) if chain.adds_pairs else None
+        early = chain.with_addends(*self._place(state)) if chain.adds_pairs else chain
         channels.do.wait_unless(state.peeked.do, state.block)
         if is_early:
             self._issue_dp(acc_dP, state)
         # with a branch in the modification, products in flight would be serialised
         warpgroup.wait_group(1 if is_plain else 0)
-        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics, addends)
+        scores = wgmma.rows_by_cols(acc_S)
+        replace(self, chain=early)._apply(kind, state, scores, statistics)
         if not is_early:
             self._issue_dp(acc_dP, state)
         if chain.wants_aux:
@@ -515,7 +516,7 @@ class BlockScores:
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.traits.dtype)
         else:
-            # what dS has for P takes the way of dS
+            # the other warpgroup needs P times a derivative for dS; it goes by the place of dS
             wgmma.round_pairs(self.grads, acc_S, self.traits.dtype)
             self._store_grads(self.grads, self.traits.ds_stage(state.block))
         self._pass_probs(state.block)
@@ -572,10 +573,10 @@ class BlockScores:
             wgmma.issue_with_kept(mma, acc_dP, kept, v_tile, do_tile, steps)
 
     def _apply(
-        self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics,
-        addends: cute.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Replace S by P; or, with a chain, by the factor of dS, and write P into probs."""
+        self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
+    ) -> None:
+        """Replace S by P. If scores are modified, write P into `probs` instead, and replace S by
+        the factor of dS: P times the derivative."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -583,7 +584,7 @@ class BlockScores:
             probabilities(scores, statistics.lse, self.chain.scales.scale_log2)
         else:
             chain = self._chain_of(state.block)
-            chain.apply(*self._place(state), scores, bits, statistics, self.probs, addends=addends)
+            chain.apply(*self._place(state), scores, bits, statistics, self.probs)
 
     def _bits(self, kind: Kind, cut: Int32, is_ready: Boolean) -> tuple | None:
         if kind != Kind.PARTIAL:
@@ -592,7 +593,7 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _chain_of(self, block: Int32) -> ScoreChain:
-        """The chain of a query block."""
+        """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             return replace(self.chain, takes_lines=is_mma_turn(block))
         if not self.traits.tells_queries:
@@ -602,7 +603,7 @@ class BlockScores:
         return self.chain.of_queries(cute.make_tensor(words, layout))
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
-        """Work tile with the queries of the block's sequence, head and number of a query block."""
+        """The work tile of a query block, with the queries of its sequence, its head and number."""
         words = self.tiles.words[None, self.channels.q.index(state.block)]
         work = self.channels.ring.read(state.tile)
         if self.lengths.num_sequences is not None:
@@ -619,7 +620,7 @@ class BlockScores:
         layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
         if self.traits.by_tokens:
-            # those of a query follow each other, each for all of its heads
+            # the words of a query follow each other: LSE of all its heads, delta of all its heads
             heads, of_query = self.traits.packed_heads, self.traits.words_of_query
             # groups of 8 columns, of a query or of several
             in_query, queries = max(heads // 8, 1), min(self.traits.tokens_per_block, tile_m // 8)
@@ -643,7 +644,7 @@ class BlockScores:
             cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
         )
         if self.traits.shares_keys or self.chain.by_parts:
-            # here ptxas would serialise the products for a branch, there it would save little
+            # ptxas would serialise the products for a branch, or it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
         return Statistics(lse, delta, reference, has_reference(references))
@@ -663,7 +664,7 @@ class BlockScores:
         if self.traits.has_p:
             self._load_probs()
         else:
-            # dS takes its place, warp by warp
+            # each warp overwrites its part of P by dS
             self._load_grads(self.probs, self.traits.ds_stage(block))
             cute.arch.sync_warp()
 
