@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
-from derived import fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from flash_mask_cute.call.choose.difference_tables import most_difference
@@ -23,7 +23,7 @@ from flash_mask_cute.mods.read_classes import DifferenceRead, Factor, ModReads
 from flash_mask_cute.mods.traits import difference_reads, find_reads
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 
 # batch, heads, queries, keys: of several cuts
 EXTENTS = 2, 3, 44, 46
@@ -63,6 +63,17 @@ class EvaluatedReads(NamedTuple):
     slopes: Tensor
     terms: list[EvaluatedTerm]
     differences: list[EvaluatedDifference]
+
+
+def fake_tensor(tensor: Tensor) -> Any:
+    dtype = getattr(cutlass, CUTLASS_NAMES[dtype_name(tensor.dtype)])
+    return make_fake_tensor(
+        dtype,
+        tuple(cute.sym_int() for _ in tensor.shape),
+        tuple(cute.sym_int64() for _ in tensor.shape),
+        memspace=cutlass.AddressSpace.generic,
+        assumed_align=dtype.width // 8,
+    )
 
 
 def evaluate_reads(
