@@ -295,7 +295,7 @@ class Values:
         if operation.name == "scf.if":
             yields = [list(region.blocks[0].operations)[-1] for region in operation.regions]
             i = _result_number(operation, value)
-            return [operation.operands[0], *(x.operation.operands[i] for x in yields)]
+            return [operation.operands[0], *(operands_of(x.operation)[i] for x in yields)]
         leaf = _leaf(operation, value)
         return operands_of(operation) if leaf is None else [leaf]
 
