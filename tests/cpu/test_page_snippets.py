@@ -18,6 +18,8 @@ ALONE = (
     *("docs/mods.md", "docs/context_parallel.md"),
 )
 IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md", "docs/selected.md")
+# run by tests/engines/test_more.py and tests/cpu/masks/test_builders.py
+ELSEWHERE = ("docs/integrations_more.md", "docs/mask_gallery.md")
 
 
 def blocks(page: str) -> list[str]:
@@ -45,6 +47,11 @@ def test_a_snippet_runs_without_a_gpu(
     path = tmp_path / f"snippet_{tmp_path.name}.py"
     path.write_text(code)
     load_example(path, monkeypatch)
+
+
+def test_no_page_with_python_is_left_out() -> None:
+    pages = (path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert {x for x in pages if blocks(x)} | {"README.md"} == {*ALONE, *IN_ORDER, *ELSEWHERE}
 
 
 def test_the_readme_is_short_and_trains_first() -> None:
