@@ -53,6 +53,7 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.choose.pair_tables import with_pair_tables
 from flash_mask_cute.call.choose.refusals import (
     check_common_kv,
     check_order,
@@ -273,6 +274,7 @@ def plan(
         if shared is not None:
             problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
             chosen = replace(chosen, shared=shared, problem=problem)
+        chosen = replace(chosen, problem=with_pair_tables(chosen.problem, *facts[:2], facts[3]))
     if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
     problem = replace(chosen.problem, **tables.problem_fields())
@@ -602,9 +604,7 @@ def _bwd_chooser(
 
     def choose(problem: AttentionProblem) -> BwdChoice:
         choice = select_bwd_config(
-            problem.head_dim,
-            problem.head_dim_v,
-            problem.tuning_class,
+            *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
             override=override,
             seqlen_k=shapes.seqlen_k,
             deterministic=call.backward.deterministic,
