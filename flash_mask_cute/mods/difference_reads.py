@@ -235,8 +235,13 @@ class _Trace:
 
     def replace_terms(self, number: int, difference: Int32, place: ir.InsertionPoint) -> None:
         """Let the terms of a read's difference be other numbers of which it is the sum."""
-        known = tuple(self.values.of(_value(x)) for x in self.reads[number].read.indices)
-        terms = self.values.difference_of(known) or ()
+        # The sign of a difference follows from the order in which values are looked at, which is
+        # that of `find_difference_reads`.
+        of_reads = [
+            tuple(self.values.of(_value(x)) for x in found.read.indices)
+            for found in self.reads[: number + 1]
+        ]
+        terms = self.values.difference_of(of_reads[-1]) or ()
         whole = next(i for i, factor in terms if abs(factor) == 1)
         for term, factor in terms:
             with place:

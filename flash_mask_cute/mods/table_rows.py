@@ -168,7 +168,11 @@ class LoadedRows:
             for tensor, read in zip(tensors, chosen, strict=True)
         )
         load = partial(_load, rows, first_key, num_cols, columns, tuple(words))
-        load() if keep is None else keep(load, tuple(words))
+        if keep is None:
+            load()
+        else:
+            assert shared_bits(chosen, aux_tensors) > 0, "entries share rows that stay"
+            keep(load, tuple(words))
         return LoadedRows(tuple(chosen), tuple(x.element_type for x in tensors), tuple(words))
 
     def answer(self, r: int, c: int) -> Answer:

@@ -58,6 +58,8 @@ class KeptRows:
         words: tuple,
     ):
         """Fill `words` of a key block from its slot, or by `load`; then the slot keeps them."""
+        most = self.traits.kept_words
+        assert sum(cute.size(x) for x in words) <= most, "a slot has room for what is loaded"
         tag = self._tag(work)
         slot = cutlass.min(n_block, self.traits.kept_blocks - 1)
         has_slot = n_block == slot

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cutlass import Float32
 from inputs import Inputs, make_inputs
 from planned import call_of, planned
 from simulated_forward import run_sim
+from test_difference_tables_sim import tables_always
 from torch import Tensor
 
 from flash_mask_cute.runtime.target import Target
@@ -97,6 +99,27 @@ def test_without_a_mask(simulator: ModuleType) -> None:
     inputs = replace(make_inputs(case), mask_keywords=keywords, dense=Pairs(table))
     assert _kept_bits(inputs) == 32
     run_sim(simulator, inputs, seeds=(2,))
+
+
+@cute.jit
+def adds_distances(score, b_idx, h_idx, q_idx, kv_idx, aux):
+    distance = cutlass.max(cutlass.min(q_idx[0] - kv_idx[0], 40), -40) + 40
+    return score + aux[0][h_idx[0], q_idx[0], kv_idx[0]] + aux[1][h_idx[0], distance]
+
+
+def test_beside_a_table_of_differences(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables_always(monkeypatch, True)
+    case = Case("distances", BATCH, 140, 200, 2, 2, head_dim=32)
+    pairs, distances = _table(2, 140, 200, torch.float32), _table(2, 81, 1, torch.float32)[..., 0]
+    keywords = {"score_mod": adds_distances, "aux_tensors": [pairs, distances]}
+    place = torch.arange(140)[:, None] - torch.arange(200)
+    bias = Pairs(pairs + distances[:, place.clamp(-40, 40) + 40])
+    inputs = replace(make_inputs(case), mask_keywords=keywords, dense=bias)
+    plan = planned(call_of(inputs), Target(ACTIVE_ARCH, num_sms=2))
+    assert plan.problem.kept_bits == 32 and plan.tables is not None
+    run_sim(simulator, inputs, seeds=(4,))
 
 
 def test_two_tables(simulator: ModuleType) -> None:
