@@ -79,10 +79,12 @@ class TileScheduler:
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
     claims_first: a CTA claims its first tile, too. So the tiles before a claimed one have been
-    claimed by CTAs that run, however few CTAs run at a time.
-    in_turn: of a dense launch, for tiles with something in common: head by head, the same block of
-    all sequences is in turn. A CTA begins with neighbouring tiles, its part of `OWN_TILES` of all,
-    and claims tiles later.
+    claimed by CTAs that run, however few CTAs run at a time. CTAs that wait for the tiles before
+    theirs then all end, also if they claim a tile while they compute another one: the first tile
+    that is not done waits for none, and its CTA has done those that it claimed before.
+    entries_first: of dense launches, groups have a head of several sequences, then of others.
+    in_turn: with entries_first, a CTA begins with neighbouring tiles, its part of `OWN_TILES` of
+    all, and claims tiles later.
     """
 
     params: ScheduleParams
@@ -93,6 +95,7 @@ class TileScheduler:
     claims: Claims | None = None
     mirrored: Boolean | None = None
     claims_first: cutlass.Constexpr[bool] = False
+    entries_first: cutlass.Constexpr[bool] = False
     in_turn: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
@@ -202,15 +205,10 @@ class TileScheduler:
         params = self.params
         num_rows = params.num_heads * params.num_batch
         is_valid = index < num_rows * params.num_blocks
-        if self.in_turn:
-            of_head = params.num_blocks * params.num_batch
-            head_idx = index // of_head
-            block = (index - head_idx * of_head) // params.num_batch
-            batch_idx = index % params.num_batch
-            return WorkTile(
-                self._walk_order(block, params.num_blocks), head_idx, batch_idx, is_valid
-            )
         block, row = self._locate_in_groups(index, num_rows, params.num_blocks)
+        if self.entries_first:
+            head_idx = row // params.num_batch
+            return WorkTile(block, head_idx, row - head_idx * params.num_batch, is_valid)
         batch_idx = row // params.num_heads
         return WorkTile(block, row - batch_idx * params.num_heads, batch_idx, is_valid)
 

@@ -15,11 +15,9 @@ from example_modules import ROOT, load_example
 
 ALONE = (
     *("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md"),
-    "docs/context_parallel.md",
+    *("docs/mods.md", "docs/context_parallel.md"),
 )
-IN_ORDER = (
-    *("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md", "docs/selected.md"),
-)
+IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md", "docs/selected.md")
 
 
 def blocks(page: str) -> list[str]:
