@@ -277,8 +277,8 @@ def schedule_forward(
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
-    kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: head by
-    head, the same block of all sequences is in turn (`TileScheduler`).
+    kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: head
+    by head, the same block of all sequences is in turn (`TileScheduler`).
     """
     params = schedule.params
     if const_expr(isinstance(partials, Partials)):

@@ -91,7 +91,7 @@ SM90_FWD = (
         max_window=1024,
     ),
     FwdRow(
-        *(32, 32, 128, 96, 3, 2, False),
+        *(32, 32, 128, 128, 3, 2, False),
         "rows of tables stay in shared memory, and two warpgroups can load a block of them",
         masks=(TuningClass.SCORE_MOD,),
         keeps_rows=True,
