@@ -239,6 +239,11 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         own = _variant(d, own_lists=True, **lists)
         yield f"d{d}-own_lists", replace(own, block_size=(64, 64))
+    for d, dtype in ((32, "float32"), (64, "bfloat16")):
+        # a table for all batch entries, and a mask of keys
+        fields = {"row_bits": 32 if dtype == "float32" else 16, "reads_mask_bits": True}
+        mods = Mods(score_mod=adds_pairs)
+        yield f"d{d}-kept_rows", _variant(d, mods, aux=((dtype, 3),), **fields)
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)

@@ -17,6 +17,7 @@ import test_column_bounds_sim
 import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
+import test_kept_rows_sim as kept_rows
 import test_mask_bits_sim as mask_bits
 import test_own_lists_sim as own_lists
 import test_page_sizes_sim as page_sizes
@@ -156,6 +157,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         lambda sim: simulated_backward.run_sim(sim, own_lists.make_gaps(), (SEED,)),
         (BACKWARD,),
     ),
+    "kept-rows": (kept_rows.test_two_tables, (FORWARD,)),
     "combine": (
         lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
