@@ -10,7 +10,13 @@ import torch
 from cases import Case
 from gradient_oracle import make_output_gradients
 from simulated_backward import DELAY_SEEDS, run_sim
-from trained_mods import LINE_CASES, TRAINED_CASES, assert_aux_gradients_close, make_trained
+from trained_mods import (
+    FAR_CASES,
+    LINE_CASES,
+    TRAINED_CASES,
+    assert_aux_gradients_close,
+    make_trained,
+)
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -30,7 +36,7 @@ def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any)
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES, ids=lambda x: getattr(x, "id", x)
 )
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
