@@ -192,7 +192,7 @@ class BlockScores:
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return self.chain.by_parts or bool(self.chain.wants_aux)
+        return self.chain.by_parts or bool(self.chain.wants_aux) or self.chain.adds_pairs
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -437,18 +437,21 @@ class BlockScores:
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
+        early = chain.with_addends(*self._place(state)) if chain.adds_pairs else chain
         channels.do.wait_unless(state.peeked.do, state.block)
         if is_early:
             self._issue_dp(acc_dP, state)
         # with a branch in the modification, products in flight would be serialised
         warpgroup.wait_group(1 if is_plain else 0)
-        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
+        scores = wgmma.rows_by_cols(acc_S)
+        replace(self, chain=early)._apply(kind, state, scores, statistics)
         if not is_early:
             self._issue_dp(acc_dP, state)
+        if chain.wants_aux:
+            chain = self._chain_of(state.block).look_ahead(*self._place(state))
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
         if chain.wants_aux:
-            chain = self._chain_of(state.block)
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -538,7 +541,7 @@ class BlockScores:
     # -- gradients of aux tensors ---------------------------------------------------------------
 
     def _turn_to_head(self, state: MainloopState) -> None:
-        if self.chain.has_walk:
+        if self.chain.turns_to_heads:
             work, head_idx, _ = self._place(state)
             self.chain.turn_to(work, head_idx)
 

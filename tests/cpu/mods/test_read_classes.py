@@ -393,8 +393,9 @@ def check_drawn(seed: int) -> None:
 
 def check_diagonals(cuts: Sequence[Cut], index: Tensor, told: str) -> None:
     """Neighbours along a diagonal have the same index, unless a cut is between them."""
-    q, k = torch.meshgrid(torch.arange(49), torch.arange(59), indexing="ij")
-    is_cut = torch.zeros(49, 59, dtype=torch.bool)
+    rows, cols = (n - 1 for n in index.shape[-2:])
+    q, k = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    is_cut = torch.zeros(rows, cols, dtype=torch.bool)
     for cut in cuts:
         is_cut |= ((k if cut.of_keys else q) + 1) % cut.size == 0
     is_same = index[:, :, :-1, :-1] == index[:, :, 1:, 1:]
