@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import simulated_backward
 import test_append_sim
+import test_aux_gradients_sim as aux_gradients
 import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
@@ -203,6 +204,10 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     ),
     "sums-of-differences": (
         lambda sim: patched(tables.test_backward, sim, *tables.GRID, True),
+        (BACKWARD,),
+    ),
+    "gains-of-heads": (
+        lambda sim: aux_gradients.check(sim, Case("gain", 1, 70, 150, 2, 1), "far_gain", (SEED,)),
         (BACKWARD,),
     ),
     "shared-sums": (
