@@ -76,6 +76,11 @@ class ScoreChain:
         return self.is_exact or (bool(self.wants_aux) and not self.of_grads)
 
     @property
+    def num_by_parts(self) -> int:
+        """How many gradients take part in `by_parts`, at least 1."""
+        return max(len(self.wants_aux), 1) if self.by_parts else 0
+
+    @property
     def is_empty(self) -> bool:
         return self.score_mod is None and self.scales.cap is None
 
@@ -98,25 +103,16 @@ class ScoreChain:
         that is column 0 of scores.
         """
         if work.has_scores:
-            apply = partial(self._apply_each, work, head_idx, m_block, scores, first_col, bits)
-            if const_expr(statistics.has_reference is None):
-                apply(statistics, probs)
-            else:
-                near = statistics._replace(reference=None)
-                if statistics.has_reference:
-                    apply(statistics, probs)
-                else:
-                    apply(near, probs)
+            place = partial(self._place, work, head_idx, m_block)
+            step = partial(self._apply_each, place, scores, first_col, bits, probs)
+            _by_reference(step, statistics)
         else:
             # no position to call a callable with
             probs.fill(0)
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = Float32(0.0)
 
-    def _apply_each(
-        self, work, head_idx, m_block, scores, first_col, bits, statistics, probs
-    ) -> None:
-        place = partial(self._place, work, head_idx, m_block)
+    def _apply_each(self, place, scores, first_col, bits, probs, statistics) -> None:
         for r in range(self.elements.num_rows):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
@@ -151,31 +147,36 @@ class ScoreChain:
         first_col: the thread's column of the block that is column 0 of scores and grads. All
         threads of the warp must call it, for work tiles with scores.
         """
+        step = partial(self._apply_to_both, block, scores, grads, first_col, bits, words)
+        _by_reference(step, statistics)
+
+    def _apply_to_both(self, block, scores, grads, first_col, bits, words, statistics) -> None:
         sums, of_walk = self._aux_sums(block[0].batch_idx), self._zeros_of_walk()
-        of_lines = self._zeros_of_lines(cute.size(scores, mode=[1]))
-        place = partial(self._place, *block)
-        for r in range(self.elements.num_rows):
-            if r > 0:
+        cols, rows = cute.size(scores, mode=[1]), range(self.elements.num_rows)
+        of_lines, place = self._zeros_of_lines(cols), partial(self._place, *block)
+        # column by column, because of registers; but neighbours in a row often read one element
+        order = [(r, first) for first in range(0, cols, 2) for r in rows]
+        for r, first in sorted(order) if self.adds_by_score else order:
+            if first == 0 and r > 0 and self.adds_by_score:
                 # the statistics of the columns are loaded again, and not kept in registers
                 cute.arch.sync_warp()
-            for first in range(0, cute.size(scores, mode=[1]), 2):
-                pairs = []
-                for i in (first, first + 1):
-                    c = first_col + i
-                    score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
-                    prob = self._probability(score, statistics, bits, r, c)
-                    by_modified = prob * (grads[r, i] - statistics.delta[c])
-                    # where nothing counts, derivatives may be anything
-                    counts = prob > 0.0
-                    self._add_to_rows(of_walk, r, terms, by_modified, counts)
-                    self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
-                    sums.add(self._others(terms), by_modified, counts)
-                    if self.keeps_grads:
-                        grads[r, i] = by_modified
-                    dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
-                    pairs.append((prob, dscore))
-                for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
-                    self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
+            pairs = []
+            for i in (first, first + 1):
+                c = first_col + i
+                score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
+                prob = self._probability(score, statistics, bits, r, c)
+                by_modified = prob * (grads[r, i] - statistics.delta[c])
+                # where nothing counts, derivatives may be anything
+                counts = prob > 0.0
+                self._add_to_rows(of_walk, r, terms, by_modified, counts)
+                self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
+                sums.add(self._others(terms), by_modified, counts)
+                if self.keeps_grads:
+                    grads[r, i] = by_modified
+                dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
+                pairs.append((prob, dscore))
+            for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
+                self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
         self._send_lines(block, first_col, of_lines, grads)
         self._add_scores(block, first_col, grads)
@@ -301,9 +302,24 @@ class ScoreChain:
 
     def _aux_sums(self, batch_idx: Int32) -> AuxSums:
         """Sums of the tensors that are not summed over a walk or along lines."""
-        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
-        targets = {n: x for n, x in self._targets().items() if n not in known}
+        targets = {n: x for n, x in self._targets().items() if n in self._of_scores}
         return AuxSums(targets, batch_idx, self.once)
+
+    @property
+    def _of_scores(self) -> set[int]:
+        """The tensors whose sums are found score by score."""
+        known = {read.number for read in self._known_reads}
+        return set(self.wants_aux) - known - set(self._summed_by_score)
+
+    @property
+    def adds_by_score(self) -> bool:
+        """Whether the element that a score gives to is found for each score."""
+        return bool(self._of_scores)
+
+    @property
+    def adds_after_walk(self) -> bool:
+        """Whether nothing is added to memory while the walk is at a head."""
+        return not (self.groups or self.adds_by_score or self._summed_by_score)
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""
@@ -663,6 +679,19 @@ class ScoreChain:
                 score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
             slope = by_score if slope is None else slope * by_score
         return score, slope, terms
+
+
+@cute.jit
+def _by_reference(step: cutlass.Constexpr[Callable[..., None]], statistics: Statistics) -> None:
+    """A step without references, if it is known that no query of the block has one."""
+    if const_expr(statistics.has_reference is None):
+        step(statistics)
+    else:
+        near = statistics._replace(reference=None)
+        if statistics.has_reference:
+            step(statistics)
+        else:
+            step(near)
 
 
 def _counted(more: Float32, read: WalkRead | LineRead, counts: Boolean) -> Float32:

@@ -17,6 +17,7 @@ from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.mods.score_elements import ListedQueries
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm90.line_sums import LINES
 from flash_mask_cute.sm90.warpgroups import Role
 
@@ -106,6 +107,17 @@ def make_chain(
         lines=LINES,
         once=tuple(i for i, x in reads.tensors.items() if x.is_once_an_entry),
     )
+
+
+def parts_of_products(traits: BwdTraits, chain: ScoreChain) -> tuple[int, int]:
+    """In how many parts of its columns S of a block is computed, and dP."""
+    num_parts = traits.num_score_parts(chain.num_by_parts)
+    # the registers do not hold S of a whole block beside the sums of gradients
+    if traits.splits_keys or chain.keeps_grads:
+        return num_parts, num_parts
+    # nor dP beside S if elements are found score by score, or if no branch separates the parts
+    is_mixed = traits.shares_keys and chain.adds_after_walk
+    return 1, num_parts if chain.adds_by_score or is_mixed else 1
 
 
 def words_of_warp(sums: cute.Tensor, start: int, warp: Int32, words: int) -> cute.Tensor:
