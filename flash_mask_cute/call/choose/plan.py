@@ -366,9 +366,13 @@ def _bwd_problem(
     if wants_aux and masks.score_mod is not None and call.backward.deterministic:
         # sums in a fixed order are those of which the order does not matter
         reads = find_reads(masks.score_mod, problem, wants_aux)
-        if not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
-            entry_aux = tuple(i for i in reads.of_many if reads.tensors[i].is_once_an_entry)
-        exact_aux = tuple(i for i in reads.of_many if i not in entry_aux)
+        of_many = reads.of_many
+        if call.options.q_start.is_given:
+            # queries before position 0 are all at 0, and read the same elements
+            of_many = reads.of_any
+        elif not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
+            entry_aux = tuple(i for i in of_many if reads.tensors[i].is_once_an_entry)
+        exact_aux = tuple(i for i in of_many if i not in entry_aux)
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
