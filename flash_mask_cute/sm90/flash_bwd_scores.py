@@ -461,13 +461,11 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
         time: a branch in each part, for sums in memory or by references, keeps the compiler from
         mixing parts, which the registers do not hold."""
-        width = self.traits.tile_m // self.num_parts
+        counts = self.num_parts, len(self.factors.q), len(self.factors.do)
+        width, width_s, width_dp = (self.traits.tile_m // count for count in counts)
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
-        width_s, width_dp = (
-            self.traits.tile_m // len(x) for x in (self.factors.q, self.factors.do)
-        )
         for col in range(0, self.traits.tile_m, width):
             if col % width_s == 0:
                 acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)
