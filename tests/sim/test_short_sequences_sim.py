@@ -1,0 +1,76 @@
+"""Backwards of many short sequences: a CTA has all queries and keys of a batch entry."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import FP16, FP32, Case
+from conftest import ACTIVE_ARCH
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from inputs import make_inputs
+from quiet_runs import quiet_run
+from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
+from trained_mods import assert_aux_gradients_close, make_trained
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.usefixtures("poisoned_allocations"),
+    pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="Hopper has the kernel"),
+]
+
+# One, two and three warpgroups; blocks of 64, 48, 32 and 16 queries; tiles that end inside a block
+# and inside a warp; more queries than keys and fewer.
+PLAIN_CASES = (
+    Case("64", 5, 64, 64, 2, 2, head_dim=64),
+    Case("49-d32", 4, 49, 49, 3, 3, head_dim=32),
+    Case("9-130-causal", 4, 9, 130, 2, 2, head_dim=40, causal=True, dtype=FP16),
+    Case("100-d128", 4, 100, 128, 2, 2, head_dim=128),
+    Case("160-70-window", 5, 160, 70, 2, 2, head_dim=32, window_left=30, window_right=20),
+    Case("144-causal-sink", 4, 144, 144, 2, 2, head_dim=32, causal=True, sink=FP32),
+    Case("40-190-d80-64", 4, 40, 190, 2, 2, head_dim=80, head_dim_v=64),
+    Case("90-17-empty-rows", 4, 90, 17, 2, 2, head_dim=32, causal=True),
+)
+
+
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=lambda x: x.id)
+def test_against_oracle(simulator: ModuleType, case: Case) -> None:
+    run_sim(simulator, make_inputs(case), launches=2)
+    assert_ran(simulator)
+
+
+def assert_ran(simulator: ModuleType) -> None:
+    names = [x["kernel"] for result in simulator.RESULTS for x in result["launches"]]
+    assert any("flash_bwd_short" in name for name in names), names
+
+
+# A table that scores of an entry share, a bias of pairs, and of each with masks.
+TRAINED_CASES = (
+    (Case("swin-49", 5, 49, 49, 2, 2, head_dim=32), "swin"),
+    (Case("swin-144", 4, 144, 144, 2, 2, head_dim=32), "swin"),
+    (Case("pair-causal", 5, 50, 100, 2, 2, head_dim=64, causal=True), "pair"),
+    (Case("pair-window-fp16", 4, 128, 120, 2, 2, head_dim=32, dtype=FP16, window_left=40), "pair"),
+    (Case("slope-and-pair", 4, 40, 60, 2, 2, head_dim=40, head_dim_v=64), "pair_minus_slope"),
+)
+
+
+def gradients(simulator: ModuleType, case: Case, name: str, seed: int | None, **more: Any) -> Any:
+    """Of a table, which are right; the gradients of q, k and v."""
+    given = make_trained(case, name)
+    dout, dlse = make_output_gradients(given.inputs)
+    daux = [torch.full_like(x, float("nan")) for x in given.aux_tensors]
+    with quiet_run(simulator, seed):
+        found = launch_on_simulator(given.inputs, dout, dlse, daux=daux, **more)
+    assert_ran(simulator)
+    wanted = [daux[i] for i in given.wants_aux]
+    assert_aux_gradients_close(wanted, given, dout, dlse)
+    assert_gradients_close(found, given.inputs, dout, dlse)
+    return [*wanted, *(found[x] for x in ("dq", "dk", "dv"))]
+
+
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
+def test_gradients_of_tables(simulator: ModuleType, case: Case, name: str) -> None:
+    for seed in DELAY_SEEDS:
+        gradients(simulator, case, name, seed)
