@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, G
 from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdTiles
+from flash_mask_cute.call.choose.config import BwdChoice, BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.choose.shared_sums import short_traits
 from flash_mask_cute.call.choose.token_lists import why_bits
 from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
 from flash_mask_cute.runtime.named_tuples import replaced
+
+SHORT = "ShortBackwardSm90"
+OF_SHORT = "a CTA has all queries and keys of a batch entry, and walks over the entries of a head"
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def explain_backward(
     except NotImplementedError as error:
         return None, str(error)
     backward = backward.packed or backward
-    choice, scratch_bytes, parts_bytes = backward.bwd_choice, None, 0
+    choice, scratch_bytes, parts_bytes = _choice_of(backward), None, 0
     smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:
         scratch = BwdScratch.of(backward)
@@ -101,7 +105,7 @@ def explain_backward(
         if backward.shared is not None:
             scratch_bytes += backward.shared.num_bytes(aux_tensors)
     explained = BackwardExplanation(
-        kernel=arch_spec(run.target).backward.class_name,
+        kernel=SHORT if backward.is_short else arch_spec(run.target).backward.class_name,
         tiles=choice.tiles,
         tile_n=choice.tile_n,
         cols=choice.tile_d,
@@ -115,6 +119,22 @@ def explain_backward(
         choice=_explain_choice(call, backward),
     )
     return explained, ""
+
+
+def _choice_of(backward: ExecutionPlan) -> BwdChoice:
+    """The tiles of the kernel that makes the gradients."""
+    choice, shared = backward.bwd_choice, backward.shared
+    if shared is None or shared.short is None:
+        return choice
+    traits = short_traits(backward.problem, shared.short, choice, bool(shared.numbers))
+    for_s, for_dp = traits.stages
+    tiles = replace(
+        choice.tiles, tile_m=traits.tile_m, stages_q=for_s, stages_do=for_dp,
+        stages_kv=min(for_s, for_dp), value_cols=0, clears_dq=False, cta_pair=False,
+        splits_keys=False, splits_group=False,
+    )  # fmt: skip
+    cols, cols_v = traits.cols
+    return BwdChoice(tiles, traits.tile_n, traits.tile_n, cols, cols_v, traits.smem_bytes, OF_SHORT)
 
 
 def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:

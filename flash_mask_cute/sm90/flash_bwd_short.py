@@ -35,12 +35,20 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.marked_rows import clear_row
-from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
-from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
+from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.added_scores import (
+    ScoreArgs,
+    band_of,
+    clear_marked,
+    differentiate,
+    evaluate,
+    keys_exist,
+    mma_warp,
+    statistic,
+)
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.flash_bwd_short_traits import (
     HELPER_REGISTERS,
@@ -106,23 +114,13 @@ class Part(NamedTuple):
     count: Int32
 
 
-class ScoreArgs(NamedTuple):
-    """scale_dq: of dQ; scale_dk: of dK, the scale of the Q that the kernel reads."""
-
-    scales: ScoreScales
-    scale_dq: Float32
-    scale_dk: Float32
-    window: WindowArgs
-    aux_tensors: tuple
-
-
 class ShortBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
     :param traits: that fit
     :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
     :param wants_aux, once: as in `SharedGradientsSm90`
-    :param is_causal, is_local: as in the main kernel
+    :param is_causal: as in the main kernel
     """
 
     def __init__(
@@ -132,14 +130,12 @@ class ShortBackwardSm90:
         wants_aux: tuple[int, ...] = (),
         once: tuple[int, ...] = (),
         is_causal: bool = False,
-        is_local: bool = False,
     ):
         if not traits.fits:
             raise ValueError(f"a CTA has no room for {traits}")
         self.traits = traits
         self.summed = SummedTensors(score_mod, wants_aux, once) if score_mod is not None else None
         self.is_causal = is_causal
-        self.is_local = is_local
 
     @cute.jit
     def __call__(
@@ -192,7 +188,7 @@ class ShortBackwardSm90:
                 scale_dq,
                 softmax_scale,
                 WindowArgs(window_size_left, window_size_right),
-                aux_tensors if const_expr(has_score_mod) else (),
+                aux_tensors if const_expr(has_score_mod) else None,
             ),
         ).launch(
             grid=(mQ.shape[2], num_parts, 1),
@@ -312,7 +308,8 @@ class ShortBackwardSm90:
         """MMA warpgroup: 64 keys."""
         traits, (for_s, for_dp) = self.traits, channels
         group = mma_warpgroup_idx()
-        has_keys = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA < traits.key_warps
+        has_keys = mma_warp() < traits.key_warps
+        exist = keys_exist(group * ROWS_PER_WARPGROUP, extents.seqlen_k)
         mma_scores, mma_dv = traits.mma_scores(), traits.mma_words(traits.cols[1])
         keys, values = (wgmma.operand_a(mma_scores, x) for x in (tiles.k, tiles.v))
         do_by_cols = wgmma.operand_b(mma_dv, wgmma.transposed(tiles.do))
@@ -332,7 +329,7 @@ class ShortBackwardSm90:
             for_s.wait(i)
             for_dp.wait(i)
             if const_expr(traits.has_marks):
-                self._clear_marked(tiles, stage, dp_stage)
+                self._clear_marked(tiles, (stage, dp_stage))
             acc_dV = wgmma.make_accumulator(traits.cols[1])
             for b in cutlass.range_constexpr(traits.num_blocks):
                 own = keys[None, None, None, unit], values[None, None, None, dp_unit]
@@ -340,8 +337,10 @@ class ShortBackwardSm90:
                 probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
                 accs = (acc_S, acc_dP, *totals[b : b + traits.sums])
                 if has_keys:
-                    words = probs, grads
-                    self._differentiate(b, extents, tiles, stage, score_args.scales, accs, words)
+                    differentiate(
+                        traits, self._statistics(tiles, stage, b), self._added(tiles, b), exist,
+                        score_args.scales, accs, (probs, grads),
+                    )  # fmt: skip
                     self._store_grads(b, tiles.ds, grads)
                 operand = wgmma.words_as_operand_a(probs, traits.dtype)
                 first_step = b * traits.block_m // 16
@@ -389,23 +388,11 @@ class ShortBackwardSm90:
             found += [marks[first], marks[first + 1]]
         return tuple(found)
 
-    @cute.jit
-    def _clear_marked(self, tiles: ShortTiles, stage: Int32, dp_stage: Int32):
-        """Clear the rows of Q and dO of marked queries (`core.row_blocks`)."""
-        words, size = self._marks(tiles, stage), MARKS_PER_WORD
-        some = Int32(0)
-        for word in words:
-            some = some | word
-        if some != 0:
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-            for j in cutlass.range_constexpr(-(-self.traits.tile_m // size)):
-                rows = min(size, self.traits.tile_m - j * size)
-                for row in cutlass.range(warp, rows, self.traits.num_mma_warps, unroll=1):
-                    if (words[j] >> row) & 1 != 0:
-                        clear_row(tiles.q[j * size + row, None, stage])
-                        clear_row(tiles.do[j * size + row, None, dp_stage])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self._sync_all()
+    def _clear_marked(self, tiles: ShortTiles, stages: tuple[Int32, Int32]) -> None:
+        rows = tiles.q[None, None, stages[0]], tiles.do[None, None, stages[1]]
+        warps = mma_warp(), self.traits.num_mma_warps
+        words = self._marks(tiles, stages[0])
+        clear_marked(words, rows, self.traits.tile_m, warps, self._sync_all)
 
     # -- scores ---------------------------------------------------------------------------------
 
@@ -439,11 +426,13 @@ class ShortBackwardSm90:
 
         return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
 
-    def _added(self, tiles: ShortTiles, b: int, g: int) -> cute.Tensor:
-        """Shared memory for what is added to scores of this thread in 8 queries of a block: pairs
-        of columns of two rows."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-        return tiles.added[None, cute.arch.lane_idx(), warp, b * self.traits.block_m // 8 + g]
+    def _added(self, tiles: ShortTiles, b: int) -> cute.Tensor | None:
+        """Shared memory for what is added to scores of this thread in a block."""
+        if not self.traits.adds:
+            return None
+        groups = self.traits.block_m // 8
+        own = tiles.added[None, cute.arch.lane_idx(), mma_warp(), None]
+        return cute.local_tile(own, (4, groups), (0, b))
 
     def _evaluate(
         self, part: Part, extents: Extents, tiles: ShortTiles, score_args: ScoreArgs
@@ -451,86 +440,15 @@ class ShortBackwardSm90:
         """Write what is added to each score of this thread."""
         if not self.traits.adds:
             return
-        left, right = score_args.window.left, score_args.window.right
-        if self.is_causal:
-            right = Int32(0)
-        band = Band(extents.seqlen_q, extents.seqlen_k, left, right)
+        band = band_of(score_args.window, self.is_causal, extents.seqlen_q, extents.seqlen_k)
         for b in range(self.traits.num_blocks):
-            places = self._places(part, extents, b)
-            ranges = [band.q_range(places.of(r, 0)[1]) for r in range(wgmma.ROWS_PER_THREAD)]
-            for g in range(self.traits.block_m // 8):
-                values = cute.make_rmem_tensor(4, Float32)
-                for r, (lo, hi) in enumerate(ranges):
-                    for j in range(2):
-                        q_idx, _ = places.of(r, 2 * g + j)
-                        is_visible = places.exists(r, 2 * g + j) & (q_idx >= lo) & (q_idx < hi)
-                        value = Float32(0.0)
-                        if self.summed is not None:
-                            added = score_args.aux_tensors
-                            value = self.summed.added(places, r, 2 * g + j, added)
-                        values[j + 2 * r] = cutlass.select_(is_visible, value, -Float32.inf)
-                cute.autovec_copy(values, self._added(tiles, b, g))
+            of_block = self._places(part, extents, b), band, self.summed, score_args.aux_tensors
+            evaluate(*of_block, self._added(tiles, b))
 
-    @cute.jit
-    def _differentiate(
-        self,
-        b: cutlass.Constexpr[int],
-        extents: Extents,
-        tiles: ShortTiles,
-        stage: Int32,
-        scales: ScoreScales,
-        accs: tuple,
-        words: tuple,
-    ):
-        """Round P and dS of a block of queries into words, and add dS to its sums. accs: S, dP and
-        the sums."""
-        traits = self.traits
-        scores, dprobs = (wgmma.rows_by_cols(x) for x in accs[:2])
-        statistics = [self._statistic(tiles, stage, b, i) for i in range(traits.num_stats)]
-        first_key = mma_warpgroup_idx() * ROWS_PER_WARPGROUP
-        exist = [
-            first_key + wgmma.row_of(thread_in_warpgroup(), r) < extents.seqlen_k
-            for r in range(wgmma.ROWS_PER_THREAD)
-        ]
-        for g in cutlass.range_constexpr(traits.block_m // 8):
-            lse, delta, *reference = (x[None, g].load() for x in statistics)
-            added = cute.make_rmem_tensor(4, Float32)
-            if const_expr(traits.adds):
-                cute.autovec_copy(self._added(tiles, b, g), added)
-            for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
-                probs, grads = [], []
-                for j in cutlass.range_constexpr(2):
-                    c, own = 2 * g + j, added[j + 2 * r]
-                    if const_expr(traits.has_score_mod):
-                        score = cute.math.fma(scores[r, c], scales.scale_mod, own)
-                        score = rounded_difference(score, reference[0][j])
-                        exponent = cute.math.fma(score, scales.scale_log2, -lse[j])
-                    else:
-                        low = own - lse[j] if const_expr(traits.adds) else -lse[j]
-                        exponent = cute.math.fma(scores[r, c], scales.scale_log2, low)
-                    prob = cute.math.exp2(exponent, fastmath=True)
-                    if const_expr(not traits.adds):
-                        prob = cutlass.select_(exist[r], prob, Float32(0.0))
-                    grad = prob * (dprobs[r, c] - delta[j])
-                    if const_expr(self.is_causal or self.is_local):
-                        # what is hidden may be anything, and 0 times NaN is NaN
-                        grad = cutlass.select_(prob > 0.0, grad, Float32(0.0))
-                    if const_expr(traits.sums):
-                        total = wgmma.rows_by_cols(accs[2])
-                        total[r, c] = total[r, c] + grad
-                    probs.append(prob)
-                    grads.append(grad)
-                for kept, pair in zip(words, (probs, grads), strict=True):
-                    wgmma.keep_pair(kept, traits.dtype, r, 2 * g, *pair)
-
-    def _statistic(self, tiles: ShortTiles, stage: Int32, b: int, i: int) -> cute.Tensor:
-        """A statistic of the queries of a thread's columns in a block, in pairs."""
-        traits = self.traits
-        first = i * traits.stats_rows + b * traits.block_m
-        start = tiles.stats[None, stage].iterator + first
-        start = start + wgmma.first_col_of(thread_in_warpgroup())
-        layout = cute.make_layout((2, traits.block_m // 8), stride=(1, 8))
-        return cute.make_tensor(start.align(8), layout)
+    def _statistics(self, tiles: ShortTiles, stage: Int32, b: int) -> tuple[cute.Tensor, ...]:
+        traits, base = self.traits, tiles.stats[None, stage].iterator
+        starts = (i * traits.stats_rows + b * traits.block_m for i in range(traits.num_stats))
+        return tuple(statistic(base + start, traits.block_m) for start in starts)
 
     def _store_grads(self, b: int, smem: cute.Tensor, words: cute.Tensor) -> None:
         """Write dS^T of a block, with the keys of a query contiguous."""

@@ -64,7 +64,8 @@ class ShortTraits:
     tile_m: queries, of `QUERY_TILES`. tile_n: keys, a multiple of 16. stats_m: queries of a row
     block of the statistics, 64 or 128. has_score_mod: scores are modified, and have references.
     adds: something is added to scores, -inf where a mask hides them. sums: dS is summed over batch
-    entries. has_marks: rows of queries that see nothing may be marked.
+    entries. has_marks: rows of queries that see nothing may be marked. is_banded: causal masking or
+    a window hides scores.
     """
 
     dtype: type[cutlass.Numeric]
@@ -77,6 +78,7 @@ class ShortTraits:
     adds: bool
     sums: bool
     has_marks: bool
+    is_banded: bool
 
     @property
     def block_m(self) -> int:
@@ -190,9 +192,7 @@ class ShortTraits:
     def stages(self) -> tuple[int, int]:
         """Of Q and K, and of dO and V: as many as there is room for; 0: none."""
         capacity = SMEM_CAPACITY if self.ctas_of_sm == 1 else SMEM_OF_SHARER
-        ds = self.row_groups * self.num_warpgroups * ROWS_PER_WARPGROUP**2 * 2
-        stats = MOST_STAGES * self.bytes_stats
-        room = capacity - SMEM_BOOKKEEPING - ds - self.added_words * 4 - stats
+        room = capacity - self._bytes_without_operands
         for_s, for_dp = self.bytes_of_operands
         fitting = (
             (a, b)
@@ -201,6 +201,17 @@ class ShortTraits:
             if b > 0 and a * for_s + b * for_dp <= room
         )
         return next(fitting, (0, 0))
+
+    @property
+    def _bytes_without_operands(self) -> int:
+        ds = self.row_groups * self.num_warpgroups * ROWS_PER_WARPGROUP**2 * 2
+        stats = MOST_STAGES * self.bytes_stats
+        return ds + self.added_words * 4 + stats + SMEM_BOOKKEEPING
+
+    @property
+    def smem_bytes(self) -> int:
+        operands = zip(self.stages, self.bytes_of_operands, strict=True)
+        return self._bytes_without_operands + sum(count * size for count, size in operands)
 
     @property
     def fits(self) -> bool:

@@ -52,7 +52,6 @@ TRAINED_CASES = (
     (Case("swin-144", 4, 144, 144, 2, 2, head_dim=32), "swin"),
     (Case("pair-causal", 5, 50, 100, 2, 2, head_dim=64, causal=True), "pair"),
     (Case("pair-window-fp16", 4, 128, 120, 2, 2, head_dim=32, dtype=FP16, window_left=40), "pair"),
-    (Case("slope-and-pair", 4, 40, 60, 2, 2, head_dim=40, head_dim_v=64), "pair_minus_slope"),
 )
 
 

@@ -73,6 +73,7 @@ def build_shared_sums(
         fake_tensors.cutlass_dtype(problem.dtype),
         *(problem.head_dim, problem.head_dim_v, choice.tiles.tile_m, problem.may_empty_rows),
     )
+    assert score_mod is not None
     flags = problem.is_causal, problem.is_local
     kernel = SharedGradientsSm90(traits, score_mod, shared.numbers, shared.once, *flags)
     # this kernel reads no tables of differences
@@ -101,8 +102,8 @@ def build_short(
 
     assert shared.short is not None
     traits = short_traits(problem, shared.short, choice, bool(shared.numbers))
-    flags = problem.is_causal, problem.is_local
-    kernel = ShortBackwardSm90(traits, score_mod, shared.numbers, shared.once, *flags)
+    wanted = shared.numbers, shared.once
+    kernel = ShortBackwardSm90(traits, score_mod, *wanted, problem.is_causal)
     of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
     arguments = [
         *(of[name] for name in ("q", "k", "v", "dout", "stats", "q", "k", "v")),

@@ -139,7 +139,8 @@ def _choose_short(
     has_groups = shapes.heads_q != shapes.heads_kv
     if is_long or has_few or has_groups or problem.reads_mask_bits:
         return None
-    numbers, once = problem.wants_aux, ()
+    numbers = problem.wants_aux
+    once: tuple[int, ...] = ()
     if masks.score_mod is not None:
         reads = find_reads(masks.score_mod, problem, problem.wants_aux)
         if not reads.adds_alike or not set(reads.shared) >= set(numbers):
@@ -173,6 +174,7 @@ def short_traits(
         adds=has_score_mod or problem.is_causal or problem.is_local,
         sums=has_sums,
         has_marks=problem.may_empty_rows,
+        is_banded=problem.is_causal or problem.is_local,
     )
 
 

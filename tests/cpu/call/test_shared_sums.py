@@ -167,7 +167,7 @@ def test_sums_are_new_where_all_elements_are_read() -> None:
 
     make = MakeSharedSums(found.shared, found.shapes, fill)
     for shape in ((4, 70, 140), (5, 80, 150)):
-        made = make([torch.zeros(shape)], (None,) * 5, None, 1.0)
+        made = make([torch.zeros(shape)], (None,) * 5, (), None, (1.0, 1.0))
         assert made[0].shape == (found.shared.parts, *shape) and made[0].dtype == FP32
     assert (seen[1] == 0).all()
 
@@ -196,7 +196,7 @@ def test_sums_of_one_part_are_the_gradient() -> None:
             (transposed, False),
         ):
             before = gradient._version
-            made = make([gradient], (None,) * 5, None, 1.0)
+            made = make([gradient], (None,) * 5, (), None, (1.0, 1.0))
             assert (made[0].data_ptr() == gradient.data_ptr()) == is_there
             write_gradients([gradient], made, entry_aux=(0,))
             assert gradient._version > before
