@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
-from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd, compile_preprocess
+from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd, compile_short
 from flash_mask_cute.call.build.difference_tables import compile_difference_tables
 from flash_mask_cute.call.build.forward import compile_fwd
 from flash_mask_cute.call.build.shared_sums import compile_shared_sums
@@ -92,9 +92,9 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
     """The kernels of a planned backward."""
     facts = plan.gradients
     assert facts is not None
-    if plan.is_short:
+    if plan.shared is not None and (short := plan.shared.short) is not None:
         of_problem = plan.problem, plan.bwd_choice, plan.target
-        return BwdKernels(compile_preprocess(*of_problem, facts, 0).function, None, None)
+        return compile_short(*of_problem, facts, short.several_keys)
     mods = _kernel_mods(plan, facts.score_mod_bwd)
     return compile_bwd(plan.problem, plan.bwd_choice, plan.target, mods, facts)
 

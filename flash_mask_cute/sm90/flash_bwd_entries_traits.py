@@ -183,15 +183,15 @@ class EntryTraits:
         def words(count: int) -> type:
             return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
 
-        q, do, k, v, ds = self.layouts()
+        of_q, of_do, of_k, of_v, of_ds = self.layouts()
 
         @cute.struct
         class Storage:
-            q: elements(q)
-            do: elements(do)
-            k: elements(k)
-            v: elements(v)
-            ds: elements(ds)
+            q: elements(of_q)
+            do: elements(of_do)
+            k: elements(of_k)
+            v: elements(of_v)
+            ds: elements(of_ds)
             sums: words(self.sums_words * NUM_MMA_WARPGROUPS)
             added: words(self.added_words)
             stats: words(self.stats_words * self.stages)

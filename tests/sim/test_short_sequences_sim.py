@@ -13,7 +13,7 @@ from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import make_inputs
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
-from trained_mods import assert_aux_gradients_close, make_trained
+from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
 
 pytestmark = [
     pytest.mark.sim,
@@ -43,7 +43,7 @@ def test_against_oracle(simulator: ModuleType, case: Case) -> None:
 
 def assert_ran(simulator: ModuleType) -> None:
     names = [x["kernel"] for result in simulator.RESULTS for x in result["launches"]]
-    assert any("flash_bwd_short" in name for name in names), names
+    assert any("flash_bwd_short" in x or "flash_bwd_entries" in x for x in names), names
 
 
 # A table that scores of an entry share, a bias of pairs, and of each with masks.
@@ -55,7 +55,9 @@ TRAINED_CASES = (
 )
 
 
-def gradients(simulator: ModuleType, case: Case, name: str, seed: int | None, **more: Any) -> Any:
+def gradients(
+    simulator: ModuleType, case: Case, name: str | TrainedRecipe, seed: int | None, **more: Any
+) -> Any:
     """Of a table, which are right; the gradients of q, k and v."""
     given = make_trained(case, name)
     dout, dlse = make_output_gradients(given.inputs)
@@ -73,3 +75,35 @@ def gradients(simulator: ModuleType, case: Case, name: str, seed: int | None, **
 def test_gradients_of_tables(simulator: ModuleType, case: Case, name: str) -> None:
     for seed in DELAY_SEEDS:
         gradients(simulator, case, name, seed)
+
+
+SIDE = 20
+
+
+def _in_grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """A table of the distances in rows and columns of a grid."""
+    i, j = q[0], k[0]
+    rows, cols = i // SIDE - j // SIDE, (i - i // SIDE * SIDE) - (j - j // SIDE * SIDE)
+    return score + aux[-1][h[0], (rows + SIDE - 1) * (2 * SIDE - 1) + cols + SIDE - 1]
+
+
+def _dense_in_grid(score: Any, b: int, h: int, q: Any, k: Any, table: Any) -> Any:
+    rows, cols = q // SIDE - k // SIDE, q % SIDE - k % SIDE
+    return score + table[h][(rows + SIDE - 1) * (2 * SIDE - 1) + cols + SIDE - 1]
+
+
+IN_GRID = TrainedRecipe(
+    _in_grid, _dense_in_grid, lambda x: [((x.heads_q, (2 * SIDE - 1) ** 2), FP32)]
+)
+# Queries of four and six blocks, the last of them without any; keys of two to six tiles.
+ENTRY_CASES = (
+    Case("grid-343", 4, 343, 343, 2, 2, head_dim=32),
+    Case("grid-200-330-causal", 4, 200, 330, 2, 2, head_dim=32, causal=True),
+    Case("grid-250-70-fp16-d64", 4, 250, 70, 2, 2, head_dim=64, dtype=FP16),
+)
+
+
+@pytest.mark.parametrize("case", ENTRY_CASES, ids=lambda x: x.id)
+def test_several_key_tiles(simulator: ModuleType, case: Case) -> None:
+    for seed in DELAY_SEEDS:
+        gradients(simulator, case, IN_GRID, seed)

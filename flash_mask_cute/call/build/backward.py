@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
@@ -125,14 +125,6 @@ def compile_bwd(
     cache: CompileCache = CACHE,
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
-    after = RowFacts(
-        *(problem.dtype, problem.head_dim, *_row_facts(problem, choice)),
-        order=arch_spec(target).backward.dq_order,
-        num_ctas=choice.ctas_of_tile,
-        in_halves=choice.tiles.splits_keys,
-        packing=_packing(problem),
-    )
-
     num_ctas = 1 if choice.tiles.clears_dq else choice.ctas_of_tile
     preprocess = compile_preprocess(problem, choice, target, facts, num_ctas, cache)
     main = cached_attention(
@@ -143,7 +135,7 @@ def compile_bwd(
         lambda: build_bwd(problem, choice, target, mods),
         cache,
     )
-    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess, target, cache)
+    postprocess = compile_postprocess(problem, choice, target, cache)
     add_parts = None
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
@@ -161,6 +153,38 @@ def compile_bwd(
     return BwdKernels(
         preprocess.function, main.function, postprocess.function, zero_padding, add_parts
     )
+
+
+def compile_short(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    facts: GradientFacts,
+    several_keys: bool,
+    cache: CompileCache = CACHE,
+) -> BwdKernels:
+    """The kernels before and after that of short sequences. several_keys: as in `ShortTile`."""
+    if not several_keys:
+        preprocess = compile_preprocess(problem, choice, target, facts, 0, cache)
+        return BwdKernels(preprocess.function, None, None)
+    choice = replace(choice, tiles=replace(choice.tiles, clears_dq=True))
+    preprocess = compile_preprocess(problem, choice, target, facts, 1, cache)
+    postprocess = compile_postprocess(problem, choice, target, cache)
+    return BwdKernels(preprocess.function, None, postprocess.function)
+
+
+def compile_postprocess(
+    problem: AttentionProblem, choice: BwdChoice, target: Target, cache: CompileCache = CACHE
+) -> Compiled:
+    """The kernel that writes dQ."""
+    facts = RowFacts(
+        *(problem.dtype, problem.head_dim, *_row_facts(problem, choice)),
+        order=arch_spec(target).backward.dq_order,
+        num_ctas=choice.ctas_of_tile,
+        in_halves=choice.tiles.splits_keys,
+        packing=_packing(problem),
+    )
+    return by_facts(POSTPROCESS_NAME, facts, build_postprocess, target, cache)
 
 
 def compile_preprocess(

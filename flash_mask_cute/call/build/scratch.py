@@ -45,8 +45,9 @@ class BwdScratch(NamedTuple):
         blocks = shapes.heads_q, num_row_blocks(rows, shapes.batch, problem.varlen_q, tile_m)
         words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
         sink_parts = blocks if facts.sink_dtype else None
-        if plan.is_short:
-            return BwdScratch((*blocks, words), None, None, sink_parts, None, None)
+        if plan.shared is not None and (short := plan.shared.short) is not None:
+            sums = (*blocks, tile_m * choice.tile_d) if short.several_keys else None
+            return BwdScratch((*blocks, words), sums, None, sink_parts, None, None)
         parts_k = parts_v = None
         if choice.tiles.splits_group:
             keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k

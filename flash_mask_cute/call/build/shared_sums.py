@@ -8,7 +8,7 @@ from typing import Any
 
 from flash_mask_cute.call.build.kernel_operands import BACKWARD
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.choose.shared_sums import SharedSums, short_traits
+from flash_mask_cute.call.choose.shared_sums import SharedSums, entry_traits, short_traits
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -29,8 +29,9 @@ def compile_shared_sums(
 ) -> Compiled:
     """The compiled kernel, from the cache or built now. `function` takes q, k, v, dout and stats as
     the main kernel does, the sums and the aux tensors, as tuples, the scale, the number of
-    parts, both sides of the window, and mask bits. For short sequences, dq, dk and dv follow stats,
-    the scale of dq the scale, and there are no mask bits; of no tensors there is None."""
+    parts, both sides of the window, and mask bits. For short sequences, dq or sums of dq, dk and dv
+    follow stats, the scale of dq the scale, and there are no mask bits; of no tensors there is
+    None."""
     facts = {
         "dtype": problem.dtype,
         "head_dims": (problem.head_dim, problem.head_dim_v),
@@ -98,15 +99,22 @@ def build_short(
     """Compile the kernel of short sequences now."""
     import cutlass
 
+    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
     from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
 
     assert shared.short is not None
-    traits = short_traits(problem, shared.short, choice, bool(shared.numbers))
-    wanted = shared.numbers, shared.once
-    kernel = ShortBackwardSm90(traits, score_mod, *wanted, problem.is_causal)
+    has_sums, is_causal = bool(shared.numbers), problem.is_causal
+    kernel: Any
+    if shared.short.several_keys:
+        of_entries = entry_traits(problem, shared.short, has_sums)
+        kernel = EntryBackwardSm90(of_entries, score_mod, shared.numbers, is_causal)
+    else:
+        traits = short_traits(problem, shared.short, choice, has_sums)
+        kernel = ShortBackwardSm90(traits, score_mod, shared.numbers, shared.once, is_causal)
     of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
+    target_of_dq = "dq_accum" if shared.short.several_keys else "q"
     arguments = [
-        *(of[name] for name in ("q", "k", "v", "dout", "stats", "q", "k", "v")),
+        *(of[name] for name in ("q", "k", "v", "dout", "stats", target_of_dq, "k", "v")),
         *(_sums(problem, shared) or None, of["aux_tensors"], of["scale"], of["scale"]),
         *(cutlass.Int32(1), of["stream"], of["window_left"], of["window_right"]),
     ]

@@ -167,7 +167,6 @@ class ExecutionPlan:
 
     @property
     def is_short(self) -> bool:
-        """Whether the kernel of short sequences makes all gradients."""
         return self.shared is not None and self.shared.short is not None
 
     @property

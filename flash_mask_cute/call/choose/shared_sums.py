@@ -2,7 +2,8 @@
 
 `sm90/flash_bwd_shared.py` sums gradients of scores over the batch. So a table that scores of all
 batch entries share gets an addition for each query and key, and not for each score. Where an entry
-is one tile, `sm90/flash_bwd_short.py` computes all other gradients as well.
+is one tile, `sm90/flash_bwd_short.py` computes all other gradients as well, and so does
+`sm90/flash_bwd_entries.py` where its queries are few and scores read a table.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime.target import Target
 
 if TYPE_CHECKING:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
     from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
 
 # queries and keys of a tile (`sm90/flash_bwd_shared.py`)
@@ -39,16 +41,20 @@ MOST_DIM_BEFORE_LINES = 32
 # Short sequences of all heads for each SM, to walk over: with fewer, the main kernel has as much to
 # do for a CTA.
 LEAST_SHORT = 4
+# Keys of a tile where an entry has several, and columns of heads that it may have.
+KEYS_OF_ENTRIES, MOST_COLUMNS_OF_ENTRIES = 64, 64
 # Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
 # as, and clocks for which an SM writes and reads a byte of a part's sums.
 ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
 
 
 class ShortTile(NamedTuple):
-    """The tile that has all queries and keys of a batch entry."""
+    """Queries and keys of a tile. It has all queries of a batch entry, and all keys, or
+    several_keys: there are more tiles, whose CTAs add to dQ."""
 
     tile_m: int
     tile_n: int
+    several_keys: bool = False
 
 
 class SharedSums(NamedTuple):
@@ -134,10 +140,9 @@ def _choose_short(
 
     if not arch_spec(target).backward.owns_shared or _has_lengths_or_lists(problem):
         return None
-    is_long = max(shapes.seqlen_q, shapes.seqlen_k) > MOST_ROWS
     has_few = shapes.batch * shapes.heads_q < LEAST_SHORT * target.num_sms
     has_groups = shapes.heads_q != shapes.heads_kv
-    if is_long or has_few or has_groups or problem.reads_mask_bits:
+    if has_few or has_groups or problem.reads_mask_bits:
         return None
     numbers = problem.wants_aux
     once: tuple[int, ...] = ()
@@ -146,17 +151,56 @@ def _choose_short(
         if not reads.adds_alike or not set(reads.shared) >= set(numbers):
             return None
         once = reads.shared_once
-    tile = ShortTile(
-        next(rows for rows, _ in QUERY_TILES if rows >= shapes.seqlen_q),
-        -(-shapes.seqlen_k // 16) * 16,
-    )
-    traits = short_traits(problem, tile, choice, bool(numbers))
-    if not traits.fits:
-        return None
-    ctas = target.num_sms * traits.ctas_of_sm
-    parts = min(max(ctas // shapes.heads_q, 1), shapes.batch)
     exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
-    return SharedSums(numbers, parts, once, exact, tile)
+    if max(shapes.seqlen_q, shapes.seqlen_k) <= MOST_ROWS:
+        tile = ShortTile(
+            next(rows for rows, _ in QUERY_TILES if rows >= shapes.seqlen_q),
+            -(-shapes.seqlen_k // 16) * 16,
+        )
+        traits = short_traits(problem, tile, choice, bool(numbers))
+        if traits.fits:
+            ctas = target.num_sms * traits.ctas_of_sm
+            parts = min(max(ctas // shapes.heads_q, 1), shapes.batch)
+            return SharedSums(numbers, parts, once, exact, tile)
+    if masks.score_mod is None or once or problem.deterministic:
+        return None
+    return _choose_entries(problem, shapes, choice, target, numbers)
+
+
+def _choose_entries(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    choice: BwdChoice,
+    target: Target,
+    numbers: tuple[int, ...],
+) -> SharedSums | None:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import MOST_QUERIES, QUERIES_OF_BOTH
+
+    queries = -(-shapes.seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
+    if queries > MOST_QUERIES or shapes.seqlen_k > MOST_QUERIES:
+        return None
+    traits = entry_traits(problem, ShortTile(queries, KEYS_OF_ENTRIES, True), bool(numbers))
+    # as the postprocess reads the sums of dQ
+    is_alike = (choice.tiles.tile_m, choice.tile_d) == (traits.block_m, traits.cols[0])
+    if not (traits.fits and is_alike and max(traits.cols) <= MOST_COLUMNS_OF_ENTRIES):
+        return None
+    tile = ShortTile(queries, KEYS_OF_ENTRIES, True)
+    return SharedSums(numbers, target.num_sms, (), (), tile)
+
+
+def entry_traits(problem: AttentionProblem, tile: ShortTile, has_sums: bool) -> EntryTraits:
+    """As `short_traits`, of a tile with some of the keys."""
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+
+    return EntryTraits(
+        cutlass_dtype(problem.dtype),
+        *(problem.head_dim, problem.head_dim_v, tile.tile_m),
+        has_score_mod=True,
+        sums=has_sums,
+        has_marks=problem.may_empty_rows,
+        is_banded=problem.is_causal or problem.is_local,
+    )
 
 
 def short_traits(

@@ -188,8 +188,9 @@ class KernelBackward:
                 bits, aux_grads, mask_bits, q_starts if self._reads_q_starts else self._q_start,
             )  # fmt: skip
         if self._make_shared is not None and (aux_sums is not None or main is None):
+            dq_sums = dq if dq_accum is None else dq_accum
             aux_sums = (aux_sums or {}) | self._make_shared(
-                daux or (), (q, k, v, dout, stats), (dq, dk, dv), own_aux,
+                daux or (), (q, k, v, dout, stats), (dq_sums, dk, dv), own_aux,
                 (self._scale, self._scale_dq), self._window_left, self._window_right, mask_bits,
             )  # fmt: skip
         if postprocess is not None:

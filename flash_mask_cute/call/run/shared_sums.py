@@ -35,8 +35,8 @@ class MakeSharedSums:
     ) -> dict[int, Tensor]:
         """The sums by number of the tensor, with the parts as the first dimension, or as
         `new_sums` makes them; of one part in the gradient itself, if it can have them. operands:
-        q, k, v, dout, stats; gradients: dq, dk, dv; scales: of scores and dk, and of dq; more: both
-        sides of the window, and mask bits."""
+        q, k, v, dout, stats; gradients: dq or sums of dq, dk, dv; scales: of scores and dk, and of
+        dq; more: both sides of the window, and mask bits."""
         numbers, parts, once, exact, short = self.shared
         others = tuple(i for i in numbers if i not in once)
         sums = new_sums(daux, others, torch.float32, exact)
