@@ -366,7 +366,7 @@ class ShortBackwardSm90:
     def _clear_grads(self, tiles: ShortTiles):
         """Clear dS of this warpgroup's keys, of which parts are never written."""
         warp = thread_in_warpgroup() // WARP
-        for row in cutlass.range(warp, self.traits.stats_rows, WARPS_PER_WARPGROUP, unroll=1):
+        for row in cutlass.range(warp, self.traits.rows_ds, WARPS_PER_WARPGROUP, unroll=1):
             clear_row(tiles.ds[row, None, mma_warpgroup_idx()])
         self._sync_all()
 
@@ -468,7 +468,7 @@ class ShortBackwardSm90:
     def _sum(self, tiles: ShortTiles, stage: Int32) -> tuple[cute.Tensor, list[cute.Tensor]]:
         """dK of this warpgroup's keys, and dQ of its groups of queries. Of groups that do not exist
         it is that of the last one."""
-        traits, rows = self.traits, ROWS_PER_WARPGROUP
+        traits = self.traits
         mma_dk, mma_dq = traits.mma_dk(), traits.mma_dq()
         by_keys = wgmma.operand_a(mma_dk, wgmma.transposed(tiles.ds))
         q_by_cols = wgmma.operand_b(mma_dk, wgmma.transposed(tiles.q))
@@ -479,8 +479,7 @@ class ShortBackwardSm90:
         wgmma.issue(mma_dk, acc_dK, own, queries, False, traits.tile_m // 16)
         for group in self._row_groups():
             row = cutlass.min(group, traits.row_groups - 1)
-            part = cute.local_tile(tiles.ds, (rows, rows), (row, 0, None))
-            by_queries = wgmma.operand_a(mma_dq, part)
+            by_queries = wgmma.operand_a(mma_dq, traits.rows_of_ds(tiles.ds, row))
             acc = wgmma.make_accumulator(traits.cols[0])
             for w, steps in enumerate(traits.key_steps):
                 keys = k_by_cols[None, None, None, stage * traits.num_warpgroups + w]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -52,7 +52,7 @@ class ShortTiles(NamedTuple):
     k: cute.Tensor  # (64, columns, warpgroups * stages)
     do: cute.Tensor  # (tile_m, columns, stages)
     v: cute.Tensor  # (64, columns, warpgroups * stages)
-    ds: cute.Tensor  # (64 * row groups, 64 keys, warpgroups)
+    ds: cute.Tensor  # (queries, 64 keys, warpgroups)
     added: cute.Tensor | None  # (4, lane, warp, group of 8 queries)
     stats: cute.Tensor  # (words, stages)
 
@@ -204,7 +204,7 @@ class ShortTraits:
 
     @property
     def _bytes_without_operands(self) -> int:
-        ds = self.row_groups * self.num_warpgroups * ROWS_PER_WARPGROUP**2 * 2
+        ds = self.rows_ds * self.num_warpgroups * ROWS_PER_WARPGROUP * 2
         stats = MOST_STAGES * self.bytes_stats
         return ds + self.added_words * 4 + stats + SMEM_BOOKKEEPING
 
@@ -261,8 +261,23 @@ class ShortTraits:
         count = self.num_warpgroups * self.stages[i]
         return self._rows(ROWS_PER_WARPGROUP, self.cols[i], count)
 
+    @property
+    def rows_ds(self) -> int:
+        """Queries of dS. A product reads 64 of them at a time. Behind the last ones it finds what
+        comes next in memory, for rows of dQ that are not stored."""
+        return max(self.tile_m, ROWS_PER_WARPGROUP)
+
     def layout_ds(self) -> cute.ComposedLayout:
-        return self._rows(self.stats_rows, ROWS_PER_WARPGROUP, self.num_warpgroups)
+        return self._rows(self.rows_ds, ROWS_PER_WARPGROUP, self.num_warpgroups)
+
+    def rows_of_ds(self, ds: cute.Tensor, group: Int32) -> cute.Tensor:
+        """64 queries of dS, (64, 64 keys, warpgroups)."""
+        size = ROWS_PER_WARPGROUP
+        block = self._rows(size, size, 1).outer
+        shape = *block.shape[:2], self.num_warpgroups
+        stride = *block.stride[:2], self.rows_ds * size
+        start = ds.iterator + group * size * size
+        return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
 
     def storage(self) -> cute.struct:
         def elements(layout: cute.ComposedLayout) -> type:

@@ -213,7 +213,7 @@ def short_traits(
     has_score_mod = problem.score_mod is not None
     return ShortTraits(
         cutlass_dtype(problem.dtype),
-        *(problem.head_dim, problem.head_dim_v, *tile, choice.tiles.tile_m),
+        *(problem.head_dim, problem.head_dim_v, tile.tile_m, tile.tile_n, choice.tiles.tile_m),
         has_score_mod=has_score_mod,
         adds=has_score_mod or problem.is_causal or problem.is_local,
         sums=has_sums,
