@@ -194,8 +194,8 @@ def flash_attn_func(
     seqlen_k_per_split: keys, 512 or more, at whose multiples sums are cut. A row then has the same
     bits in any batch and chunk, decoded or trained (docs/serving.md#one-row-one-set-of-bits).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
-    has the same effect. With its warn_only, calls with aux tensors that require grad, and whose
-    gradients have no fixed order (docs/mods.md#classes-of-reads), only warn.
+    has the same effect. On Blackwell gradients of aux tensors have no fixed order: deterministic
+    is refused beside them, and torch's setting with warn_only only warns.
     out: memory for the result, without gradients: the shape below, the device of q, its dtype or,
     for 16 bits, also fp32, any strides whose last one is 1, and no memory of another argument. On a
     GPU its rows start at multiples of 16 bytes.
@@ -214,8 +214,7 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
             and value. ValueError also for out where a gradient is recorded. Second derivatives are
             not supported. If an aux tensor requires grad and there is a score_mod, a score_mod_bwd
-            is not supported, and deterministic=True only if the score_mod reads such tensors by
-            head or by key (docs/mods.md#classes-of-reads).
+            is not supported, nor, on Blackwell, deterministic=True.
 
     Example:
         >>> import torch

@@ -274,8 +274,7 @@ def _flash_attn_bwd(
     computed only on request. daux has an entry for each aux tensor: None, or a floating-point
     tensor of the same shape and dtype. It receives the gradient through score_mod, 0 where
     score_mod does not read; reads by mask_mod have no gradient. daux is not supported with a
-    score_mod_bwd, and with deterministic=True only of tensors read by head or by key
-    (docs/mods.md#classes-of-reads), not on Blackwell.
+    score_mod_bwd, nor, on Blackwell, with deterministic=True.
 
     config: a `BwdConfig`, or a mapping of some of its fields, which override the table.
     deterministic: sum dq in a fixed order, so that equal calls give equal bits. Otherwise, on a

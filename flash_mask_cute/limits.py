@@ -35,3 +35,5 @@ SINK_RTOL = 2.0**-16
 MAX_PACKED_ROWS = 1 << 31
 # of the bits of a choice of blocks, so that 32 bits number their words
 MOST_BIT_BYTES = 1 << 31
+# of a grid in its second and in its third dimension
+MOST_CTAS = 65535

@@ -2,14 +2,14 @@
 
 Runs each draw of `tests/support/cases/drawn_blackwell.py` on the software GPU: in order, with
 delays of two seeds, and with each role slow; or, where sums are in a fixed order, with five seeds
-and all numbers of CTAs at a time, which must give equal bits. A draw that was right is a row of
-bench/results/blackwell_cases.txt, which is printed, with the commit that was run. Draws that have
-a row are not run again, unless its error is not known. So a run that was too short is continued by
-the next one; without the file, all are run.
+and all numbers of CTAs at a time, which must give equal bits. A draw that has run is a row of
+bench/results/blackwell_cases.txt, which is printed, with the commit that was run, and FAILED if it
+was not right. Draws that were right are not run again, unless the error is not known. So a run that
+was too short is continued by the next one; without the file, all are run.
 
 --rows FILE: the table. --workers N: processes. --seconds S: after so long the run ends. --commit
 NAME: of this tree, where git does not say it.
-Exit status: 1 where a draw has no row.
+Exit status: 1 where a draw has no row, or has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = "cases", "masks"
@@ -44,12 +47,17 @@ SECONDS_TO_END = 20
 PAUSE = 5.0
 # an error that was not kept
 UNKNOWN = "-"
+# in the place of the runs
+FAILED = "FAILED"
+# where tests write rows
+ROWS = "FLASH_MASK_SIM_ROWS"
 HEAD = """\
 Drawn calls of the Blackwell kernels, executed in the software GPU against float64, by
 python tests/drawn_cases.py (docs/testing.md).
 {found} of {drawn} draws, {runs} runs; no run had a warning. The largest error is {share} of what is
 allowed: twice the error of eager attention in the same dtype, and an ulp.
 {kinds}
+{failed}\
 Columns: draw; commit; runs (in order, with delays of two seeds, and so many sets of warps slow in
 turn; or those whose bits are equal); largest error (-: was right, and its number was not kept); the
 call.
@@ -58,7 +66,7 @@ call.
 
 
 class Row(NamedTuple):
-    """A draw that was right. commit: "" in what a test writes."""
+    """A draw that was right, or has failed. commit: "" in what a test writes."""
 
     draw: str
     commit: str
@@ -68,6 +76,15 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.draw:25} {self.commit:9} {self.runs:35} {self.share:>4}  {self.call}"
+
+    @property
+    def was_right(self) -> bool:
+        return self.runs != FAILED
+
+    @property
+    def line(self) -> str:
+        """As a test writes it."""
+        return "\t".join(self) + "\n"
 
     @classmethod
     def read(cls, line: str) -> Row:
@@ -84,7 +101,9 @@ def read_rows(path: Path) -> dict[str, Row]:
 
 def table(kinds: Mapping[str, str], rows: Mapping[str, Row]) -> str:
     """kinds: of all draws, by their names."""
-    found = [rows[name] for name in kinds if name in rows]
+    rows_in_order = [rows[name] for name in kinds if name in rows]
+    found = [row for row in rows_in_order if row.was_right]
+    failed = len(rows_in_order) - len(found)
     counts, drawn = Counter(kinds[row.draw] for row in found), Counter(kinds.values())
     told = ", ".join(f"{kind} {counts[kind]} of {n}" for kind, n in drawn.items())
     head = HEAD.format(
@@ -93,21 +112,37 @@ def table(kinds: Mapping[str, str], rows: Mapping[str, Row]) -> str:
         runs=sum(int(row.runs.split()[0]) for row in found),
         share=max((row.share for row in found if row.share != UNKNOWN), default="0"),
         kinds=textwrap.fill(f"Draws: {told}.", 100, break_on_hyphens=False),
+        failed=f"{failed} FAILED.\n" if failed else "",
     )
-    return head + "".join(f"{row}\n" for row in found)
+    return head + "".join(f"{row}\n" for row in rows_in_order)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """`run` gives this module to pytest, which here tells of draws that fail, also of those whose
+    process ends."""
+    if report.failed and ROWS in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        draw = report.nodeid.partition("[")[2].removesuffix("]")
+        with open(os.environ[ROWS], "a") as file:
+            file.write(Row(draw, "", FAILED, UNKNOWN, "").line)
 
 
 def run(names: list[str], workers: int, seconds: float | None) -> Iterator[list[Row]]:
-    """Rows of the draws that were right so far, now and then, until the time is up. They begin in
+    """Rows of the draws that have ended so far, now and then, until the time is up. They begin in
     the order of their names."""
     with tempfile.TemporaryDirectory(prefix="flash_mask_cute_drawn_") as folder:
         log = Path(folder, "rows")
         command = [
             *(sys.executable, "-m", "pytest", "-v", "-rf", "--tb=short", "--durations=12"),
             *("-n", str(workers), "--dist", "load", "--maxschedchunk", "1"),
-            *("-p", "no:cacheprovider", *(f"{TESTS}[{name}]" for name in names)),
+            *(
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "tests.drawn_cases",
+                *(f"{TESTS}[{name}]" for name in names),
+            ),
         ]
-        told = {"FLASH_MASK_SIM_ARCH": "sm_100a", "FLASH_MASK_SIM_ROWS": str(log)}
+        told = {"FLASH_MASK_SIM_ARCH": "sm_100a", ROWS: str(log)}
         subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, check=True)
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | told, start_new_session=True)
         end = time.monotonic() + (math.inf if seconds is None else seconds)
@@ -126,7 +161,7 @@ def run(names: list[str], workers: int, seconds: float | None) -> Iterator[list[
 
 def _written(log: Path) -> list[Row]:
     lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
-    return [Row(*line.rstrip().split("\t")) for line in lines if line.endswith("\n")]
+    return [Row(*line.rstrip("\n").split("\t")) for line in lines if line.endswith("\n")]
 
 
 def main() -> int:
@@ -150,13 +185,15 @@ def main() -> int:
     if missing:
         commit = options.commit or commit_here()
         for found in run(missing, options.workers, options.seconds):
-            rows |= {row.draw: row._replace(commit=commit) for row in found}
+            rows |= {x.draw: x._replace(commit=commit, call=calls[x.draw]) for x in found}
             options.rows.write_text(table(kinds, rows))
     text = table(kinds, rows)
     print(text)
     missing = [name for name in calls if name not in rows]
+    failed = [name for name, row in rows.items() if not row.was_right]
     print(f"{len(missing)} draws have no row: {' '.join(missing)}" if missing else "all have rows")
-    return int(bool(missing))
+    print(f"{len(failed)} draws FAILED: {' '.join(failed)}" if failed else "none failed")
+    return int(bool(missing or failed))
 
 
 if __name__ == "__main__":

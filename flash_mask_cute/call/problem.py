@@ -116,7 +116,8 @@ class AttentionProblem:
     differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
     warpgroups of a forward, or keys of one in a backward, have block lists of their own
-    (`FwdTraits`, `BackwardMask`).
+    (`FwdTraits`, `BackwardMask`). adds_pairs: a backward's score_mod adds elements of a table of
+    pairs that batch entries share (`pair_tables.py`).
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -168,6 +169,7 @@ class AttentionProblem:
     tables: tuple[str, ...] = ()
     summed: tuple[tuple[int, int, str], ...] = ()
     own_lists: bool = False
+    adds_pairs: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

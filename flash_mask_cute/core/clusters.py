@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from flash_mask_cute.core.channel import Channel
 
@@ -59,5 +60,10 @@ class Claims:
             claimed = cute.make_tensor(self.word, cute.make_layout(1))[0]
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(self.channel.vacancy(number), LEADER)
+                # Relaxed, although the leader then writes the word again: the one copy of it is in
+                # this CTA's shared memory, and its reads are issued before. An arrival that
+                # releases would also wait for what is written to memory of the GPU.
+                cute.arch.mbarrier_arrive(
+                    self.channel.vacancy(number), LEADER, relaxed=True, scope=MemScopeKind.CLUSTER
+                )
         return claimed

@@ -76,7 +76,10 @@ class TileScheduler:
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
     claims_first: a CTA claims its first tile, too. So the tiles before a claimed one have been
-    claimed by CTAs that run, however few CTAs run at a time.
+    claimed by CTAs that run, however few CTAs run at a time. CTAs that wait for the tiles before
+    theirs then all end, also if they claim a tile while they compute another one: the first tile
+    that is not done waits for none, and its CTA has done those that it claimed before.
+    entries_first: of dense launches, groups have a head of several sequences, then of others.
     """
 
     params: ScheduleParams
@@ -87,6 +90,7 @@ class TileScheduler:
     claims: Claims | None = None
     mirrored: Boolean | None = None
     claims_first: cutlass.Constexpr[bool] = False
+    entries_first: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
         search = self.before_start()
@@ -172,6 +176,9 @@ class TileScheduler:
         num_rows = params.num_heads * params.num_batch
         is_valid = index < num_rows * params.num_blocks
         block, row = self._locate_in_groups(index, num_rows, params.num_blocks)
+        if self.entries_first:
+            head_idx = row // params.num_batch
+            return WorkTile(block, head_idx, row - head_idx * params.num_batch, is_valid)
         batch_idx = row // params.num_heads
         return WorkTile(block, row - batch_idx * params.num_heads, batch_idx, is_valid)
 

@@ -51,22 +51,33 @@ class WidenCodes:
         batch, rows, heads, _ = mK_wide.shape
         least = min(_rows_of_step(x) for x in (mK_wide, mV_wide)) * READS
         tensors = (mK, mK_wide, mKDescale), (mV, mV_wide, mVDescale)
-        # CTAs of the heads of a row run at the same time
-        self.kernel(tensors, mSeqUsedK, mPageTable).launch(
-            grid=(2 * heads, cute.ceil_div(rows, least), batch),
+        parts = cute.ceil_div(rows, least)
+        self.kernel(tensors, mSeqUsedK, mPageTable, parts).launch(
+            # in one dimension: the others have at most 65535
+            grid=(2 * heads * parts * batch, 1, 1),
             block=(NUM_THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, mSeqUsedK: cute.Tensor | None, mPageTable: cute.Tensor | None):
-        head, _, _ = cute.arch.block_idx()
+    def kernel(
+        self,
+        tensors: tuple,
+        mSeqUsedK: cute.Tensor | None,
+        mPageTable: cute.Tensor | None,
+        parts: Int32,
+    ):
+        number, _, _ = cute.arch.block_idx()
         keys, values = tensors
         heads = keys[1].shape[2]
+        # CTAs of the heads of a row run at the same time
+        of_batch = number // (2 * heads)
+        head, batch_idx = number - of_batch * (2 * heads), of_batch // parts
+        work = batch_idx, of_batch - batch_idx * parts
         if head < heads:
-            self._widen(*keys, mSeqUsedK, mPageTable, head)
+            self._widen(*keys, mSeqUsedK, mPageTable, (*work, head))
         else:
-            self._widen(*values, mSeqUsedK, mPageTable, head - heads)
+            self._widen(*values, mSeqUsedK, mPageTable, (*work, head - heads))
 
     @cute.jit
     def _widen(
@@ -76,10 +87,11 @@ class WidenCodes:
         descale: cute.Tensor | None,
         used: cute.Tensor | None,
         table: cute.Tensor | None,
-        head: Int32,
+        work: tuple,
     ):
-        """This CTA's rows of a head of keys or of values, `READS` of each thread."""
-        _, part, batch_idx = cute.arch.block_idx()
+        """This CTA's rows of keys or of values, `READS` of each thread. work: batch entry, part of
+        its rows, head."""
+        batch_idx, part, head = work
         thread, _, _ = cute.arch.thread_idx()
         rows, of_row, at_once = wide.shape[1], wide.shape[3] // UNIT, _rows_of_step(wide)
         if const_expr(used is not None):

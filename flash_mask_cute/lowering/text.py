@@ -423,16 +423,19 @@ class _Writer:
         return NotLowerable(f"{self._mod_name}: aten.{_name(node)}{line_of(node)} {what}")
 
 
-_NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+# of floating point: constants of integers have no point and no exponent
+_NUMBER = r"-?\d+(?:\.\d+|(?:\.\d+)?e-\d+)"
 _FACTOR = re.compile(rf"(\w+|Float32\(\w+\)) \* ({_NUMBER})$")
 _CALLS = re.compile(r"[A-Za-z_][\w.]*\(")
 
 
 def _with_factors_joined(lines: Sequence[_Line]) -> list[_Line]:
-    """Merge factors of products, without changing any bits.
+    """Merge factors of products of floating point, without changing any bits.
 
     Two factors become one if one of them is a power of two. A negated product becomes a product by
-    the negated number. Lines without users are removed later.
+    the negated number. Lines without users are removed later. Products of integers stay as they
+    are: the merged factor, written as a float, would make floats of them, which round and do not
+    wrap around.
     """
     known: dict[str, tuple[str, float]] = {}
     joined = []
@@ -446,7 +449,8 @@ def _with_factors_joined(lines: Sequence[_Line]) -> list[_Line]:
         elif found is not None:
             value, number = found[1], float(found[2])
             inner = known.get(value)
-            if inner is not None and any(_is_power_of_two(x) for x in (inner[1], number)):
+            is_exact = inner is not None and any(map(_is_power_of_two, (inner[1], number)))
+            if inner is not None and is_exact and 1e-30 < abs(inner[1] * number) < 1e30:
                 value, number = inner[0], inner[1] * number
                 expression = f"{value} * {number!r}"
             known[name] = value, number

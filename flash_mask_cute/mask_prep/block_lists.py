@@ -85,11 +85,11 @@ def compile_ordered_lists(has_full: bool, arch: str, cache: CompileCache = CACHE
 
 
 def _build(has_full: bool, arch: str) -> Compiled:
-    from flash_mask_cute.mask_prep.block_lists_kernel import Lists, OrderedLists
+    from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, OrderedLists
 
-    def lists() -> Lists:
+    def lists() -> BlockLists:
         mask, full = ((fake_tensors.strided(3), fake_tensors.strided(4)) for _ in range(2))
-        return Lists(*mask, *(full if has_full else (None, None)))
+        return BlockLists(*mask, *(full if has_full else (None, None)))
 
     arguments = [lists(), lists(), *(fake_tensors.strided(4) for _ in range(2))]
     kernel = OrderedLists(has_full)

@@ -17,9 +17,9 @@ from flash_mask_cute.core.warp_scan import WARP
 ABSENT, PARTIAL, FULL = 0, 1, 2
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """Counts (batch, heads, q_blocks) and entries (batch, heads, q_blocks, k_blocks), int32; those
-    of full blocks may be absent."""
+    of full blocks may be absent. A scan of a mask_mod makes them, too (`block_scan_kernel.py`)."""
 
     mask_cnt: cute.Tensor
     mask_idx: cute.Tensor
@@ -53,7 +53,12 @@ class OrderedLists:
 
     @cute.jit
     def __call__(
-        self, given: Lists, made: Lists, mVisible: cute.Tensor, mFull: cute.Tensor, stream
+        self,
+        given: BlockLists,
+        made: BlockLists,
+        mVisible: cute.Tensor,
+        mFull: cute.Tensor,
+        stream,
     ):
         """Launch on `stream`.
 
@@ -71,7 +76,9 @@ class OrderedLists:
         )
 
     @cute.kernel
-    def kernel(self, given: Lists, made: Lists, mVisible: cute.Tensor, mFull: cute.Tensor):
+    def kernel(
+        self, given: BlockLists, made: BlockLists, mVisible: cute.Tensor, mFull: cute.Tensor
+    ):
         number, _, _ = cute.arch.block_idx()
         place, lane = Place.of_list(number, made.mask_idx), cute.arch.lane_idx()
         states = self._row(made.mask_idx, place)
@@ -107,7 +114,7 @@ class OrderedLists:
     @cute.jit
     def _make(
         self,
-        made: Lists,
+        made: BlockLists,
         place: Place,
         states: cute.Tensor,
         mVisible: cute.Tensor,

@@ -82,7 +82,8 @@ def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from flash_mask_cute.mask_prep.block_scan_kernel import BlockGrid, BlockLists, BlockScan
+    from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists
+    from flash_mask_cute.mask_prep.block_scan_kernel import BlockGrid, BlockScan
 
     spaces = cutlass.AddressSpace
     space = spaces.generic if problem.arch == HOST else spaces.gmem

@@ -22,7 +22,7 @@ from flash_mask_cute.core.tile_state import (
     state_of_warp,
 )
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.mask_prep.block_lists_kernel import Place
+from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, Place
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
@@ -32,16 +32,6 @@ ROWS_AT_ONCE, COLS_AT_ONCE = 2, 8
 # Lanes of a warp that look at the same rows. With more columns of a thread, what is computed from a
 # row alone is shared by more scores.
 COL_LANES = 16
-
-
-class BlockLists(NamedTuple):
-    """The outputs: counts (batch, heads, q_blocks), indices (batch, heads, q_blocks, k_blocks),
-    int32; the lists of full blocks may be absent."""
-
-    mask_cnt: cute.Tensor
-    mask_idx: cute.Tensor
-    full_cnt: cute.Tensor | None
-    full_idx: cute.Tensor | None
 
 
 class BlockGrid(NamedTuple):

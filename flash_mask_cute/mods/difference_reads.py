@@ -69,38 +69,38 @@ def find_difference_reads(
 
 def element_of_difference(
     score_mod: Callable[..., Any],
-    number: int,
+    read: DifferenceRead,
     batch_idx: Int32,
     head_idx: Int32,
     difference: Int32,
     aux_tensors: Any,
 ) -> cutlass.Numeric:
-    """The element that the read with this number (`DifferenceRead.number`) finds for a difference.
+    """The element that a read finds for a difference.
 
     Called while a kernel is traced. Indices outside a tensor, of differences that no visible score
     has, become the nearest inside.
     """
-    arguments = score_mod, number, batch_idx, head_idx, difference, aux_tensors
+    arguments = score_mod, read, batch_idx, head_idx, difference, aux_tensors
     return _read_of_difference(*arguments).element
 
 
 def coordinates_of_difference(
     score_mod: Callable[..., Any],
-    number: int,
+    read: DifferenceRead,
     batch_idx: Int32,
     head_idx: Int32,
     difference: Int32,
     aux_tensors: Any,
 ) -> tuple[Int32, ...]:
     """The coordinates of that element."""
-    arguments = score_mod, number, batch_idx, head_idx, difference, aux_tensors
+    arguments = score_mod, read, batch_idx, head_idx, difference, aux_tensors
     found = _read_of_difference(*arguments).read
     return tuple(Int32(x) for x in _inside(found))
 
 
 def _read_of_difference(
     score_mod: Callable[..., Any],
-    number: int,
+    read: DifferenceRead,
     batch_idx: Int32,
     head_idx: Int32,
     difference: Int32,
@@ -111,8 +111,8 @@ def _read_of_difference(
     zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in range(2)]
     places = [batch_idx, head_idx, *zero]
     trace = _Trace.create(score_mod, places, aux_tensors, _load_inside)
-    trace.replace_terms(number, difference, ir.InsertionPoint(before))
-    return trace.reads[number]
+    trace.replace_terms(read, difference, ir.InsertionPoint(before))
+    return trace.reads[read.number]
 
 
 def _load_inside(read: ElementRead) -> cutlass.Numeric:
@@ -160,10 +160,11 @@ class _Trace:
             reads.append(_Element(read, element, is_always_read))
             return element
 
+        score = Float32(arith.constant(Float32.mlir_type, 0.0))
         with noted_limits() as limits, answered_reads(answer):
-            call_score_mod(score_mod, Float32(0.0), *places, aux_tensors)
+            call_score_mod(score_mod, score, *places, aux_tensors)
         origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
-        return _Trace(reads, Values(origins, limits), places)
+        return _Trace(reads, Values(origins, limits, score), places)
 
     def difference_read(self, number: int) -> DifferenceRead | None:
         """A read, if its element is found by a difference."""
@@ -233,15 +234,23 @@ class _Trace:
         indices = self.reads[number].read.indices
         return [(_value(x), number, (Step("", i),)) for i, x in enumerate(indices)]
 
-    def replace_terms(self, number: int, difference: Int32, place: ir.InsertionPoint) -> None:
-        """Let the terms of a read's difference be other numbers of which it is the sum."""
-        known = tuple(self.values.of(_value(x)) for x in self.reads[number].read.indices)
-        terms = self.values.difference_of(known) or ()
-        whole = next(i for i, factor in terms if abs(factor) == 1)
-        for term, factor in terms:
+    def replace_terms(
+        self, read: DifferenceRead, difference: Int32, place: ir.InsertionPoint
+    ) -> None:
+        """Let the terms of a read's difference be other numbers of which it is the sum.
+
+        Terms are those that the read has: which of two opposite differences it is of, and how
+        values are numbered, follows from all reads of the trace that found it.
+        """
+        for index in self.reads[read.number].read.indices:
+            self.values.of(_value(index))
+        indices = [x.read.indices for x in self.reads]
+        numbers = [self.values.of(_at_end(indices[x.behind], x.path)).number for x in read.terms]
+        whole = next(i for i, term in enumerate(read.terms) if abs(term.factor) == 1)
+        for i, (term, number) in enumerate(zip(read.terms, numbers, strict=True)):
             with place:
-                new = difference * factor if term == whole else Int32(0)
-            for value in list(self.values.with_number(term)):
+                new = difference * term.factor if i == whole else Int32(0)
+            for value in list(self.values.with_number(number)):
                 with place:
                     replacement = _of_type(new, value.type)
                 value.replace_all_uses_with(replacement)
@@ -300,7 +309,7 @@ class ModWithTables:
                         batch_idx[0] if of_table.by_batch else Int32(0),
                         head_idx[0] if of_table.by_head else Int32(0),
                     )
-                    return _element(table, row, _sums(of_table, asked))
+                    return _element(table, row, sums_of_terms(of_table, asked))
             return None
 
         return element
@@ -315,7 +324,7 @@ class _Sums(NamedTuple):
     are_places: bool
 
 
-def _sums(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
+def sums_of_terms(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
     """By the values of a difference's terms, which are behind the indices of reads. asked: those of
     each read up to this one."""
     sums: dict[bool, Int32] = {}
@@ -341,12 +350,18 @@ def _element(table: Any, row: tuple[Int32, Int32], sums: _Sums) -> cutlass.Numer
     return table.load_at((first + (middle + sums.of_query)) + sums.of_key)
 
 
-def _follow(indices: Sequence[Any], path: tuple[Step, ...]) -> Int32:
+def _at_end(indices: Sequence[Any], path: tuple[Step, ...]) -> ir.Value:
+    """The value to which a way leads (`DifferenceTerm.path`)."""
     value = _value(indices[path[0].operand])
     for name, operand in path[1:]:
         operation = maker_of(value)
         assert operation is not None and operation.name == name, "as in `_Trace._way_to`"
         value = operands_of(operation)[operand]
+    return value
+
+
+def _follow(indices: Sequence[Any], path: tuple[Step, ...]) -> Int32:
+    value = _at_end(indices, path)
     if isinstance(value.type, ir.VectorType):
         value = vector.extract(value, [], [0] * value.type.rank)
     if isinstance(value.type, ir.IndexType):

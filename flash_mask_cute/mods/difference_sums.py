@@ -218,7 +218,7 @@ class DifferenceSums:
                         total = total + self.sums[at + row * stride]
                     if total != 0.0:
                         coordinates = coordinates_of_difference(
-                            self.func, self.reads[i].read.number, batch_idx, head_idx,
+                            self.func, self.reads[i].read, batch_idx, head_idx,
                             at - self.reads[i].middle, self.aux_tensors,
                         )  # fmt: skip
                         target = self.targets[i]

@@ -55,7 +55,7 @@ class DifferenceTables:
         batch, heads, size = table.shape
         if (batch_idx < batch) & (head_idx < heads) & (number < size):
             element = element_of_difference(
-                self.score_mod, self.reads[i].number, batch_idx, head_idx, number - size // 2,
+                self.score_mod, self.reads[i], batch_idx, head_idx, number - size // 2,
                 aux_tensors,
             )  # fmt: skip
             table[batch_idx, head_idx, number] = element

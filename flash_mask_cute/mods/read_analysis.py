@@ -90,7 +90,7 @@ def analyse_reads(
         )
         adds_alike = _adds_alike(value, score, places[0])
         origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
-        values = Values(origins, limits)
+        values = Values(origins, limits, score)
         found = {}
         for number in wants_aux:
             own = [(coordinates, factor) for i, coordinates, factor in terms if i == number]
@@ -156,10 +156,14 @@ class Term(NamedTuple):
 
 class Values:
     """The values of one trace. origins: places by the keys of their values. limits: values that
-    were limited to an extent, and what they were before."""
+    were limited to an extent, and what they were before. score: of the trace; an index that depends
+    on it, as by a comparison, is not known."""
 
-    def __init__(self, origins: dict[int, Place], limits: dict[int, ir.Value]) -> None:
+    def __init__(
+        self, origins: dict[int, Place], limits: dict[int, ir.Value], score: Float32
+    ) -> None:
         self._origins, self._limits = origins, limits
+        self._score = key_of(score.ir_value())
         self._known: dict[int, _Value] = {}
         self._numbers: dict[Any, int] = {}
         self._values: dict[int, list[ir.Value]] = {}
@@ -307,6 +311,8 @@ class Values:
                 self._terms[number] = Term(place, _POSITION, text, 1)
                 return _Value(Kind.SUM, number, ((number, 1),), 0, _POSITION, text)
             return _Value(Kind.FIXED, number, span=_POSITION, text=text)
+        if key_of(value) == self._score:
+            return _Value(Kind.UNKNOWN, self._number("score"))
         inputs = [self._known[key_of(x)] for x in self._inputs(value)]
         if key_of(value) in self._limits:
             return inputs[0]

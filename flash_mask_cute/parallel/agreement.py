@@ -2,12 +2,18 @@
 
 Sizes of messages follow from these. Ranks with different masks would take messages of other sizes,
 which ends a process or leaves memory unwritten, or compute by different masks.
+
+A comparison waits for the device and for the other ranks, so it is not made in every call: before
+what the group has not had, and in calls 1, 2, 4, 8, and so on. It is also of all calls before. So
+ranks that pass different ones of the masks that they know are told, but later.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,14 +26,30 @@ from flash_mask_cute.parallel.planning import Plan
 from flash_mask_cute.parallel.routes import version_of
 from flash_mask_cute.parallel.settings import Settings
 
-_Key = tuple[str, str, Plan, Settings, int | None]
-_OF_MASKS: WeakKeyDictionary[ColumnMask, set[_Key]] = WeakKeyDictionary()
-_WITHOUT_MASK: set[_Key] = set()
-# by group, digests of what its ranks have agreed on
-_OF_CONTENTS: set[tuple[str, tuple[int, ...]]] = set()
+Digests = tuple[int, int]
+_Kept = dict[tuple[Any, ...], Digests]
 _MOST_KEPT, _MOST_CONTENTS = 64, 4096
 # What is compared, in the order of the numbers that are sent.
-_COMPARED = "arguments (method, plan, options, shapes, dtypes)", "contents of mask"
+_COMPARED = (
+    "arguments (method, plan, options, shapes, dtypes)",
+    "contents of mask",
+    "calls before this one",
+)
+
+
+@dataclass
+class _Agreed:
+    """Of a group. contents: digests that its ranks have compared. of_masks, without_mask: those of
+    arguments. calls, history: how many there were, and a digest of them, in their order."""
+
+    contents: set[Digests] = field(default_factory=set)
+    of_masks: WeakKeyDictionary[ColumnMask, _Kept] = field(default_factory=WeakKeyDictionary)
+    without_mask: _Kept = field(default_factory=dict)
+    calls: int = 0
+    history: int = 0
+
+
+_OF_GROUPS: WeakKeyDictionary[torch.distributed.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
 def check_agreement(
@@ -38,9 +60,9 @@ def check_agreement(
     mask: ColumnMask | None,
     operands: Sequence[Tensor],
 ) -> None:
-    """Compare with the other ranks, once for a mask and its contents. With a new mask it waits for
-    the device; ranks may pass an object again while others pass an equal copy. It is left out
-    in the capture of a CUDA graph.
+    """Compare with the other ranks, if this is the first call with these arguments and contents of
+    the mask, or it is time for it. With a new mask it waits for the device; ranks may pass an
+    object again while others pass an equal copy. It is left out in the capture of a CUDA graph.
 
     Raises:
         ValueError: in all ranks; names those that differ.
@@ -48,38 +70,47 @@ def check_agreement(
     """
     if peers.world == 1 or is_capturing():
         return
-    key = peers.group.group_name, method, plan, settings, version_of(mask)
-    agreed = _WITHOUT_MASK if mask is None else _OF_MASKS.setdefault(mask, set())
-    if key in agreed:
-        return
-    own = _digests(method, plan, settings, mask, operands)
-    contents = peers.group.group_name, tuple(own.tolist())
-    if contents not in _OF_CONTENTS:
-        _compare(peers, method, own)
-        if len(_OF_CONTENTS) >= _MOST_CONTENTS:
-            _OF_CONTENTS.clear()
-        _OF_CONTENTS.add(contents)
-    if len(agreed) >= _MOST_KEPT:
-        agreed.clear()
-    agreed.add(key)
+    agreed = _OF_GROUPS.setdefault(peers.group, _Agreed())
+    kept = agreed.without_mask if mask is None else agreed.of_masks.setdefault(mask, {})
+    version = version_of(mask)
+    key = method, plan, settings, version, *((x.shape, x.dtype) for x in operands)
+    # torch counts no changes of a tensor of inference mode
+    own = kept.get(key) if version != -1 else None
+    if own is None:
+        own = _digests(method, plan, settings, mask, operands)
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+    calls = agreed.calls + 1
+    if own not in agreed.contents or calls & (calls - 1) == 0:
+        _compare(peers, method, own, agreed, operands[0].device)
+        if len(agreed.contents) >= _MOST_CONTENTS:
+            agreed.contents.clear()
+        agreed.contents.add(own)
+    kept[key] = own
+    agreed.calls, agreed.history = calls, hash((agreed.history, *own))
 
 
-def _compare(peers: Peers, method: str, own: Tensor) -> None:
+def _compare(
+    peers: Peers, method: str, own: Digests, agreed: _Agreed, device: torch.device
+) -> None:
     """Raise the errors of `check_agreement`. own: the digests of this rank."""
     others = [rank for rank in range(peers.world) if rank != peers.rank]
-    sent, lengths = dict.fromkeys(others, own), dict.fromkeys(others, own.numel())
-    found = Messages(peers, sent, lengths, own, f"arguments, method {method}").wait()
-    numbers = torch.stack([found.get(rank, own) for rank in range(peers.world)]).tolist()
+    numbers = torch.tensor([*own, agreed.history], device=device)
+    sent, lengths = dict.fromkeys(others, numbers), dict.fromkeys(others, numbers.numel())
+    found = Messages(peers, sent, lengths, numbers, f"arguments, method {method}").wait()
+    of_ranks = torch.stack([found.get(rank, numbers) for rank in range(peers.world)]).tolist()
     differences = [
         f"rank {rank} has other {what}"
         for rank in range(1, peers.world)
-        for what, number, first in zip(_COMPARED, numbers[rank], numbers[0], strict=True)
+        for what, number, first in zip(_COMPARED, of_ranks[rank], of_ranks[0], strict=True)
         if number != first
     ]
     if differences:
+        # all ranks are told, and begin anew
+        agreed.calls = agreed.history = 0
         raise ValueError(
             f"context_parallel_attention: {', '.join(differences)} than rank 0; all ranks of a "
-            "group pass the same ones, of the whole sequence"
+            "group pass the same ones, of the whole sequence, in the same order"
         )
 
 
@@ -90,18 +121,16 @@ def _digests(
     settings: Settings,
     mask: ColumnMask | None,
     operands: Sequence[Tensor],
-) -> Tensor:
-    """int64 (2,), on the device of the operands, by _COMPARED."""
+) -> Digests:
+    """Of the arguments, and of the contents of the mask: numbers of 64 bits."""
     facts: list[object] = [method, plan.rows, settings]
     facts += [(tuple(x.shape), x.dtype) for x in operands]
-    device = operands[0].device
-    contents = torch.zeros((), dtype=torch.int64, device=device)
+    contents: Tensor | int = 0
     if mask is not None:
         facts += [mask.causal, tuple(mask.startend_row_indices.shape)]
         numbers = mask.startend_row_indices.flatten().long()
         # an odd weight for each place; sums of int64 wrap around
-        place = torch.arange(1, len(numbers) + 1, device=device)
+        place = torch.arange(1, len(numbers) + 1, device=numbers.device)
         contents = ((numbers + 1) * (place * 0x2545F4914F6CDD1D * 2 + 1)).sum()
     text = hashlib.sha256(repr(facts).encode()).digest()[:8]
-    of_facts = torch.tensor(int.from_bytes(text, "little", signed=True), device=device)
-    return torch.stack((of_facts, contents))
+    return int.from_bytes(text, "little", signed=True), int(contents)

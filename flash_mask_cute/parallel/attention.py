@@ -60,6 +60,7 @@ def context_parallel_attention(
     are exchanged for heads; heads_q is a multiple of the ranks, heads_kv a multiple or a divisor.
     docs/context_parallel.md compares them. When a mask is new, or was changed, ranks compare what
     they were given, and the first two methods find what each rank sees. That waits for the device.
+    Ranks that pass different masks, both of which the group has had, are told in a later call.
 
     Returns:
         out (batch, rows, heads_q, head_dim_v) of the own rows.

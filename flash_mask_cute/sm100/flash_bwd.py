@@ -390,7 +390,8 @@ class FlashAttentionBackwardSm100:
                 else:
                     Arrivals(traits, True, tiles, channels).follow()
             elif warp_idx == Role.SCHEDULE:
-                # those whose turn comes first, first
+                # Those whose turn comes first, first. One CTA claims the next one early, which
+                # keeps others waiting, but not forever (`TileScheduler.claims_first`).
                 scheduler = TileScheduler(
                     schedule,
                     tile_counter,

@@ -10,7 +10,7 @@ V^T,
 |---------------------|----------|------------------------------------------------------------|
 | 0 of warpgroup 0    | load     | TMA of K, V, and of Q, dO, LSE and delta                   |
 | 1 of warpgroup 0    | schedule | choose work tiles and the query blocks they visit          |
-| 2, 3 of warpgroup 0 | mask     | bits of the scores that count, for blocks that a mask cuts |
+| 2, 3 of warpgroup 0 | mask     | bits of the visible scores of partial blocks               |
 | warpgroups 1, 2     | mma      | 64 keys each, or the same 64 keys and half of the columns  |
 
 Channels (full/empty mbarrier pairs):
@@ -21,7 +21,7 @@ Channels (full/empty mbarrier pairs):
                                        and with a work tile's first block its keys
     load ---------do----> mma          dO of a query block, and with the first one the values
     mma ----------dq----> load         a part of a block's dQ, to be added to the others'
-    mask ---------bits--> mma          the bits of a query block that is cut
+    mask ---------bits--> mma          the bits of a partial query block
 
 and between two CTAs that sum dQ together (`cta_pairs`):
 
@@ -30,17 +30,16 @@ and between two CTAs that sum dQ together (`cta_pairs`):
 
 A warpgroup computes S^T and dP^T of its own keys, 64 rows by tile_m columns, so P^T and dS^T are in
 registers in the layout that dV and dK need (FlashAttention-3's choice). dS also goes to shared
-memory, where both warpgroups sum dQ over the keys of both, each for a part of the block's rows or
-columns. For wide heads dK and dV would take too many registers. There both warpgroups have the same
-keys and half of the columns each, and share the work on S and dP (`flash_bwd_scores`). There two
-CTAs with neighbouring keys may also sum dQ together, half of the columns each (`cta_pairs`).
+memory, where each warpgroup sums a part of the rows or columns of dQ over the keys of both. For
+wide heads dK and dV would take too many registers. There both warpgroups have the same keys and
+half of the columns each, and share the work on S and dP (`flash_bwd_scores`). Two CTAs with
+neighbouring keys may also sum dQ together there, half of the columns each (`cta_pairs`).
 
 The products of a block are issued in the order S, dP, dV, dQ, dK. The sums of dQ go to shared
 memory, in fp32 and in accumulator order. From there the load warp (`flash_bwd_loads`) adds them to
 scratch memory. As in the forward, the mma warps see masks only as bits (`rules/backward_mask.py`),
-and a key block that no query sees visits one hidden query block.
-If aux tensors of score_mod have gradients, the mma warps add these to memory themselves
-(`mods/walk_sums.py`, `mods/aux_gradients.py`).
+and a walk without visible blocks visits one hidden block. The mma warps themselves add gradients of
+the aux tensors of a score_mod to memory (`mods/walk_sums.py`, `mods/aux_gradients.py`).
 docs/backward_sm90.md gives the reasons.
 """
 
@@ -117,7 +116,7 @@ from flash_mask_cute.sm90.warpgroups import (
 
 
 class FlashAttentionBackwardSm90:
-    """Backward kernel for Hopper, to be passed to `cute.compile`.
+    """Backward kernel for Hopper, for `cute.compile` (examples/10_native_backward.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and dO, dK, dV
     :param head_dim, head_dim_v: multiples of 8 up to 256
@@ -131,16 +130,18 @@ class FlashAttentionBackwardSm90:
     :param wants_aux: numbers of the aux tensors whose gradients score_mod's derivative makes
     :param has_aux_tensors: the call passes aux_tensors to them
     :param intervals: the form of the column intervals that the call passes, or None
-    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
+    :param skip_blocks: skip hidden blocks, and the masking of full ones
     :param deterministic: dQ is summed in an order that does not depend on the run
     :param clears_dq: the sums of dQ are cleared first, and all CTAs add to them; otherwise the
         first CTA at a row block stores
     :param may_empty_rows: see `BwdTraits.has_marks`
     :param cta_pair: two CTAs sum dQ together (`BwdTraits`); requires clears_dq, no score_mod, no
         soft cap, and at least two SMs
-    :param packed_heads: more than 1: work tiles visit listed queries, of which all heads of a group
-        take so many rows (`flash_bwd_tokens`), and add to sums of dK and dV. Requires clears_dq.
-        group_size, shares_tile: see `BwdTraits`. masks_by_head: `TokenMask.by_head`
+    :param packed_heads: if more than 1, work tiles visit the queries of a list, each with this
+        number of rows for the heads of its group (`flash_bwd_tokens`), and add to sums of dK and
+        dV. Requires clears_dq
+    :param group_size, shares_tile: see `BwdTraits`
+    :param masks_by_head: see `TokenMask.by_head`
     :param splits_keys: the warpgroups have keys of their own in heads wider than 128 (`BwdTraits`);
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
@@ -148,8 +149,11 @@ class FlashAttentionBackwardSm90:
     :param common_kv: all sequences of packed queries have the keys and values of the only batch
         entry in common, whose gradients are sums over all of them
     :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
-        each warpgroup passes over what they hide from its keys; requires no mask_mod and unmodified
+        each warpgroup skips what they hide from its keys; requires no mask_mod and unmodified
         scores (`BackwardMask.own_keys`)
+    :param adds_pairs: score_mod adds to the score a number that does not depend on it; half of
+        these are found while S is computed, and the batch entries of a head take turns. Requires no
+        soft cap and no score_mod_bwd
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -186,6 +190,7 @@ class FlashAttentionBackwardSm90:
         shares_tile: bool = False,
         splits_keys: bool = False,
         own_lists: bool = False,
+        adds_pairs: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -231,6 +236,7 @@ class FlashAttentionBackwardSm90:
                 f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
+        self.adds_pairs = adds_pairs
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -278,22 +284,23 @@ class FlashAttentionBackwardSm90:
         """Launch on `stream`.
 
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;
-        mK, mV and mdK, mdV alike with heads_kv. mStats (heads_q, row_blocks, words) from
-        `BwdPreprocess`, with marks of rows if may_empty_rows, which zeroes mSemaphores (heads_q,
-        row_blocks) int32; mdQaccum (heads_q, row_blocks, tile_m * tile_d) gets sums where
-        mSemaphores is not 0 afterwards. With clears_dq it zeroes mdQaccum instead, and mSemaphores
-        is None. Row blocks are those of `RowBlocks`. With splits_group mdK and mdV are fp32 sums
-        (parts of groups, key blocks, tile_n * tile_d or tile_dv), the parts of a group one after
-        the other. tile_counter, column_tensors and block_bits are those of
-        `FlashAttentionForwardSm90`; block lists are always given as bits. With packed_heads
-        block_bits are the tensors of a `TokenLists`; heads of mStats and mdQaccum are then KV
-        heads, and mdK and mdV fp32 sums as with splits_group, of one part, to which CTAs add; they
-        start as zeros. aux_grads: fp32
-        tensors of the shapes of the aux tensors that wants_aux numbers, to which their gradients
-        are added, or int64 ones with words before these dimensions (`mods.exact_words`), or fp32
-        ones with the batch before them.
-        mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`, and `places` with mCuSeqlensQ,
-        in place of a mask_mod and block_bits (`rules/mask_rules.py`). mQStart: `Lengths.q_start`.
+        mK, mV and mdK, mdV alike with heads_kv. mStats, fp32 (heads_q, row_blocks, words), has
+        LSE to base 2, delta, and marks of rows if may_empty_rows, from `BwdPreprocess`. mdQaccum,
+        fp32 (heads_q, row_blocks, tile_m * tile_d), gets the sums of dQ. Row blocks are those of
+        `RowBlocks`. mSemaphores (heads_q, row_blocks) int32, which `BwdPreprocess` zeroes, is not
+        0 afterwards where mdQaccum has sums. With clears_dq it is None, and mdQaccum is zeroed.
+
+        With splits_group mdK and mdV are fp32 sums (parts of groups, key blocks, tile_n * tile_d or
+        tile_dv), the parts of a group one after the other. With packed_heads block_bits are the
+        tensors of a `TokenLists`, heads of mStats and mdQaccum are KV heads, and mdK and mdV are
+        fp32 sums of one part, zero before the launch, to which CTAs add.
+
+        tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
+        lists are always given as bits. mask_bit_tensors: `tiles` and `states` of a `MaskBitsArgs`,
+        and `places` with mCuSeqlensQ, in place of a mask_mod and block_bits
+        (`rules/mask_rules.py`). mQStart: `Lengths.q_start`. aux_grads: tensors to which the
+        gradients of the aux tensors of wants_aux are added: fp32 of the same shapes, or with the
+        batch before them, or int64 with words before them (`mods.exact_words`).
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
@@ -330,6 +337,8 @@ class FlashAttentionBackwardSm90:
             1 if const_expr(group_splits is None) else group_splits,
             self.is_causal and not is_short,
         )  # fmt: skip
+        if const_expr(self.adds_pairs):
+            schedule = schedule.by_entries()
         if const_expr(token_lists is not None):
             schedule = schedule.of_items(token_lists.items.shape[1], self.num_sms)
 
@@ -352,13 +361,13 @@ class FlashAttentionBackwardSm90:
         """Whether a warpgroup skips blocks in which a mask hides all of its keys.
 
         It does not if scores are modified: with such a branch the compiler copies S while its
-        product is in flight, and ptxas then waits after each product. Nor does it if only a walk's
-        first block can be such a block, because its bits come too late.
+        product is in flight, and ptxas then waits after each product. Nor does it if only the first
+        block of a walk can be hidden, because its bits come too late.
         """
         is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_tokens
         may_hide = self.is_local or masks.may_shorten(self)
         if self.traits.own_lists:
-            # of the lists nobody makes bits
+            # the lists themselves have no bits
             may_hide = self.is_local or masks.columns is not None
         return not self.traits.shares_keys and is_plain and may_hide
 
@@ -392,7 +401,7 @@ class FlashAttentionBackwardSm90:
         channels = traits.channels(storage, predecessors, lengths)
         cute.arch.mbarrier_init_fence()
         if const_expr(traits.cta_pair):
-            # also the other CTA's, on which this one arrives
+            # this CTA also arrives on the mbarriers of the other one
             clusters.sync()
         else:
             cute.arch.sync_threads()
@@ -410,7 +419,7 @@ class FlashAttentionBackwardSm90:
                 of_loads = (traits, operands, tiles, channels, queries, sums)
                 BwdLoads(*of_loads, lengths, group_splits).run()
             elif warp_idx == Role.SCHEDULE:
-                # in the order in which they add to dQ
+                # in a fixed order, work tiles are claimed in the order in which they add to dQ
                 scheduler = TileScheduler(
                     schedule,
                     tile_counter,
@@ -419,6 +428,7 @@ class FlashAttentionBackwardSm90:
                     traits.num_ctas,
                     channels.claims,
                     claims_first=self.deterministic,
+                    entries_first=self.adds_pairs,
                 )
                 rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
                     traits.cluster_tile_n
@@ -494,7 +504,7 @@ class FlashAttentionBackwardSm90:
         )
         chain = make_chain(self, score_args, lengths, tiles.sums)
         scores = BlockScores.create(traits, tiles, channels, chain, lengths, passes_over)
-        # the work tile, the query block and the cut block at hand, numbered from 0
+        # numbers of the work tile, the query block and the partial block, counted from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
             channels.q.wait(block)
@@ -504,7 +514,7 @@ class FlashAttentionBackwardSm90:
             current = (tiles.words[0, channels.q.index(block)] >> OWN_KIND_SHIFT) & KIND_MASK
             first_visible = self._first_visible_block(ring.read(tile))
             if const_expr(scores.needs_scores):
-                # here and not in the loops below, where a branch would serialise all products
+                # not in the loops below, where a branch would serialise all products
                 while (current != Kind.END) & (not ring.read(tile).has_scores):
                     channels.q.wait(block)
                     current = tiles.words[0, channels.q.index(block)] & KIND_MASK
@@ -512,8 +522,8 @@ class FlashAttentionBackwardSm90:
                     block += 1
                     cut += 1
             # -- query blocks
-            # One loop for partial blocks and one for full ones, of the same text: a loop that tests
-            # every block would branch while products are in flight, and ptxas would serialise all.
+            # Partial and full blocks have a loop each, of the same text. One loop that tests every
+            # block would branch while products are in flight, and ptxas would serialise them all.
             while current != Kind.END:
                 for kind in (Kind.PARTIAL, Kind.FULL):
                     while current == kind:
@@ -523,29 +533,29 @@ class FlashAttentionBackwardSm90:
                                 scores.clear_marked_rows(block)
                         following = tiles.words[0, channels.q.index(block)] & KIND_MASK
                         state = MainloopState(tile, block, cut, peeked)
-                        take = partial(self._take, kind, tiles, products, scores, state)
+                        process = partial(self._process, kind, tiles, products, scores, state)
                         sums = acc_dV, acc_dK, accumulate
                         by_bits = kind == Kind.PARTIAL and passes_over
                         if const_expr(by_bits or traits.own_lists):
                             if scores.is_hidden(state, by_bits, first_visible):
-                                peeked = take(None)
+                                peeked = process(None)
                             else:
-                                peeked = take(sums)
+                                peeked = process(sums)
                                 accumulate = Boolean(True)
                         else:
-                            peeked = take(sums)
+                            peeked = process(sums)
                             accumulate = Boolean(True)
                         cut += int(kind == Kind.PARTIAL)
                         block += 1
                         current = following
 
-            # -- dK and dV leave
+            # -- store dK and dV
             work = ring.read(tile)
             if const_expr(chain.has_walk):
                 scores.end_walk(work)
             for acc in acc_dK:
                 scale(acc, softmax_scale)
-            # they are sent from where dS of the last block is
+            # they are staged in the place of dS, whose readers must be done
             scores.acquire_grads(block)
             scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
@@ -562,7 +572,7 @@ class FlashAttentionBackwardSm90:
                 end = tiles, block, work, has_sums
                 send_gradients(traits, acc_dV, traits.columns.dv, gradients.dv, *end)
                 send_gradients(traits, acc_dK, traits.columns.dk, gradients.dk, *end)
-            # in the next block each warp writes dS where others may still send from
+            # wait until all warps are done: dS of the next block is written to the same place
             if const_expr(leaves_sums):
                 pass
             elif const_expr(not traits.shares_keys):
@@ -573,8 +583,8 @@ class FlashAttentionBackwardSm90:
             tile += 1
 
     def _may_be_empty(self, kind: Kind) -> bool:
-        """Whether a block may have rows of queries that see nothing: if masks hide scores, the
-        blocks that they cut may."""
+        """Whether a block may have rows of queries that see nothing. Only partial blocks may, as
+        far as masks hide scores; a score_mod may hide scores of any block."""
         return self.traits.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
 
     def _first_visible_block(self, work: Work) -> Int32 | None:
@@ -585,7 +595,7 @@ class FlashAttentionBackwardSm90:
         first_key = work.block * self.traits.tile_n + self.traits.first_key()
         return (first_key - work.seqlen.shift) // self.traits.tile_m
 
-    def _take(
+    def _process(
         self,
         kind: Kind,
         tiles: Tiles,
@@ -594,11 +604,11 @@ class FlashAttentionBackwardSm90:
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
     ) -> Peeked:
-        """Add a query block to the sums; its dO may still be in flight. Returns what is known of
+        """Add a query block to the sums. Its dO may still be in flight. Returns what is known of
         the next block.
 
-        sums: dV and dK so far, and whether anything is in them. None: this warpgroup's keys are
-        hidden from the block, and add only 0 to its dQ.
+        sums: dV and dK so far, (64, width) for each part of their columns, and whether anything was
+        added to them. None: this warpgroup's keys are hidden from the block, so its dS is 0.
         """
         compute = partial(scores.clear, kind, state)
         if sums is not None:
@@ -614,7 +624,7 @@ class FlashAttentionBackwardSm90:
             return compute_and_add(True)
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
-            # a branch behind P and dS would take registers
+            # a branch after P and dS would take more registers
             return by_turn(is_turn, compute_and_add)
         # with a branch before S, the compiler would copy it while its product is in flight
         compute()
@@ -630,8 +640,8 @@ class FlashAttentionBackwardSm90:
         sums: tuple[list, list, Boolean] | None,
         sums_dq: bool,
     ) -> Peeked:
-        """Add P and dS of a query block to the sums (`_take`); sums_dq: to dQ as well. state: with
-        the cut of the next block."""
+        """The sums of a query block (`_process`), from its P and dS. sums_dq: also those of dQ.
+        state.cut is that of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums
@@ -669,7 +679,7 @@ class FlashAttentionBackwardSm90:
             scores.was_ready(block) if scores.passes_over else state.peeked.bits_for_all,
             unmarked,
         )
-        # -- dQ is complete, part by part: its sums go to the staging memory
+        # -- dQ is complete, part by part: stage its sums for the load warp
         warpgroup.wait_group(num_behind)
         products.release_summed(block)
         if sums_dq:

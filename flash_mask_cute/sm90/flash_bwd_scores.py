@@ -10,13 +10,13 @@ memory:
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
 
-dS is then made from P in 16 bits. So it is where a block is computed in halves of its queries
-(`BwdTraits.splits_keys`), because wide sums leave registers for no more:
+dS is then made from P in 16 bits. It is also made from P in 16 bits where a block is computed in
+halves of its queries (`BwdTraits.splits_keys`), because wide sums leave registers for no more:
 
     S0, dP0 -> P0 -> dV, S1 -> dS0 -> dP1, dK -> P1 -> dV -> dS1 -> dK
 
-Gradients of aux tensors need S and dP of a score at once. If
-they are wanted, the first warpgroup computes both products and the second one only loads.
+Gradients of aux tensors need S and dP of a score at once. If they are wanted and warpgroups
+share keys, the first one computes both products and the second one only loads.
 """
 
 from collections.abc import Callable
@@ -45,6 +45,7 @@ from flash_mask_cute.mods.difference_sums import is_mma_turn
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_chain import parts_of_products
 from flash_mask_cute.sm90.flash_bwd_traits import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -65,7 +66,7 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """Shared memory as operands of S^T = K Q^T and dP^T = V dO^T.
+    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory.
 
     q and do: one for each part of the products' columns.
     """
@@ -102,7 +103,7 @@ class Peeked(NamedTuple):
 
 @cute.jit
 def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """A step of a query block, which is told whether it is this warpgroup's turn to sum dQ.
+    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ.
 
     Each case has code of its own: a branch while products are in flight would serialise them.
     """
@@ -115,7 +116,7 @@ def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]])
 
 
 class MainloopState(NamedTuple):
-    """The numbers of the work tile, of the query block, and of its bits if it is cut."""
+    """The numbers of the work tile, of the query block, and of the next partial block."""
 
     tile: Int32
     block: Int32
@@ -124,8 +125,8 @@ class MainloopState(NamedTuple):
 
 
 class HalfSums(NamedTuple):
-    """What starts adding to dV, and to dK, over half of a block's queries. Each takes words of P or
-    dS of that half, and its number, and returns the number of products."""
+    """Functions that issue the products of dV and of dK over half of a block's queries. Each takes
+    the words of P or dS of that half, and its number, and returns the number of products."""
 
     add_dv: Callable[[cute.Tensor, int], int]
     add_dk: Callable[[cute.Tensor, int], int]
@@ -135,9 +136,9 @@ class HalfSums(NamedTuple):
 class BlockScores:
     """P^T and dS^T of a query block.
 
-    probs, grads: words of P^T and dS^T (`wgmma.round_pairs`), for the sums of dV and dK. values:
-    the first
-    columns of this warpgroup's values as an operand (`BwdTraits.value_steps`).
+    probs, grads: P^T and dS^T (64, tile_m) as words of two numbers (`wgmma.round_pairs`), operands
+    of dV and dK. values: the first columns of this warpgroup's values as an operand, kept in
+    registers (`BwdTraits.value_steps`), or None.
     """
 
     traits: cutlass.Constexpr[BwdTraits]
@@ -160,9 +161,7 @@ class BlockScores:
         lengths: Lengths,
         passes_over: bool,
     ) -> "BlockScores":
-        num_parts = traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
-        # sums of gradients that are kept beside S would not fit the registers
-        splits_scores = traits.splits_keys or chain.keeps_grads
+        parts_s, parts_dp = parts_of_products(traits, chain)
         mma = traits.mma_scores()
 
         def parts(smem: cute.Tensor, dim: int, count: int) -> tuple[cute.Tensor, ...]:
@@ -174,9 +173,9 @@ class BlockScores:
 
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            parts(tiles.q, traits.tile_d, num_parts if splits_scores else 1),
+            parts(tiles.q, traits.tile_d, parts_s),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, traits.tile_dv, num_parts),
+            parts(tiles.do, traits.tile_dv, parts_dp),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
@@ -188,12 +187,12 @@ class BlockScores:
 
     @property
     def num_parts(self) -> int:
-        return len(self.factors.do)
+        return self.traits.num_score_parts(self.chain.num_by_parts)
 
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return self.chain.by_parts or bool(self.chain.wants_aux)
+        return self.chain.by_parts or bool(self.chain.wants_aux) or self.chain.adds_pairs
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -302,7 +301,7 @@ class BlockScores:
         return self.tiles.ready[block % 2] != 0
 
     def clear(self, kind: Kind, state: MainloopState) -> None:
-        """`compute` of a block that is hidden from this warpgroup's keys: its dS is 0."""
+        """What `compute` does, for a block that is hidden from this warpgroup's keys: dS is 0."""
         if kind == Kind.PARTIAL:
             self.channels.bits.wait_unless(state.peeked.bits_for_all, state.cut)
             cute.arch.sync_warp()
@@ -313,13 +312,13 @@ class BlockScores:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def acquire_grads(self, block: Int32) -> None:
-        """Wait until dS of a block may be written, if it has the place of the dS before."""
+        """Wait until dS of a block may be written, if it has the place of the one before."""
         for channel in (self.channels.grads, self.channels.ds):
             if channel is not None:
                 channel.acquire(block)
 
     def acquire_summed(self, block: Int32) -> None:
-        """Wait until mask warps have summed what lies in the place of dS of a block."""
+        """Wait until mask warps have summed the dS that is in the place of a block's dS."""
         if self.channels.summed is not None:
             self.channels.summed.acquire(block)
 
@@ -366,10 +365,10 @@ class BlockScores:
             self._store_grads(words, unit)
 
     def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
-        """P and dS, and their products with dO and Q, half of the queries after the other.
+        """P and dS, and the products of dV and dK, of one half of the queries after the other.
 
-        S of the second half is in flight while dS of the first is made, and dP of the second while
-        its P is.
+        While dS of the first half is computed, S of the second one is in flight; while P of the
+        second half is computed, its dP is.
         """
         traits, channels = self.traits, self.channels
         width = traits.tile_m // self.num_parts
@@ -433,23 +432,26 @@ class BlockScores:
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
-        # of wide heads there are no registers for dP while scores are modified
+        # for wide heads there are no registers for dP while scores are modified
         is_early = is_plain or traits.has_few_columns
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
+        early = chain.with_addends(*self._place(state)) if chain.adds_pairs else chain
         channels.do.wait_unless(state.peeked.do, state.block)
         if is_early:
             self._issue_dp(acc_dP, state)
         # with a branch in the modification, products in flight would be serialised
         warpgroup.wait_group(1 if is_plain else 0)
-        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
+        scores = wgmma.rows_by_cols(acc_S)
+        replace(self, chain=early)._apply(kind, state, scores, statistics)
         if not is_early:
             self._issue_dp(acc_dP, state)
+        if chain.wants_aux:
+            chain = self._chain_of(state.block).look_ahead(*self._place(state))
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
         if chain.wants_aux:
-            chain = self._chain_of(state.block)
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -459,26 +461,28 @@ class BlockScores:
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
-        time.
-
-        dP of all columns beside S, and what follows them, would not always fit the registers.
-        """
+        time: a branch in each part, for sums in memory or by references, keeps the compiler from
+        mixing parts, which the registers do not hold."""
         width = self.traits.tile_m // self.num_parts
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
-        width_s = self.traits.tile_m // len(self.factors.q)
-        for part in range(self.num_parts):
-            first = part * width % width_s
-            if first == 0:
+        width_s, width_dp = (
+            self.traits.tile_m // len(x) for x in (self.factors.q, self.factors.do)
+        )
+        for col in range(0, self.traits.tile_m, width):
+            if col % width_s == 0:
                 acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)
-                self._issue_scores(acc_S, state, part * width // width_s)
-            acc_dP = wgmma.make_accumulator(width)  # (64, width)
-            self._issue_dp(acc_dP, state, part)
-            warpgroup.wait_group(0)
-            scores = wgmma.rows_by_cols(wgmma.columns(acc_S, first, first + width))
-            grads = wgmma.rows_by_cols(acc_dP)
-            first_col = part * cute.size(scores, mode=[1])
+                self._issue_scores(acc_S, state, col // width_s)
+            if col % width_dp == 0:
+                acc_dP = wgmma.make_accumulator(width_dp)  # (64, width_dp)
+                self._issue_dp(acc_dP, state, col // width_dp)
+                warpgroup.wait_group(0)
+            scores, grads = (
+                wgmma.rows_by_cols(wgmma.columns(acc, col % size, col % size + width))
+                for acc, size in ((acc_S, width_s), (acc_dP, width_dp))
+            )
+            first_col = col // width * cute.size(scores, mode=[1])
             self._chain_of(state.block).apply_to_both(
                 place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
             )
@@ -513,7 +517,7 @@ class BlockScores:
         if self.chain.is_empty:
             wgmma.round_pairs(self.probs, acc_S, self.traits.dtype)
         else:
-            # what dS has for P takes the way of dS
+            # the other warpgroup needs P times a derivative for dS; it goes by the place of dS
             wgmma.round_pairs(self.grads, acc_S, self.traits.dtype)
             self._store_grads(self.grads, self.traits.ds_stage(state.block))
         self._pass_probs(state.block)
@@ -537,7 +541,7 @@ class BlockScores:
     # -- gradients of aux tensors ---------------------------------------------------------------
 
     def _turn_to_head(self, state: MainloopState) -> None:
-        if self.chain.has_walk:
+        if self.chain.turns_to_heads:
             work, head_idx, _ = self._place(state)
             self.chain.turn_to(work, head_idx)
 
@@ -561,7 +565,7 @@ class BlockScores:
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.traits.own_keys(state.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
-        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_dv
+        mma, steps = self.traits.mma_scores(len(self.factors.do)), self.traits.steps_dv
         if self.values is None:
             wgmma.issue(mma, acc_dP, v_tile, do_tile, False, steps)
         else:
@@ -572,7 +576,8 @@ class BlockScores:
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
     ) -> None:
-        """Replace S by P; or, with a chain, by the factor of dS, and write P into probs."""
+        """Replace S by P. If scores are modified, write P into `probs` instead, and replace S by
+        the factor of dS: P times the derivative."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -589,7 +594,7 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _chain_of(self, block: Int32) -> ScoreChain:
-        """The chain of a query block."""
+        """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             return replace(self.chain, takes_lines=is_mma_turn(block))
         if not self.traits.tells_queries:
@@ -599,7 +604,7 @@ class BlockScores:
         return self.chain.of_queries(cute.make_tensor(words, layout))
 
     def _place(self, state: MainloopState) -> tuple[Work, Int32, Int32]:
-        """Work tile with the queries of the block's sequence, head and number of a query block."""
+        """The work tile of a query block, with the queries of its sequence, its head and number."""
         words = self.tiles.words[None, self.channels.q.index(state.block)]
         work = self.channels.ring.read(state.tile)
         if self.lengths.num_sequences is not None:
@@ -616,7 +621,7 @@ class BlockScores:
         layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
         if self.traits.by_tokens:
-            # those of a query follow each other, each for all of its heads
+            # the words of a query follow each other: LSE of all its heads, delta of all its heads
             heads, of_query = self.traits.packed_heads, self.traits.words_of_query
             # groups of 8 columns, of a query or of several
             in_query, queries = max(heads // 8, 1), min(self.traits.tokens_per_block, tile_m // 8)
@@ -639,8 +644,9 @@ class BlockScores:
         delta, reference = (
             cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
         )
-        if self.traits.shares_keys or self.chain.by_parts:
-            # here ptxas would serialise the products for a branch, there it would save little
+        has_branch = self.chain.by_parts and not self.chain.adds_after_walk
+        if self.traits.shares_keys or has_branch:
+            # ptxas would serialise the products for a branch, or it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))
         return Statistics(lse, delta, reference, has_reference(references))
@@ -660,7 +666,7 @@ class BlockScores:
         if self.traits.has_p:
             self._load_probs()
         else:
-            # dS takes its place, warp by warp
+            # each warp overwrites its part of P by dS
             self._load_grads(self.probs, self.traits.ds_stage(block))
             cute.arch.sync_warp()
 

@@ -6,12 +6,12 @@ A persistent CTA computes one work tile of tile_m query rows after another. Its 
 |-------------------------|----------|------------------------------------------------------------|
 | 0 of warpgroup 0        | load     | TMA of Q, K, V                                             |
 | 1 of warpgroup 0        | schedule | choose work tiles and the key blocks they visit            |
-| 2, 3 of warpgroup 0 (*) | mask     | bits of the scores that count, for blocks that a mask cuts |
+| 2, 3 of warpgroup 0 (*) | mask     | bits of the visible scores of partial blocks               |
 | warpgroups 1..tile_m/64 | mma      | 64 rows each: S = Q K^T, softmax, P V, output              |
 | the rest, if any        | convert  | keys and values in fp8 to tiles in 16 bits                 |
 
 (*) or four warps in a warpgroup of their own, after the others, if there is a mask_mod and enough
-registers.
+registers. A block of scores is hidden, full or partial: masks hide all, none or some of it.
 
 Channels (full/empty mbarrier pairs):
 
@@ -20,16 +20,15 @@ Channels (full/empty mbarrier pairs):
     load ---------q-----> mma          all query rows of a tile
     load ---------k-----> mma          one key block, and a word that says what it is
     load ---------v-----> mma          one value block
-    mask ---------bits--> mma          the bits of a key block that is cut
+    mask ---------bits--> mma          the bits of a partial key block
 
 With keys and values in fp8, load sends their codes to convert, by two channels of their own, and
 convert sends k and v to mma (`fp8_conversion`).
 
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
-they need the next ones. In tiles with three warpgroups or more, a warpgroup skips the product of a
-cut block of which its 64 rows see nothing, and multiplies only one half of a block if its rows see
-no key of the other half.
+they need the next ones. In tiles with three warpgroups or more, a warpgroup skips a partial block
+of which its 64 rows see nothing, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
 so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
@@ -39,10 +38,10 @@ already loaded its operands. Under that product the output is scaled, staged in 
 stored by TMA. Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one computes
 exponentials while another multiplies.
 
-The mma warps see masks only as bits: a cut block comes with a word of bits per row for the scores
-that count (`rules/mask_rules.py`). A walk that sees nothing still visits one block, all of it
-hidden. So no role needs a special case, and the softmax of a row that saw nothing is O = 0, LSE =
--inf.
+The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
+for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
+it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
+case, and a row that saw nothing has O = 0 and LSE = -inf.
 """
 
 from collections.abc import Callable
@@ -110,14 +109,14 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
 L2_SHARE = 24 * 1024 * 1024
-# of 16 bytes
+# 32-bit words of a vector of 16 bytes
 WORDS_OF_VECTOR = 4
-# keys of the largest box of pages in fp8 that several warps load
-MOST_OF_SHARED_BOX = 32
+# keys of the largest TMA box of pages in fp8 for which several warps load
+MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
 class FlashAttentionForwardSm90:
-    """Forward kernel for Hopper, to be passed to `cute.compile`.
+    """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
     :param head_dim, head_dim_v: multiples of 8 up to 256
@@ -129,14 +128,15 @@ class FlashAttentionForwardSm90:
     :param num_stages: key and value blocks in flight
     :param num_threads: None, or the number that follows from the tiles; with mask_mod, the number
         without a warpgroup of mask warps requests none
+    :param Q_in_regs, intra_wg_overlap, mma_pv_is_rs: options of flash-attn-4, at their defaults
     :param mask_mod, score_mod: user callables (`mods/calling.py`)
     :param has_aux_tensors: the call passes aux_tensors to them
     :param stages_q: query tiles in flight, 1 or 2
     :param share_qo: the output is staged in its query's shared memory
     :param intervals: the form of the column intervals that the call passes, or None
-    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
+    :param skip_blocks: skip hidden blocks, and the masking of full ones
     :param num_sms: the most CTAs to launch
-    :param cta_pair: False
+    :param cta_pair: False; pairs of CTAs are for Blackwell
     :param split: how work tiles are computed in splits: "rows", in a number of splits that the
         launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None.
         Those of `core/segments.py` fix the bits of a row
@@ -283,9 +283,11 @@ class FlashAttentionForwardSm90:
         """Launch on `stream`.
 
         Shapes: mQ (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with
-        mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE (batch, heads_q, seqlen_q) or
-        (heads_q, total_q). tile_counter (2,) int32, zero before and after the launch: CTAs take the
-        next free work tile instead of fixed turns. Launches that may overlap need one each.
+        mCuSeqlensQ; mK, mV alike; mO like mQ with head_dim_v; mLSE fp32 (batch, heads_q, seqlen_q)
+        or (heads_q, total_q), natural log; mCuSeqlens* (batch + 1,) and mSeqUsed* (batch,) int32;
+        learnable_sink (heads_q,). A side of the window that is None is open. tile_counter (2,)
+        int32, zero before and after the launch: CTAs take the next free work tile instead of fixed
+        turns. Launches that may overlap need one each.
 
         blocksparse_tensors: a `BlockSparseTensors` of blocks of block_size, a pair of multiples of
         tile_m and tile_n (None: of exactly these). column_tensors: the tensors `indices` and
@@ -337,10 +339,11 @@ class FlashAttentionForwardSm90:
             check_given("mLSELow", mLSELow, False)
         lse = LseTensors(mLSE, mLSELow, mMaxScores)
         descales = Descales(mKDescale, mVDescale)
-        own_rows = mO if const_expr(traits.stores_rows) else None
+        # threads store rows where a TMA store would also write rows of no query
+        rows_of_output = mO if const_expr(traits.stores_rows) else None
         self.kernel(
             operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
-            own_rows, descales,
+            rows_of_output, descales,
         ).launch(
             grid=(grid, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -349,14 +352,16 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
 
     def _num_loading_warps(self) -> int:
-        """Warps that load keys and values. In decoding mask warps do, too, unless many blocks are
-        cut: rows of pages, as the address work of one warp takes longer than their bytes, and
-        boxes beside converting warps, where that was faster
-        (docs/facts/hopper_forward.md#decoding)."""
+        """The number of warps that load keys and values.
+
+        In decoding mask warps do, too, unless many blocks are partial. They load rows of pages,
+        because one warp needs longer for addresses than memory for the bytes, and boxes beside
+        converting warps, where that was faster (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
-        few_cuts = self.mask_mod is self.score_mod is self.intervals is None
-        in_boxes = traits.in_fp8 and (traits.page_box or traits.tile_n) <= MOST_OF_SHARED_BOX
-        shared = (traits.copies_rows or in_boxes) and few_cuts and traits.tile_m <= DECODE_ROWS
+        few_partial = self.mask_mod is self.score_mod is self.intervals is None
+        box = traits.page_box or traits.tile_n
+        in_boxes = traits.in_fp8 and box <= MAX_BOX_OF_SEVERAL_WARPS
+        shared = (traits.copies_rows or in_boxes) and few_partial and traits.tile_m <= DECODE_ROWS
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
@@ -388,7 +393,7 @@ class FlashAttentionForwardSm90:
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
         loads_kv = WARPS_PER_WARPGROUP if const_expr(traits.in_fp8) else loads
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
-        # Where sums have an order, it is that of the keys, as other tiles cut other blocks.
+        # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         ring, walk = scheduler_rings(
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
@@ -569,9 +574,9 @@ class FlashAttentionForwardSm90:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             # -- key blocks: P V of the block before, and S of this one
-            # One loop for partial blocks and one for full ones, of the same text: a loop that tests
-            # every block would have one branch more while P V is in flight, and ptxas would
-            # serialise all products.
+            # Partial and full blocks have a loop each, of the same text. One loop that tests every
+            # block would have one branch more while P V is in flight, and ptxas would serialise all
+            # products.
             # docs/facts/compiler.md#three-branches-under-a-product-in-flight-serialise-all-products
             while following != Kind.END:
                 for kind in blocks.kinds:
@@ -626,11 +631,11 @@ class FlashAttentionForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _can_be_cut(self, masks: MaskArgs) -> bool:
-        """Whether blocks after the first one of a walk may be cut."""
+        """Whether blocks after the first one of a walk may be partial."""
         return not self.skip_blocks or self._has_cutters(masks)
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
-        """Whether anything besides the end of the keys may cut blocks."""
+        """Whether anything besides the end of the keys makes blocks partial."""
         callables = (self.score_mod, self.mask_mod)
         lists = (masks.columns, masks.bits, masks.mask_bits)
         cutters = (self.is_causal, self.is_local, *callables, *lists)
@@ -641,7 +646,7 @@ class FlashAttentionForwardSm90:
         self, blocks: KeyBlocks, acc_S: cute.Tensor, tile: Int32, block: Int32, is_valid: Boolean
     ):
         """Issue S of a work tile's first key block, with nothing to overlap it."""
-        # gives the registers a value on the other path, so that they need not live on from before
+        # without a value on the other path, the registers would stay in use from the tile before
         acc_S.fill(0.0)
         if is_valid:
             blocks.channels.q.wait(tile)

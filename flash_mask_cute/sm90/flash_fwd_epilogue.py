@@ -1,8 +1,8 @@
 """The end of a work tile of the Hopper forward: stores O and LSE of a warpgroup's rows.
 
 A whole tile is stored by TMA through shared memory. A split (`core/partials.py`), or a tile with
-padding rows of no head, is stored from registers, row by row. A segment that this CTA continues
-(`core/segments.py`) is folded into what its threads have of the segments before.
+rows of no query, is stored from registers, row by row. If a CTA computes the segments of a row one
+after the other (`core/segments.py`), its threads fold each into the sum of those before.
 """
 
 from dataclasses import dataclass
@@ -40,9 +40,12 @@ from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The destination of results. sink: logits (heads_q,), or None. mO: the output if threads
-    store their rows themselves (`FwdTraits.stores_rows`), else None. is_ordered: sums are of
-    segments."""
+    """The destination of O and LSE.
+
+    sink: logits (heads_q,), or None. partials: the destination of splits or of sums of segments, or
+    None. mO: the output, if threads store their rows themselves (`FwdTraits.stores_rows`), else
+    None. is_ordered: sums are of segments.
+    """
 
     traits: cutlass.Constexpr[FwdTraits]
     operands: tma.Operands
@@ -55,7 +58,8 @@ class Epilogue:
 
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
-        """Scale the accumulator, and store it (through sO) and the LSE of this warpgroup's rows."""
+        """Scale the accumulator, and store it and the LSE of this warpgroup's rows. sO (64,
+        tile_dv): shared memory that the output passes through."""
         if const_expr(not self.is_ordered):
             self._finish(blocks, sO, work)
         elif const_expr(isinstance(self.partials, Partials)):
@@ -91,15 +95,15 @@ class Epilogue:
                 # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
-            is_told = (thread % 4 == 0) & self._is_row(work, rows[r])
+            stores_lse = (thread % 4 == 0) & self._is_row(work, rows[r])
             if const_expr(partials is not None):
-                if is_told & partials.is_split(work):
+                if stores_lse & partials.is_split(work):
                     tile_row = rows[r] - work.block * traits.tile_m
                     place = partials.row(work, is_packed, heads[r], q_idx[r], tile_row)
                     partials.store_lse(place, row_lse, low)
-                is_told = is_told & (partials.is_split(work) == Boolean(False))
+                stores_lse = stores_lse & (partials.is_split(work) == Boolean(False))
             if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-                if is_told:
+                if stores_lse:
                     self.lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
         if const_expr(self.lse.largest is not None):
             for r, largest in enumerate(blocks.softmax.largest()):
@@ -143,7 +147,7 @@ class Epilogue:
     @cute.jit
     def _fold_segment(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
         """Fold a segment into those before it, and store the rows after the last one."""
-        # of both rows: the largest LSE, the sum, and the largest score
+        # `RowSums` of two rows in the first vector, the largest score of each in the second
         sums = cute.make_rmem_tensor((VECTOR, 2), Float32)
         for i in cutlass.range_constexpr(VECTOR):
             sums[i, 0] = -Float32.inf if const_expr(i % 2 == 0) else Float32(0.0)
@@ -163,8 +167,8 @@ class Epilogue:
     def _fold_rows(
         self, blocks: KeyBlocks, sums: cute.Tensor, memory: cute.Tensor | None, work: Work
     ):
-        """Fold the accumulator into what `memory` has of the output and of `sums`, which is empty
-        if this is the first segment; it gets the new output, but of the last segment."""
+        """Fold the accumulator into the output and `sums` of the segments before, which `memory`
+        has, unless this is the first one. `memory` gets the new ones, unless this is the last."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
         total, at_once, factors = 2 * columns, self.traits.folded_at_once, []
@@ -302,7 +306,7 @@ def _unless_unused(result: RowResult, used: Boolean) -> RowResult:
 
 
 def _store_pair(target: cute.Tensor, column: Int32, first: Float32, second: Float32) -> None:
-    """Write two values to a row, starting at an even column."""
+    """Write two values to a row, from an even column on."""
     values = cute.make_rmem_tensor((2,), target.element_type)
     values[0], values[1] = (x.to(target.element_type) for x in (first, second))
     cute.autovec_copy(values, cute.local_tile(target, (2,), (column // 2,)))

@@ -1,15 +1,14 @@
 """The Hopper forward of a key block: S = Q K^T, its softmax, and P V of the block before.
 
 The order and overlap of a step are described at the top of `flash_fwd` and in
-docs/forward_sm90.md#a-step-and-what-overlaps-what.
-A warpgroup has 64 query rows. P is stored in words of two probabilities (`wgmma.round_pairs`),
-which are a register operand of P V.
+docs/forward_sm90.md#a-step-and-what-overlaps-what. A warpgroup has 64 query rows. P is stored in
+words of two probabilities (`wgmma.round_pairs`), which are a register operand of P V.
 
-A step reads P of the previous block from one tensor of words and writes its own to another or to
-the same one. If P V is complete before the exponentials begin, the same tensor is free
-(`FwdTraits.values_first`). If they overlap, a second tensor saves a copy. But registers have no
-index, so the code of a step then exists twice. This pays for whole blocks, of which many are
-consecutive (`KeyBlocks.alternates`).
+A step reads P of the previous block from one tensor of words, and writes its own to the same tensor
+or to another. If P V is complete before the exponentials begin, the same tensor is free
+(`FwdTraits.values_first`). If they overlap, a second tensor saves a copy. But registers cannot be
+indexed, so the code of a step then exists twice. That pays for full blocks, many of which follow
+each other (`KeyBlocks.alternates`).
 """
 
 from collections.abc import Callable
@@ -81,9 +80,10 @@ class Tiles(NamedTuple):
 class MainloopState(NamedTuple):
     """The position of a warpgroup in its walks.
 
-    block, cut: the newest key block, and the next cut block, numbered from 0. passed: key blocks
-    skipped since the block of the current P. accumulate: whether this work tile already has an
-    output. The others: whether the next fills are known to have arrived.
+    block: number of the newest key block. cut: number of the next partial block. Both count all
+    walks of the CTA, from 0, as the fills of their channels do. passed: key blocks skipped since
+    the block of the current P. accumulate: acc_O already has an output of this work tile. *_ready:
+    the next fill of this channel is known to have arrived.
     """
 
     block: Int32
@@ -104,8 +104,8 @@ class MainloopState(NamedTuple):
 
 
 class BlockFacts(NamedTuple):
-    """can_be_cut: a block after the first one of a walk may be cut. keeps_largest, rows_alone: see
-    `OnlineSoftmax`."""
+    """can_be_cut: a block after the first one of a walk may be partial. keeps_largest, rows_alone:
+    see `OnlineSoftmax`."""
 
     can_be_cut: bool
     keeps_largest: bool
@@ -114,8 +114,9 @@ class BlockFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Shared facts of the steps of an MMA warpgroup.
+    """What the steps of an MMA warpgroup share.
 
+    acc_O: fp32 (64, tile_dv), O of the work tile so far, not yet divided by the sums of `softmax`.
     kept_q: the first columns of the query, in registers, or None (`FwdTraits.query_steps`).
     opaque_one: a 1 whose value the compiler must not know.
     """
@@ -159,7 +160,7 @@ class KeyBlocks:
         kept_q = None
         if score_mod is None and traits.query_steps > 0:
             kept_q = wgmma.make_operand_words(traits.query_steps)
-            # a value for the products that are issued for nothing
+            # a value for the products that are issued although there is no next tile
             kept_q.fill(0)
         return KeyBlocks(
             traits,
@@ -178,10 +179,10 @@ class KeyBlocks:
         )
 
     def make_probs(self) -> cute.Tensor:
-        """Words of P."""
+        """Words of P, (64, tile_n) of a warpgroup."""
         words = wgmma.make_operand_words(self.traits.tile_n // 16)
         if self.traits.few_rows:
-            # those of rows for which there are no queries keep it
+            # rows without queries keep these zeros
             words.fill(0)
         return words
 
@@ -196,27 +197,26 @@ class KeyBlocks:
 
     @property
     def may_pass_over(self) -> bool:
-        """Whether a block is skipped if a mask, or the warpgroup's lists, hide it from this
-        warpgroup's rows; false if only the first block of a walk may be cut."""
-        return self._bits_tell or self.traits.own_lists
+        """Whether a warpgroup skips a block that a mask, or its own lists, hide from its rows."""
+        return self._has_any_bits or self.traits.own_lists
 
     @property
-    def _bits_tell(self) -> bool:
-        """Whether mask warps say what each warpgroup sees of a cut block."""
+    def _has_any_bits(self) -> bool:
+        """Whether mask warps write `Tiles.any_bits`."""
         return self.traits.passes_over and self.facts.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
-        """Whether a step over such a block writes P to other words than it reads."""
+        """Whether a step over a block of this kind writes P to other words than it reads."""
         traits = self.traits
         if traits.own_lists:
-            # a block that is passed over would leave P where the next one does not look
+            # after a skipped block, P would be in the words that the next step does not read
             return False
         return kind == Kind.FULL and traits.keeps_scores and not traits.values_first
 
     # -- products -------------------------------------------------------------------------------
 
     def take_query(self, tile: Int32) -> None:
-        """Load the kept part of a work tile's query, which has arrived."""
+        """Load `kept_q` of a work tile, whose query has arrived."""
         if self.kept_q is not None:
             smem = self.tiles.q[None, None, self._query_stage(tile)]
             keep_columns(self.kept_q, self.traits.mma_qk(warpgroup.OperandSource.RMEM), smem)
@@ -261,7 +261,7 @@ class KeyBlocks:
             wgmma.issue_parts(mma, operand, parts, state.accumulate)
 
     def wait_for_keys(self, block: Int32, is_known: Boolean | None = None) -> None:
-        """is_known: that they are there."""
+        """Wait for K of a block. is_known: whether it is known to have arrived."""
         if is_known is None:
             self.channels.k.wait(block)
         else:
@@ -269,12 +269,13 @@ class KeyBlocks:
         self._order_copies()
 
     def wait_for_values(self, state: MainloopState) -> None:
+        """Wait for V of the last block that was not skipped."""
         self.channels.v.wait_unless(state.v_ready, state.block - state.passed)
         self._order_copies()
 
     def _order_copies(self) -> None:
-        """Order rows that other warps copied, and that have arrived, before products, which read
-        them through another proxy."""
+        """Order the copies of other warps, which have arrived, before products, which read shared
+        memory through another proxy."""
         if self.traits.copies_rows and not self.traits.in_fp8:
             cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -304,8 +305,8 @@ class KeyBlocks:
     def first(
         self, tile: Int32, state: MainloopState, acc_S: cute.Tensor, probs: cute.Tensor
     ) -> tuple:
-        """P of a work tile's first key block, whose S is complete. Returns the position, and the
-        kind of the next block."""
+        """P of a work tile's first key block, whose S (64, tile_n) is complete. Returns the
+        position, and the kind of the next block."""
         channels = self.channels
         flags, scores = self._block_flags(state.block), self._rows_of(acc_S)
         if const_expr(self.score_mod is None):
@@ -317,7 +318,7 @@ class KeyBlocks:
         sees, cut = Boolean(True), state.cut
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
             channels.bits.wait(cut)
-            if const_expr(self._bits_tell):
+            if const_expr(self._has_any_bits):
                 sees = self._visible_columns() != 0
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
             cut += 1
@@ -345,7 +346,7 @@ class KeyBlocks:
         """Process the next key block, of this kind: P V of the previous block, whose P is in
         `probs`, and P of this block into `target`, the same words unless the kind `alternates`.
 
-        No products are in flight before or afterwards. Returns the position, and the kind of the
+        No products are in flight before or afterwards. Returns the new state, and the kind of the
         block after it.
         """
         self.wait_for_keys(state.block + 1, state.k_ready)
@@ -367,7 +368,7 @@ class KeyBlocks:
         state: MainloopState,
         probs: cute.Tensor,
     ) -> MainloopState:
-        """Process a block that this warpgroup's lists may not have."""
+        """Process a block that this warpgroup's lists may leave out."""
         sees = self._is_listed(flags)
         if const_expr(kind == Kind.PARTIAL):
             self.channels.bits.wait_unless(state.bits_ready, state.cut)
@@ -408,7 +409,7 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> MainloopState:
-        """Process a cut block of which this warpgroup's rows may see nothing, or only one half."""
+        """Process a partial block, of which this warpgroup's rows may see nothing or only half."""
         self.channels.bits.wait_unless(state.bits_ready, state.cut)
         state = state._replace(bits_ready=Boolean(True))
         visible = self._visible_columns()
@@ -437,8 +438,8 @@ class KeyBlocks:
         target: cute.Tensor,
         half: Int32 | None = None,
     ) -> MainloopState:
-        """half: which half of the keys, 0 or 1, if no row sees the other half; P of the other half
-        is 0."""
+        """P V of the block before, and S and P of the next one (`step`). half: which half of the
+        keys, 0 or 1, if no row sees the other half, whose P is 0."""
         traits, channels = self.traits, self.channels
         block, cut, bits = state.block + 1, state.cut, None
         if const_expr(kind == Kind.PARTIAL):
@@ -468,7 +469,7 @@ class KeyBlocks:
                 fresh = self.make_probs()
             self.wait_scheduler_barrier()
             self.issue_scores(acc_S, tile, block)
-            # before a wait, so that what a score_mod makes of them can be, too
+            # before a wait, so that the compiler can also compute before it what follows from them
             places = self._places(tile, flags, kind == Kind.PARTIAL)
             self.wait_for_values(state)
             self.issue_values(probs, state)
@@ -508,13 +509,13 @@ class KeyBlocks:
         return MainloopState(block, cut, Int32(0), Boolean(True), k_ready, v_ready, bits_ready)
 
     def _pass_over(self, state: MainloopState, kind: Kind) -> MainloopState:
-        """Skip a key block of this kind without a product."""
+        """Skip a key block of this kind: release it, without a product."""
         channels, block = self.channels, state.block + 1
         cute.arch.sync_warp()
         if kind == Kind.PARTIAL:
             channels.bits.release(state.cut)
         channels.k.release(block)
-        # the next warpgroup waits for this one
+        # its turn passes at once: the next warpgroup waits for it
         self.wait_scheduler_barrier()
         self.arrive_scheduler_barrier()
         self._release_passed(state)
@@ -536,9 +537,9 @@ class KeyBlocks:
     ) -> tuple:
         """Probabilities of a block's scores, and their sums.
 
-        They are written to the words of fresh_probs if scores are kept, else in place of the
-        scores. may_be_first: rows may have seen nothing before this block. Returns the factor per
-        row for what was accumulated before.
+        They are written to the words of fresh_probs if `FwdTraits.keeps_scores`, else in place of
+        the scores. may_be_first: rows may have seen nothing before this block. Returns for each row
+        the factor of what was accumulated before.
         """
         softmax = self.softmax
         softmax.see(scores)
@@ -606,9 +607,8 @@ class KeyBlocks:
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None
     ) -> tuple | None:
-        """The places of a thread's score rows, and the key of a column as a function.
-
-        None if nothing needs them. Rows and keys past the end occur only in cut blocks.
+        """The batch entry, head and position of a thread's score rows, and a function from a column
+        to its key. None without a score_mod. Rows and keys past the end are in partial blocks only.
         """
         if self.score_mod is None:
             return None
@@ -682,6 +682,6 @@ class KeyBlocks:
 
 
 def tile_rows(traits: FwdTraits, work: Work, thread: Int32) -> tuple:
-    """Rows of the sequence (packed rows) that a thread's accumulator holds."""
+    """The rows of a thread's accumulator, counted in the sequence (`packed_heads` to a query)."""
     first = work.block * traits.tile_m + mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
     return tuple(first + traits.row_of(thread, r) for r in range(traits.rows_of_thread))

@@ -174,3 +174,31 @@ def test_a_table_of_buckets(simulator: ModuleType, monkeypatch: pytest.MonkeyPat
     without, found = results
     for key, x in found.items():
         assert (x is None and without[key] is None) or torch.equal(x, without[key]), key
+
+
+def _behind_a_query(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    import cutlass
+
+    rows = cutlass.max(cutlass.min(q[0] // 20 - k[0] // 20, 7), -5) + 5
+    return score + (aux[-2][q[0] // 20, h[0]] + aux[-1][rows, h[0]])
+
+
+def test_behind_a_read_by_query(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the mod reads before does not change the sign of a difference."""
+    recipe = TrainedRecipe(
+        _behind_a_query,
+        lambda score, b, h, q, k, gain, table: (
+            score + gain[q // 20, h] + table[(q // 20 - k // 20).clamp(-5, 7) + 5, h]
+        ),
+        lambda x: [((x.seqlen_q // 20 + 1, x.heads_q), FP32), ((13, x.heads_q), FP32)],
+    )
+    given = make_trained(Case("behind", 1, 200, 200, 2, 2, head_dim=64), recipe)
+    dout, _ = make_output_gradients(given.inputs)
+    tables_always(monkeypatch, True)
+    with quiet_run(simulator, 1, launches=2):
+        found = forward(given.inputs, 1)
+    assert_close_to_oracle(*found, given.inputs)
+    daux = [torch.full_like(x, float("nan")) for x in given.trained]
+    with quiet_run(simulator, 1, launches=4):
+        launch_on_simulator(given.inputs, dout, daux=daux)
+    assert_aux_gradients_close(daux, given, dout)

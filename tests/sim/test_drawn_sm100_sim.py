@@ -17,6 +17,7 @@ import pytest
 import simulated_backward
 from conftest import SMS
 from drawn_blackwell import DRAWS, Draw
+from drawn_cases import ROWS, Row
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import Inputs, make_inputs
 from paged_inputs import paged
@@ -31,7 +32,6 @@ ARCH = "sm_100a"
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 NUM_WARPS = 20
-ROWS = "FLASH_MASK_SIM_ROWS"
 # seeds of delays, and how many CTAs or pairs run at a time
 ORDERS = tuple(product(range(1, 6), range(1, SMS + 1)))
 Run = Callable[[tuple[int | None, ...]], float]
@@ -64,7 +64,7 @@ def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw
         assert (2, 1, 1) in clusters
     if rows:
         with open(rows, "a") as file:
-            file.write("\t".join((draw.id, "", told, f"{share:.2f}", draw.told)) + "\n")
+            file.write(Row(draw.id, "", told, f"{share:.2f}", draw.told).line)
 
 
 def _in_every_order(

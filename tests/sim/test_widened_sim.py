@@ -13,6 +13,7 @@ from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 
 from flash_mask_cute.call.choose import widen
+from flash_mask_cute.call.run.widen import WidenFacts, compile_widen
 from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"
@@ -62,3 +63,15 @@ def test_the_bits_of_16(
             results.append((out, lse))
     for other in zip(*results, strict=True):
         assert all(torch.equal(bits(other[0]), bits(x)) for x in other), case.name
+
+
+def test_a_grid_of_many_sequences(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All dimensions of a grid but the first one end at 65535."""
+    batch, dim, launches = 65536, 16, []
+    facts = WidenFacts("bfloat16", (dim, dim), False, False, (None, None))
+    function = compile_widen(facts, Target.named(ARCH)).function
+    monkeypatch.setattr(simulator, "simulate", lambda found, *_, **__: launches.extend(found))
+    codes, wide = (torch.empty(batch, 1, 1, dim, dtype=x) for x in (torch.uint8, torch.bfloat16))
+    function(codes, codes, wide, wide, None, None, None, None)
+    simulator.RESULTS.clear()
+    assert [x.grid for x in launches] == [(2 * batch, 1, 1)]

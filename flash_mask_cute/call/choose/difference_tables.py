@@ -15,6 +15,7 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice, FwdChoice
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.limits import MOST_CTAS
 from flash_mask_cute.mods.read_classes import (
     MOST_POSITION,
     DifferenceRead,
@@ -36,7 +37,6 @@ SCORES_OF_ELEMENT = 8
 MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22
-MOST_BLOCKS = 65535
 # warps of a Hopper kernel that may sum gradients by difference
 MMA_WARPS, MASK_WARPS = 8, 2
 STEP_OF_SUMS = 256
@@ -112,7 +112,7 @@ def choose_tables(
     found: list[tuple[DifferenceRead, Shape]] = []
     few: list[tuple[DifferenceRead, int]] = []
     for read in difference_reads(score_mod, problem):
-        most = _most_difference(read.terms, *lengths)
+        most = most_difference(read.terms, *lengths)
         if most is None:
             continue
         batch = shapes.batch if read.by_batch else 1
@@ -122,7 +122,7 @@ def choose_tables(
             found.append((read, shape))
         few.append((read, -(-(2 * most + 1) // STEP_OF_SUMS) * STEP_OF_SUMS))
     batch, heads = (max((shape[i] for _, shape in found), default=0) for i in range(2))
-    if max(batch * len(found), heads) > MOST_BLOCKS:
+    if max(batch * len(found), heads) > MOST_CTAS:
         found = []
     summed: tuple[SummedDifference, ...] = ()
     if problem.wants_aux and few and not problem.common_kv:
@@ -206,7 +206,7 @@ def _are_keys_distinct(terms: Sequence[DifferenceTerm], length: int) -> bool:
     return values.unique().numel() == length
 
 
-def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
+def most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
     """The largest magnitude of a difference; None: a table of so many differences is too large."""
     low = high = 0
     for is_key, length in ((True, seqlen_k), (False, seqlen_q)):

@@ -53,6 +53,7 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
+from flash_mask_cute.call.choose.pair_tables import with_pair_tables
 from flash_mask_cute.call.choose.refusals import (
     check_common_kv,
     check_order,
@@ -277,7 +278,10 @@ def plan(
         if (shared := choose_shared_sums(*of, may_be_short=call.config is None)) is not None:
             problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
             chosen = replace(chosen, shared=shared, problem=problem)
-    if chosen.is_short or (tables := choose_tables(chosen.problem, *facts)) is None:
+            if chosen.is_short:
+                return chosen
+        chosen = replace(chosen, problem=with_pair_tables(chosen.problem, *facts[:2], facts[3]))
+    if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
     problem = replace(chosen.problem, **tables.problem_fields())
     return replace(chosen, tables=tables, problem=problem)
@@ -482,11 +486,11 @@ def _with_split(
 ) -> AttentionProblem:
     """The problem with its way of computing work tiles in splits, if any.
 
-    A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
-    of one split if no more are asked for. By slots, a kernel writes out itself where a work tile
-    has one share.
+    A kernel writes `out` in the dtype of q, and splits of it in float32. So an `out` in float32 is
+    combined from splits, from a single one if no more are requested. Splits by slots do not serve
+    for that: a kernel writes `out` itself where a work tile has one share.
 
-    A single query sees the same without causal masking, and kernels without masks do least work.
+    A single query sees the same keys without causal masking, and a kernel without masks does less.
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
     has_config = bool(given_fields(call.config))
@@ -556,8 +560,8 @@ def _visible(window: _FoldedWindow) -> int | None:
 def _decodes_whole(
     call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target
 ) -> bool:
-    """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and nobody
-    chose other tiles. The forward of training keeps its own."""
+    """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and the
+    caller set no tiles. A forward that autograd records keeps the tiles of training."""
     chosen = given_fields(call.config).keys() - {"skip_blocks"}
     if call.options.is_recorded or chosen or not arch_spec(target).forward.decodes_whole:
         return False
@@ -606,9 +610,7 @@ def _bwd_chooser(
 
     def choose(problem: AttentionProblem) -> BwdChoice:
         choice = select_bwd_config(
-            problem.head_dim,
-            problem.head_dim_v,
-            problem.tuning_class,
+            *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
             override=override,
             seqlen_k=shapes.seqlen_k,
             deterministic=call.backward.deterministic,

@@ -17,6 +17,7 @@ from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.packed_heads import rows_of_listed
+from flash_mask_cute.limits import MOST_CTAS
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
@@ -57,6 +58,7 @@ def why_bits(
         f"on {spec.name}": not spec.backward.gathers_tokens,
         "sums in a fixed order": problem.deterministic,
         f"groups of {group} query heads, more than {MOST_HEADS}": group > MOST_HEADS,
+        f"a choice by {selected.heads} heads, more than {MOST_CTAS}": selected.heads > MOST_CTAS,
         "a choice by query head": selected.heads not in (1, shapes.heads_kv),
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
             selected.block_size < TILES_N[-1]

@@ -161,7 +161,10 @@ def test_no_arrival_while_tensor_memory_is_in_use(name: str, tmp_path: Path) -> 
     unfenced = without(
         code, lambda x: x._replace(opcode="NOP") if (x.opcode, x.kind) == fence else x
     )
-    assert {x.opcode for x in early_arrivals(unfenced)} == {"STTM"}
+    # folded pairs write P to shared memory alone
+    stores = {x.opcode for x in code.instructions} & {"STTM"}
+    assert {x.opcode for x in early_arrivals(unfenced)} == stores
+    assert stores or "d256v256-pair" in name
     remote = [
         line for line in function.__ptx__.splitlines()
         if "mbarrier.arrive" in line and "shared::cluster" in line

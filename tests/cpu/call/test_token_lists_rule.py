@@ -9,6 +9,7 @@ import torch
 from planned import backward_call, planned
 
 from flash_mask_cute import SelectedBlocks, explain
+from flash_mask_cute.call.choose import token_lists
 from flash_mask_cute.runtime.target import Target
 
 
@@ -93,6 +94,15 @@ def test_lists_beside_what_differs_by_head_or_modifies_scores(given: dict[str, A
 )
 def test_bits(why: str, given: dict[str, Any]) -> None:
     assert choice_of(**given).startswith(f"bits: {why}")
+
+
+def test_bits_where_the_heads_of_a_choice_are_too_many_for_a_grid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert token_lists.MOST_CTAS == 65535
+    monkeypatch.setattr(token_lists, "MOST_CTAS", 1)
+    assert choice_of((16, 2, 1)).startswith("token lists")
+    assert choice_of((16, 2, 2)) == "bits: a choice by 2 heads, more than 1"
 
 
 @pytest.mark.parametrize(("queries", "tile_n"), [(262_080, 0), (262_079, 128)])

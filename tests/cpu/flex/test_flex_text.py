@@ -14,7 +14,7 @@ from flash_mask_cute import flash_attn_func, flex_attention, mod_source
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.lowering.pair import named_as_captured
 from flash_mask_cute.mods.aux_tensors import OutsideError
-from flash_mask_cute.mods.on_cpu import eval_score_mod
+from flash_mask_cute.mods.on_cpu import eval_mask_mod, eval_score_mod
 
 TABLE = torch.arange(33.0)
 
@@ -40,6 +40,23 @@ def test_what_is_divided_by_a_number() -> None:
     # of integers, whose quotient may be rounded next
     assert " / 3" in mod_source(lambda s, b, h, q, k: s + torch.floor(q / 3))
     assert "s / 1e-38" in mod_source(lambda s, b, h, q, k: s / 1e-38)
+
+
+def test_products_of_integers_are_integers() -> None:
+    """Also those of several factors, and their negatives: floats would round, and not wrap."""
+    places = torch.arange(300, dtype=torch.int32)
+    mods: list[Callable[..., Tensor]] = [
+        lambda b, h, q, k: (q * 7919 * 4096 + k * 40503) % 100 < 10,
+        lambda b, h, q, k: -(q * 65537 * 1024) // 7 + k * 3001 * 8 >= 0,
+        lambda b, h, q, k: TABLE[q * 2 * 4 % 33] > k % 33,
+    ]
+    for mod in mods:
+        lowered = lower_mod(mod, "mask_mod")
+        found = eval_mask_mod(lowered.mod, lowered.aux_tensors, 0, 0, places, places)
+        wanted = mod(torch.tensor(0), torch.tensor(0), places[:, None], places)
+        assert torch.equal(found, wanted), mod_source(mod)
+        assert not re.search(r"[qk] \* -?\d+\.", mod_source(mod))
+    assert "s * -0.6\n" in mod_source(lambda s, b, h, q, k: -(s * 0.3 * 2))
 
 
 def test_functions_of_one_instruction() -> None:

@@ -87,6 +87,18 @@ def test_ranks_that_differ_are_told(told: list[Told]) -> None:
             assert f"context_parallel_attention: rank 1 {texts[what]}" in text
 
 
+def test_ranks_that_differ_in_what_they_know_are_told_later(told: list[Told]) -> None:
+    """Nothing is compared in such a call; it is in the next one that is compared, and all go on."""
+    for of_process in told:
+        swapped = dict(of_process.swapped)
+        assert set(swapped.pop("known") + swapped.pop("swapped")) == {"nothing"}
+        others = {"with other heads": "arguments (method, plan, options, shapes, dtypes)"}
+        assert swapped.keys() == {"fourth", "with a new mask", *others}
+        for name, (text,) in swapped.items():
+            what = others.get(name, "calls before this one")
+            assert f": rank 1 has other {what} than rank 0" in text
+
+
 def test_a_rank_may_pass_an_equal_copy_of_a_mask(told: list[Told]) -> None:
     assert all(of_process.copies_are_equal for of_process in told)
 

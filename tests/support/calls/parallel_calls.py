@@ -187,7 +187,7 @@ class Told(NamedTuple):
     errors: of calls of the groups of which it is the first rank, or what was refused.
     failures: by method, what it was told where rank 1 of two called with wrong rows. differences:
     by method and what rank 1 of two had otherwise. copies_are_equal: see `with_a_copy`.
-    half_precision: see there.
+    half_precision: see there. swapped: see `swap`.
     """
 
     errors: dict[Row | int, Errors | str]
@@ -195,6 +195,7 @@ class Told(NamedTuple):
     differences: dict[tuple[str, str], str]
     copies_are_equal: bool
     half_precision: tuple[float, float]
+    swapped: dict[str, list[str]]
 
 
 def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
@@ -204,6 +205,7 @@ def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
     soon = timedelta(seconds=2)
     of_failures = [dist.new_group([0, 1], timeout=soon) for _ in METHODS]
     of_copies = [dist.new_group(ranks, timeout=soon) for ranks in ([0, 1], [2, 3])]
+    of_swaps = [dist.new_group(ranks, timeout=soon) for ranks in ([0, 1], [2, 3])]
     failures = {}
     if rank < 2:
         for method, group in zip(METHODS, of_failures, strict=True):
@@ -211,7 +213,8 @@ def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
     differences = differ(pairs[rank // 2])
     equal = with_a_copy(of_copies[rank // 2])
     errors = run_calls(rank, rows, seeds, pairs)
-    return Told(errors, failures, differences, equal, half_precision(pairs[rank // 2]))
+    rounding = half_precision(pairs[rank // 2])
+    return Told(errors, failures, differences, equal, rounding, swap(of_swaps[rank // 2]))
 
 
 def run_calls(
@@ -275,6 +278,38 @@ def with_a_copy(group: dist.ProcessGroup) -> bool:
         for mask in (masks[0], second)
     )
     return torch.equal(first, again)
+
+
+def swap(group: dist.ProcessGroup) -> dict[str, list[str]]:
+    """Ranks pass different masks that both know, and then the same ones. What they were told."""
+    told: dict[str, list[str]] = {}
+    rows, rank = interleaved(64, 2), dist.get_rank(group)
+
+    def call(mask: ColumnMask, heads: int = 2) -> str:
+        q, k, v = (torch.randn(1, 32, n, 8) for n in (heads, 2, 2))
+        try:
+            context_parallel_attention(q, k, v, mask, rows, group, "ulysses")
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    masks = [builders.causal_document(x) for x in ([40, 24], [24, 40], [8, 56], [16, 48])]
+    # of the calls with what is known, the first, the second and the fourth are compared
+    told["known"] = [call(x) for x in masks[:2]]
+    told["swapped"] = [call(masks[rank])]
+    told["fourth"] = [call(masks[0])]
+    told["known"] += [call(x) for x in (*masks[:2], masks[0], masks[0])]
+    told["swapped"] += [call(masks[rank]), call(masks[1 - rank])]
+    told["with a new mask"] = [call(masks[2])]
+    told["known"] += [call(masks[0]) for _ in range(2)]
+    # both are new
+    told["with other heads"] = [call(masks[0], (4, 6)[rank])]
+    with torch.inference_mode():
+        own = ColumnMask(masks[0].startend_row_indices.clone(), masks[0].causal)
+        told["known"] += [call(own) for _ in range(3)]
+        own.startend_row_indices.copy_(masks[3].startend_row_indices)
+        told["known"] += [call((own, masks[3])[rank])]
+    return told
 
 
 def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:
