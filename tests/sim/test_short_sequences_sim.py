@@ -36,8 +36,10 @@ PLAIN_CASES = (
 
 
 @pytest.mark.parametrize("case", PLAIN_CASES, ids=lambda x: x.id)
-def test_against_oracle(simulator: ModuleType, case: Case) -> None:
-    run_sim(simulator, make_inputs(case), launches=2)
+def test_against_oracle(
+    simulator: ModuleType, case: Case, seeds: tuple[int | None, ...] = DELAY_SEEDS
+) -> None:
+    run_sim(simulator, make_inputs(case), seeds, launches=2)
     assert_ran(simulator)
 
 
@@ -104,6 +106,8 @@ ENTRY_CASES = (
 
 
 @pytest.mark.parametrize("case", ENTRY_CASES, ids=lambda x: x.id)
-def test_several_key_tiles(simulator: ModuleType, case: Case) -> None:
-    for seed in DELAY_SEEDS:
+def test_several_key_tiles(
+    simulator: ModuleType, case: Case, seeds: tuple[int | None, ...] = DELAY_SEEDS
+) -> None:
+    for seed in seeds:
         gradients(simulator, case, IN_GRID, seed)
