@@ -17,7 +17,13 @@ from planned import call_of, planned
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from tolerances import assert_close_to_oracle
-from trained_mods import LINE_CASES, TRAINED_CASES, assert_aux_gradients_close, make_trained
+from trained_mods import (
+    FAR_CASES,
+    LINE_CASES,
+    TRAINED_CASES,
+    assert_aux_gradients_close,
+    make_trained,
+)
 
 from flash_mask_cute.call.choose import difference_tables
 from flash_mask_cute.call.prepare import prepared_fwd
@@ -45,7 +51,7 @@ def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any)
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES, ids=lambda x: getattr(x, "id", x)
 )
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
