@@ -6,14 +6,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import simulated_forward
 import torch
 from cases import FP16, FP32, Case
-from conftest import ACTIVE_ARCH
+from conftest import ACTIVE_ARCH, SMS
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import make_inputs
+from planned import planned
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
+
+from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
     pytest.mark.sim,
@@ -41,6 +45,13 @@ def test_against_oracle(
 ) -> None:
     run_sim(simulator, make_inputs(case), seeds, launches=2)
     assert_ran(simulator)
+
+
+def test_forward(simulator: ModuleType) -> None:
+    inputs = make_trained(Case("swin-49", 5, 49, 49, 2, 2, head_dim=32), "swin").inputs
+    tiles = planned(inputs, Target(ACTIVE_ARCH, SMS)).fwd_choice.tiles
+    assert (tiles.tile_m, tiles.tile_n) == (64, 64)
+    simulated_forward.run_sim(simulator, inputs)
 
 
 def assert_ran(simulator: ModuleType) -> None:
