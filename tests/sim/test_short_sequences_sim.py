@@ -122,3 +122,37 @@ def test_several_key_tiles(
 ) -> None:
     for seed in seeds:
         gradients(simulator, case, IN_GRID, seed)
+
+
+def test_the_order_is_fixed(simulator: ModuleType) -> None:
+    """Bits are equal whatever the order in which warps run, of a table as exact sums."""
+    case = Case("ordered", 5, 49, 49, 2, 2, head_dim=32)
+    runs = [gradients(simulator, case, "swin", seed, deterministic=True) for seed in (2, 3)]
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+NOT_FINITE = (
+    Case("nan-short", 4, 120, 70, 2, 2, head_dim=32, causal=True),
+    Case("nan-entries", 4, 250, 70, 2, 2, head_dim=32, causal=True),
+)
+
+
+@pytest.mark.parametrize("case", NOT_FINITE, ids=lambda x: x.id)
+def test_rows_that_are_not_finite(simulator: ModuleType, case: Case) -> None:
+    """Queries that see nothing may have anything in q and dout."""
+    given = make_trained(case, IN_GRID)
+    dout, _ = make_output_gradients(given.inputs)
+    runs = []
+    empty = given.inputs.reference[1][:, 0].isinf()
+    assert empty.any()
+    for number in (None, float("nan")):
+        if number is not None:
+            given.inputs.q[empty] = number
+            dout[empty] = float("inf")
+        daux = [torch.empty_like(x) for x in given.aux_tensors]
+        with quiet_run(simulator, None):
+            found = launch_on_simulator(given.inputs, dout, daux=daux)
+        assert_ran(simulator)
+        runs.append([daux[-1], found["dk"], found["dv"], found["dq"][~empty]])
+        assert not found["dq"][empty].any()
+    assert all(torch.allclose(*pair) for pair in zip(*runs, strict=True))
