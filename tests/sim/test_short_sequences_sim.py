@@ -15,7 +15,7 @@ from inputs import make_inputs
 from planned import planned
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
-from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
+from trained_mods import IN_GRID, TrainedRecipe, assert_aux_gradients_close, make_trained
 
 from flash_mask_cute.runtime.target import Target
 
@@ -90,24 +90,6 @@ def test_gradients_of_tables(simulator: ModuleType, case: Case, name: str) -> No
         gradients(simulator, case, name, seed)
 
 
-SIDE = 20
-
-
-def _in_grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    """A table of the distances in rows and columns of a grid."""
-    i, j = q[0], k[0]
-    rows, cols = i // SIDE - j // SIDE, (i - i // SIDE * SIDE) - (j - j // SIDE * SIDE)
-    return score + aux[-1][h[0], (rows + SIDE - 1) * (2 * SIDE - 1) + cols + SIDE - 1]
-
-
-def _dense_in_grid(score: Any, b: int, h: int, q: Any, k: Any, table: Any) -> Any:
-    rows, cols = q // SIDE - k // SIDE, q % SIDE - k % SIDE
-    return score + table[h][(rows + SIDE - 1) * (2 * SIDE - 1) + cols + SIDE - 1]
-
-
-IN_GRID = TrainedRecipe(
-    _in_grid, _dense_in_grid, lambda x: [((x.heads_q, (2 * SIDE - 1) ** 2), FP32)]
-)
 # Queries of four and six blocks, the last of them without any; keys of two to six tiles.
 ENTRY_CASES = (
     Case("grid-343", 4, 343, 343, 2, 2, head_dim=32),

@@ -106,6 +106,7 @@ def build_short(
     has_sums, is_causal = bool(shared.numbers), problem.is_causal
     kernel: Any
     if shared.short.several_keys:
+        assert score_mod is not None
         of_entries = entry_traits(problem, shared.short, has_sums)
         kernel = EntryBackwardSm90(of_entries, score_mod, shared.numbers, is_causal)
     else:
