@@ -297,6 +297,23 @@ TRAINED_MODS = {
     ),
 }
 
+
+def _in_grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """A table of the distances in rows and columns of a grid."""
+    i, j = q[0], k[0]
+    rows, cols = i // GRID - j // GRID, (i - i // GRID * GRID) - (j - j // GRID * GRID)
+    return score + aux[-1][h[0], (rows + GRID - 1) * (2 * GRID - 1) + cols + GRID - 1]
+
+
+def _dense_in_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    rows, cols = q // GRID - k // GRID, q % GRID - k % GRID
+    return score + table[h][(rows + GRID - 1) * (2 * GRID - 1) + cols + GRID - 1]
+
+
+IN_GRID = TrainedRecipe(
+    _in_grid, _dense_in_grid, lambda x: [((x.heads_q, (2 * GRID - 1) ** 2), FP32)]
+)
+
 # Each with the name of a modifier. Of several key blocks and row blocks, some of them hidden, cut
 # and whole; sequences without queries, and without keys, first and last.
 TRAINED_CASES = (
