@@ -65,6 +65,14 @@ def adds_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> A
     return score + aux_tensors[0][h[0], k[0]]
 
 
+def multiplies(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return score * aux_tensors[0][h[0], 0]
+
+
+def multiplies_queries(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return score * aux_tensors[0][h[0], q[0]]
+
+
 def adds_pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
     return score + aux_tensors[0][h[0], q[0], k[0]]
 
@@ -73,6 +81,13 @@ def adds_rows(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> A
     """Of the distance in the columns of a grid."""
     distance = (q[0] - q[0] // 90 * 90) - (k[0] - k[0] // 90 * 90)
     return score + aux_tensors[0][h[0], abs(distance)]
+
+
+def adds_near(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    """Of a distance, one element for all that are farther."""
+    import cutlass
+
+    return score + aux_tensors[0][h[0], cutlass.min(abs(q[0] - k[0]), 128)]
 
 
 @dataclass(frozen=True)
@@ -316,6 +331,11 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
+        yield f"bwd-d{d}-learned_near", _backward(_variant(d, Mods(score_mod=adds_near)), **learned)
+    for kind, mod in (("heads", multiplies), ("queries", multiplies_queries)):
+        yield f"bwd-d128-gains_of_{kind}", _backward(_variant(128, Mods(score_mod=mod)), **learned)
+    pairs = _variant(128, Mods(score_mod=adds_pairs), aux=(("float32", 3),), entries_first=True)
+    yield "bwd-d128-entries_first", _backward(pairs)
     for by in (SummedBy.TURNS, SummedBy.MASKS):
         differs = _backward(_variant(128, Mods(score_mod=adds_rows)), **learned)
         yield f"bwd-d128-learned_rows-{by.value}", replace(differs, summed_by=by)

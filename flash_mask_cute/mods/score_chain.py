@@ -40,7 +40,6 @@ class ScoreChain:
     dS must not be made of a P in 16 bits, because others sum it. takes_lines: these warps sum
     between cuts in a block, where others take turns (`SummedBy.TURNS`). even: of the groups whose
     diagonals may all have the same element; ahead: what is known of a block, of each of these.
-    adds_pairs: score_mod adds what does not depend on the score; addends: this, of some columns.
     """
 
     scales: ScoreScales
@@ -65,8 +64,6 @@ class ScoreChain:
     takes_lines: Boolean | None = None
     even: tuple[EvenLines, ...] = ()
     ahead: tuple[Ahead, ...] = ()
-    adds_pairs: cutlass.Constexpr[bool] = False
-    addends: cute.Tensor | None = None
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
         """The chain of a block of listed queries."""
@@ -116,17 +113,12 @@ class ScoreChain:
                 scores[i] = Float32(0.0)
 
     def _apply_each(self, place, scores, first_col, bits, probs, statistics) -> None:
-        addends = self.addends
         for r in range(self.elements.num_rows):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
                 for i in (first, first + 1):
                     c = first_col + i
-                    if addends is None or i >= cute.size(addends, mode=[1]):
-                        score, slope, _ = self._modified(scores[r, i], place(r, c), ())
-                    else:
-                        score = scores[r, i] * self.scales.scale_mod + addends[r, i]
-                        slope = Float32(1.0)
+                    score, slope, _ = self._modified(scores[r, i], place(r, c), ())
                     prob = self._probability(score, statistics, bits, r, c)
                     if ir_analysis.constant(slope) is None:
                         # where nothing counts, the slope may be anything
@@ -135,19 +127,6 @@ class ScoreChain:
                         scores[r, i] = prob * slope
                     pair.append(prob)
                 self.elements.keep_pair(probs, self.dtype, r, first, *pair)
-
-    def with_addends(self, work: Work, head_idx: Int32, m_block: Int32) -> "ScoreChain":
-        """The chain of a block, with what score_mod adds to half of a thread's scores, its first
-        columns, if it adds pairs. Only for work tiles with scores; it may be called while products
-        are in flight."""
-        # registers for more would be spilled
-        cols = self.tiles[0] // self.elements.lanes_per_row // 2
-        found = cute.make_rmem_tensor((self.elements.num_rows, cols), Float32)
-        for c in range(cols):
-            for r in range(self.elements.num_rows):
-                place = self._place(work, head_idx, m_block, r, c)
-                found[r, c] = call_score_mod(self.score_mod, Float32(0.0), *place, self.aux_tensors)
-        return replace(self, addends=found)
 
     def apply_to_both(
         self,

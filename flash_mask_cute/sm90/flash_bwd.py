@@ -151,9 +151,7 @@ class FlashAttentionBackwardSm90:
     :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
         each warpgroup skips what they hide from its keys; requires no mask_mod and unmodified
         scores (`BackwardMask.own_keys`)
-    :param adds_pairs: score_mod adds to the score a number that does not depend on it; half of
-        these are found while S is computed, and the batch entries of a head take turns. Requires no
-        soft cap and no score_mod_bwd
+    :param entries_first: the batch entries of a head take turns (`TileScheduler.entries_first`)
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -190,7 +188,7 @@ class FlashAttentionBackwardSm90:
         shares_tile: bool = False,
         splits_keys: bool = False,
         own_lists: bool = False,
-        adds_pairs: bool = False,
+        entries_first: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -236,7 +234,7 @@ class FlashAttentionBackwardSm90:
                 f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
-        self.adds_pairs = adds_pairs
+        self.entries_first = entries_first
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -337,7 +335,7 @@ class FlashAttentionBackwardSm90:
             1 if const_expr(group_splits is None) else group_splits,
             self.is_causal and not is_short,
         )  # fmt: skip
-        if const_expr(self.adds_pairs):
+        if const_expr(self.entries_first):
             schedule = schedule.by_entries()
         if const_expr(token_lists is not None):
             schedule = schedule.of_items(token_lists.items.shape[1], self.num_sms)
@@ -428,7 +426,7 @@ class FlashAttentionBackwardSm90:
                     traits.num_ctas,
                     channels.claims,
                     claims_first=self.deterministic,
-                    entries_first=self.adds_pairs,
+                    entries_first=self.entries_first,
                 )
                 rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
                     traits.cluster_tile_n

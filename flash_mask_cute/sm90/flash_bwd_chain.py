@@ -62,8 +62,6 @@ def make_chain(
         traits.first_key(),
         Int32(0),
         is_exact=bool(others) and traits.shares_keys,
-        # S and dP are both in flight where columns are few, and leave no registers
-        adds_pairs=kernel.adds_pairs and not (traits.shares_keys or traits.has_few_columns),
     )
     if traits.tells_queries:
         chain = replace(chain, listed=ListedQueries(traits.packed_heads, traits.group_size))

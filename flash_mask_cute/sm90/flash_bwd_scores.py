@@ -192,7 +192,7 @@ class BlockScores:
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return self.chain.by_parts or bool(self.chain.wants_aux) or self.chain.adds_pairs
+        return self.chain.by_parts or bool(self.chain.wants_aux)
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -437,14 +437,12 @@ class BlockScores:
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
-        early = chain.with_addends(*self._place(state)) if chain.adds_pairs else chain
         channels.do.wait_unless(state.peeked.do, state.block)
         if is_early:
             self._issue_dp(acc_dP, state)
         # with a branch in the modification, products in flight would be serialised
         warpgroup.wait_group(1 if is_plain else 0)
-        scores = wgmma.rows_by_cols(acc_S)
-        replace(self, chain=early)._apply(kind, state, scores, statistics)
+        self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
         if not is_early:
             self._issue_dp(acc_dP, state)
         if chain.wants_aux:
@@ -463,13 +461,11 @@ class BlockScores:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
         time: a branch in each part, for sums in memory or by references, keeps the compiler from
         mixing parts, which the registers do not hold."""
-        width = self.traits.tile_m // self.num_parts
+        counts = self.num_parts, len(self.factors.q), len(self.factors.do)
+        width, width_s, width_dp = (self.traits.tile_m // count for count in counts)
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
-        width_s, width_dp = (
-            self.traits.tile_m // len(x) for x in (self.factors.q, self.factors.do)
-        )
         for col in range(0, self.traits.tile_m, width):
             if col % width_s == 0:
                 acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)

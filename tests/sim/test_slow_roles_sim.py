@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import simulated_backward
 import test_append_sim
+import test_aux_gradients_sim as aux_gradients
+import test_aux_order_sim as aux_order
 import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
@@ -204,6 +206,18 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "sums-of-differences": (
         lambda sim: patched(tables.test_backward, sim, *tables.GRID, True),
         (BACKWARD,),
+    ),
+    "gains-of-heads": (
+        lambda sim: aux_gradients.check(sim, Case("gain", 1, 70, 150, 2, 1), "far_gain", (SEED,)),
+        (BACKWARD,),
+    ),
+    "sums-of-diagonals": (
+        lambda sim: aux_order.test_against_oracle(sim, *aux_order.LINE_CASES[2]),
+        (BACKWARD,),
+    ),
+    "entries-in-turn": (
+        lambda sim: patched(shared_sums.test_entries_of_a_head_take_turns, sim, True),
+        (BACKWARD, "sm90.flash_bwd_shared.kernel"),
     ),
     "shared-sums": (
         lambda sim: shared_sums.test_against_oracle(sim, *shared_sums.SHARED_CASES[3]),

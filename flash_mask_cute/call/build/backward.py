@@ -192,7 +192,7 @@ def build_bwd(
     if not backward.splits_keys:
         del tiles["splits_keys"]
     of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
-    of_pairs = {"adds_pairs": True} if problem.adds_pairs else {}
+    of_order = {"entries_first": True} if problem.entries_first else {}
     if problem.token_lists:
         shares_tile = problem.token_lists == SHARED_TILE_N
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
@@ -213,7 +213,7 @@ def build_bwd(
         may_empty_rows=problem.may_empty_rows,
         common_kv=problem.common_kv,
         **of_lists,
-        **of_pairs,
+        **of_order,
         **tiles,
     )
     arguments = fakes(BACKWARD, problem, choice)

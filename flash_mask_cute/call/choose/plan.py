@@ -35,6 +35,7 @@ from flash_mask_cute.call.choose.copies import (
     tma_strides,
 )
 from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choose_tables
+from flash_mask_cute.call.choose.entry_order import with_entry_order
 from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.choose.kept_rows import with_row_bits
@@ -54,7 +55,6 @@ from flash_mask_cute.call.choose.packed import (
     can_pack,
     packs_documents,
 )
-from flash_mask_cute.call.choose.pair_tables import with_pair_tables
 from flash_mask_cute.call.choose.refusals import (
     check_common_kv,
     check_order,
@@ -275,7 +275,7 @@ def plan(
         if shared is not None:
             problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
             chosen = replace(chosen, shared=shared, problem=problem)
-        chosen = replace(chosen, problem=with_pair_tables(chosen.problem, *facts[:2], facts[3]))
+        chosen = replace(chosen, problem=with_entry_order(chosen.problem, *facts[:2], facts[3]))
     if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
     problem = replace(chosen.problem, **tables.problem_fields())

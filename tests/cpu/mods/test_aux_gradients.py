@@ -437,7 +437,8 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
     ("name", "head_dim", "in_order"),
     [("slopes", 64, False), ("slopes", 96, False), ("slopes", 128, False), ("slopes", 128, True),
      ("key_bias", 128, False), ("key_bias", 128, True), ("t5", 128, False), ("t5", 128, True),
-     ("query_gain", 128, False), ("pair", 128, False), ("axial", 128, False),
+     ("query_gain", 128, False), ("far_query_gain", 128, True), ("far_gain", 128, False),
+     ("far_gain", 128, True), ("pair", 128, False), ("axial", 128, False),
      ("gain_and_bias", 128, False), ("gain_and_bias", 256, False)],
 )  # fmt: skip
 def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path) -> None:
@@ -447,6 +448,8 @@ def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path)
         "t5": (("bfloat16", 2),),
         "key_bias": (("float32", 3),),
         "query_gain": (("float16", 2), ("float32", 2)),
+        "far_query_gain": (("float32", 2),),
+        "far_gain": (("float32", 1),),
         "pair": (("bfloat16", 3),),
         "axial": (("float32", 2), ("float32", 2)),
         "gain_and_bias": (("bfloat16", 2), ("float16", 1)),

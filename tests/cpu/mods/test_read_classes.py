@@ -13,6 +13,7 @@ import pytest
 import torch
 from cutlass import Float32, Int32, Int64
 from random_reads import EXTENTS, NUMBERS, SIZE, Draw, RandomRead
+from read_claims import check_diagonals
 from torch import Tensor
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -389,17 +390,6 @@ def check_drawn(seed: int) -> None:
         check_difference(found.difference, index, told)
     if found.is_diagonal:
         check_diagonals(found.cuts, drawn.dense(numbers, (2, 3, 50, 60)), told)
-
-
-def check_diagonals(cuts: Sequence[Cut], index: Tensor, told: str) -> None:
-    """Neighbours along a diagonal have the same index, unless a cut is between them."""
-    rows, cols = (n - 1 for n in index.shape[-2:])
-    q, k = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
-    is_cut = torch.zeros(rows, cols, dtype=torch.bool)
-    for cut in cuts:
-        is_cut |= ((k if cut.of_keys else q) + 1) % cut.size == 0
-    is_same = index[:, :, :-1, :-1] == index[:, :, 1:, 1:]
-    assert (is_same | is_cut).all(), told
 
 
 def check_difference(text: str, index: Tensor, told: str) -> None:

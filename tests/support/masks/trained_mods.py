@@ -84,6 +84,19 @@ def _query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score * aux[-1][h[0], q[0]] + score * aux[-2][b[0], q[0] // 3]
 
 
+def _far_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Of a head. Scores of every other 64 queries are far from 0, so these have references."""
+    from cutlass import Float32
+
+    return score * aux[-1][h[0]] + Float32(q[0] // 64 % 2) * 2048.0
+
+
+def _far_query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    from cutlass import Float32
+
+    return score * aux[-1][h[0], q[0]] + Float32(q[0] // 64 % 2) * 2048.0
+
+
 def _buckets(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Two reads by distance, one of them times a number, the other times a function of scores'
     places; and one of another tensor by key."""
@@ -215,6 +228,16 @@ TRAINED_MODS = {
         lambda score, b, h, q, k, few, gain: score * gain[h][q] + score * few[b][q // 3],
         lambda x: [((x.batch, x.seqlen_q // 3 + 1), FP16), ((x.heads_q, x.seqlen_q), FP32)],
     ),
+    "far_gain": TrainedRecipe(
+        _far_gain,
+        lambda score, b, h, q, k, gain: score * gain[h] + (q // 64 % 2) * 2048.0,
+        lambda x: [((x.heads_q,), FP32)],
+    ),
+    "far_query_gain": TrainedRecipe(
+        _far_query_gain,
+        lambda score, b, h, q, k, gain: score * gain[h][q] + (q // 64 % 2) * 2048.0,
+        lambda x: [((x.heads_q, x.seqlen_q), FP32)],
+    ),
     "buckets": TrainedRecipe(
         _buckets,
         lambda score, b, h, q, k, table, keys: (
@@ -314,6 +337,11 @@ ORDERED_CASES = (
 
 # Of reads by query, by distance and by places: lines that begin and end in a tile, at its edges and
 # at those of sequences; parts of tiles; wide heads, blocks of 128 queries, positions from q_start.
+# Scores that fp32 rounds by more than its tests allow.
+FAR_CASES = (
+    (Case("far-gain", 1, 200, 150, 2, 1), "far_gain"),
+    (Case("far-query-gain", 1, 140, 200, 1, 1, causal=True), "far_query_gain"),
+)
 LINE_CASES = (
     (Case("query-gain-gqa2", 2, 130, 200, 4, 2, head_dim=64, causal=True), "query_gain"),
     (

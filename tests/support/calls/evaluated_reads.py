@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
-from derived import fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from flash_mask_cute.call.choose.difference_tables import most_difference
@@ -23,7 +23,7 @@ from flash_mask_cute.mods.read_classes import DifferenceRead, Factor, ModReads
 from flash_mask_cute.mods.traits import difference_reads, find_reads
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
-from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 
 # batch, heads, queries, keys: of several cuts
 EXTENTS = 2, 3, 44, 46
@@ -65,6 +65,17 @@ class EvaluatedReads(NamedTuple):
     differences: list[EvaluatedDifference]
 
 
+def fake_tensor(tensor: Tensor) -> Any:
+    dtype = getattr(cutlass, CUTLASS_NAMES[dtype_name(tensor.dtype)])
+    return make_fake_tensor(
+        dtype,
+        tuple(cute.sym_int() for _ in tensor.shape),
+        tuple(cute.sym_int64() for _ in tensor.shape),
+        memspace=cutlass.AddressSpace.generic,
+        assumed_align=dtype.width // 8,
+    )
+
+
 def evaluate_reads(
     score_mod: Any, aux_tensors: Sequence[Tensor], wants: Sequence[int]
 ) -> EvaluatedReads:
@@ -85,7 +96,7 @@ def evaluate_reads(
         torch.zeros((batch, heads, 2 * most + 1, width - 1), dtype=torch.int32)
         for most, width in zip(reads.values(), of_reads, strict=True)
     ]
-    places = torch.arange(max(EXTENTS), dtype=torch.int32)
+    places = torch.arange(max(2 * MOST + 1, *EXTENTS), dtype=torch.int32)
     tensors = SCORES, places, ints, floats
     lists = [tuple(x) or None for x in (aux_tensors, tables)]
     with compile_lock():
@@ -128,7 +139,8 @@ def _evaluate_all(
     aux_tensors: Any,
     tables: Any,
 ) -> None:
-    """places: 0, 1, 2 and so on, read, as kernels find places by other than counting."""
+    """places: 0, 1, 2 and so on, because what a loop counts may be divided wrongly
+    (docs/facts/compiler.md#the-dsl)."""
     batch, heads, rows, cols = EXTENTS
     at = Int32(0)
     for s in range(cute.size(scores)):
@@ -144,7 +156,7 @@ def _evaluate_all(
         for b in range(batch):
             for h in range(heads):
                 for d in range(tables[i].shape[2]):
-                    number = places[b], places[h], d - tables[i].shape[2] // 2
+                    number = places[b], places[h], places[d] - tables[i].shape[2] // 2
                     arguments = score_mod, reads[i], *number, aux_tensors
                     found = coordinates_of_difference(*arguments)
                     for c in cutlass.range_constexpr(len(found)):
