@@ -23,7 +23,7 @@ from flash_mask_cute.call.build.backward import (
     build_zero_padding,
 )
 from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
-from flash_mask_cute.call.build.shared_sums import build_shared_sums
+from flash_mask_cute.call.build.shared_sums import build_shared_sums, build_short
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdWalkFacts,
@@ -32,7 +32,7 @@ from flash_mask_cute.call.choose.config import (
     select_fwd_config,
 )
 from flash_mask_cute.call.choose.difference_tables import DifferenceTables
-from flash_mask_cute.call.choose.shared_sums import SharedSums
+from flash_mask_cute.call.choose.shared_sums import SharedSums, ShortTile
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.core.shares import BY_SLOTS
@@ -65,6 +65,14 @@ def adds_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> A
     return score + aux_tensors[0][h[0], k[0]]
 
 
+def multiplies(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return score * aux_tensors[0][h[0], 0]
+
+
+def multiplies_queries(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    return score * aux_tensors[0][h[0], q[0]]
+
+
 def adds_pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
     return score + aux_tensors[0][h[0], q[0], k[0]]
 
@@ -73,6 +81,13 @@ def adds_rows(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> A
     """Of the distance in the columns of a grid."""
     distance = (q[0] - q[0] // 90 * 90) - (k[0] - k[0] // 90 * 90)
     return score + aux_tensors[0][h[0], abs(distance)]
+
+
+def adds_near(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    """Of a distance, one element for all that are farther."""
+    import cutlass
+
+    return score + aux_tensors[0][h[0], cutlass.min(abs(q[0] - k[0]), 128)]
 
 
 @dataclass(frozen=True)
@@ -239,6 +254,11 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         own = _variant(d, own_lists=True, **lists)
         yield f"d{d}-own_lists", replace(own, block_size=(64, 64))
+    for d, dtype in ((32, "float32"), (64, "bfloat16")):
+        # a table for all batch entries, and a mask of keys
+        fields = {"row_bits": 32 if dtype == "float32" else 16, "reads_mask_bits": True}
+        mods = Mods(score_mod=adds_pairs)
+        yield f"d{d}-kept_rows", _variant(d, mods, aux=((dtype, 3),), **fields)
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
@@ -311,6 +331,11 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
+        yield f"bwd-d{d}-learned_near", _backward(_variant(d, Mods(score_mod=adds_near)), **learned)
+    for kind, mod in (("heads", multiplies), ("queries", multiplies_queries)):
+        yield f"bwd-d128-gains_of_{kind}", _backward(_variant(128, Mods(score_mod=mod)), **learned)
+    pairs = _variant(128, Mods(score_mod=adds_pairs), aux=(("float32", 3),), entries_first=True)
+    yield "bwd-d128-entries_first", _backward(pairs)
     for by in (SummedBy.TURNS, SummedBy.MASKS):
         differs = _backward(_variant(128, Mods(score_mod=adds_rows)), **learned)
         yield f"bwd-d128-learned_rows-{by.value}", replace(differs, summed_by=by)
@@ -414,6 +439,13 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for d, reads_mask_bits in ((32, True), (128, False)):
         yield f"bwd_shared-d{d}", PreparingVariant(partial(_shared_sums, d, reads_mask_bits))
+    for name, d, mods, tile in (
+        ("64", 64, NO_MODS, ShortTile(64, 64)),
+        ("128", 128, NO_MODS, ShortTile(128, 128)),
+        ("windows", 32, Mods(score_mod=adds_rows), ShortTile(144, 144)),
+        ("keys", 32, Mods(score_mod=adds_rows), ShortTile(384, 64, True)),
+    ):
+        yield f"bwd_short-{name}", PreparingVariant(partial(_short, d, mods, tile))
     for form in get_args(Form):
         for side, tiles in (
             ("query", BitTiles.for_forward(128, 128)),
@@ -441,6 +473,23 @@ def _shared_sums(d: int, reads_mask_bits: bool, target: Target) -> Compiled:
         kernel=arch_spec(target).backward,
     )
     return build_shared_sums(adds_pairs, problem, choice, SharedSums((0,), 1, (0,)), target)
+
+
+def _short(d: int, mods: Mods, tile: ShortTile, target: Target) -> Compiled:
+    """With the gradients of a table, if there is a score_mod."""
+    aux = () if mods.score_mod is None else (("float32", 2),)
+    problem = _backward(_variant(d, mods, aux=aux)).problem
+    problem = replace(problem, score_mod=mods.score_mod and "")
+    choice = select_bwd_config(
+        *(d, d, problem.tuning_class),
+        seqlen_k=64,
+        modifier=problem.score_modifier,
+        kernel=arch_spec(target).backward,
+    )
+    numbers = (0,) if aux else ()
+    return build_short(
+        mods.score_mod, problem, choice, SharedSums(numbers, 1, (), (), tile), target
+    )
 
 
 def _store(problem: MaskBitsProblem, target: Target) -> Compiled:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from dense_check import attend, check, pick_device
 
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute import flash_attn_func
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -45,8 +45,7 @@ def main() -> None:
     k = torch.randn(batch, seqlen_k, heads_kv, d, dtype=torch.bfloat16, device=device)
     v = torch.randn_like(k)
 
-    out, lse = _flash_attn_fwd(q, k, v, causal=True)
-    assert lse is not None  # it is on request: return_lse=True, the default
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
 
     # the last query sits at the last key: the first one sees seqlen_k - seqlen_q + 1 keys already
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
@@ -59,7 +58,7 @@ def main() -> None:
     if not lse_error <= 1e-3:
         raise SystemExit("01_causal: wrong result (lse)")
 
-    warm = milliseconds(lambda: _flash_attn_fwd(q, k, v, causal=True), device, 100 if on_gpu else 3)
+    warm = milliseconds(lambda: flash_attn_func(q, k, v, causal=True), device, 100 if on_gpu else 3)
     print(f"time of a warm call  {warm:.3f} ms")
 
 

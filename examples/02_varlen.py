@@ -16,7 +16,7 @@ import torch
 from dense_check import attend, compare, pick_device
 from torch import Tensor
 
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute import flash_attn_varlen_func
 
 LENGTHS_GPU = (1, 4000, 129, 2048, 511, 7, 1496)
 LENGTHS_CPU = (1, 400, 129, 63)
@@ -43,18 +43,17 @@ def main() -> None:
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
 
     def forward() -> Tensor:
-        out, _ = _flash_attn_fwd(
+        return flash_attn_varlen_func(
             q,
             k,
             v,
-            causal=True,
-            window_size_left=window,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
             max_seqlen_q=max(lengths),
             max_seqlen_k=max(lengths),
+            causal=True,
+            window_size=(window, None),
         )
-        return out
 
     out = forward()
     exact, eager = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)

@@ -14,8 +14,7 @@ import torch
 from dense_check import check, pick_device
 from torch import Tensor
 
-from flash_mask_cute import ColumnMask, builders
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute import ColumnMask, builders, flash_attn_func
 
 # tokens of [question, answer, answer, ...] of each document
 DOCUMENTS_GPU = [[700, 300, 205], [100, 60, 61, 62, 1], [900, 511, 1000, 196]]
@@ -68,14 +67,14 @@ def main() -> None:
     print(f"the mask takes {num_bytes} bytes, as a dense bool tensor {visible.numel()}")
 
     # one object for all layers: what is known about its blocks of keys is computed once
-    out, _ = _flash_attn_fwd(q, k, v, startend_row_indices=mask)
+    out = flash_attn_func(q, k, v, startend_row_indices=mask)
     check("03_column_intervals", "built by name", out, q, k, v, visible)
 
     indices = hidden_from_row(documents).to(device)
-    out, _ = _flash_attn_fwd(q, k, v, startend_row_indices=ColumnMask(indices, causal=True))
+    out = flash_attn_func(q, k, v, startend_row_indices=ColumnMask(indices, causal=True))
     check("03_column_intervals", "written by hand", out, q, k, v, visible)
 
-    out, _ = _flash_attn_fwd(q, k, v, startend_row_indices=mask, window_size_left=window)
+    out = flash_attn_func(q, k, v, startend_row_indices=mask, window_size=(window, None))
     row = torch.arange(seqlen, device=device)
     in_window = row >= row[:, None] - window
     check("03_column_intervals", f"and a window of {window}", out, q, k, v, visible & in_window)

@@ -15,8 +15,7 @@ import torch
 from dense_check import check, pick_device
 from torch import Tensor
 
-from flash_mask_cute import BlockSparseTensorsTorch
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
 
 BLOCK = 64  # not the kernel's tile: the library fits one to the other
 
@@ -59,10 +58,10 @@ def main() -> None:
 
     visible = blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
     visible = visible[:, :, :seqlen, :seqlen]
-    out, _ = _flash_attn_fwd(q, k, v, block_sparse_tensors_torch=lists)
+    out = flash_attn_func(q, k, v, block_sparse_tensors=lists)
     check("04_block_sparse", "block lists", out, q, k, v, visible)
 
-    out, _ = _flash_attn_fwd(q, k, v, block_sparse_tensors_torch=lists, causal=True)
+    out = flash_attn_func(q, k, v, block_sparse_tensors=lists, causal=True)
     check("04_block_sparse", "block lists and causal", out, q, k, v, visible.tril())
 
 

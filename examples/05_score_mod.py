@@ -18,7 +18,7 @@ import cutlass.cute as cute
 import torch
 from dense_check import check, pick_device
 
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute import flash_attn_func
 from flash_mask_cute.utils import scalar_to_ssa
 
 
@@ -74,17 +74,17 @@ def main() -> None:
 
     head = torch.arange(1, heads_q + 1, device=device)
     slopes = torch.exp2(head * (-8.0 / heads_q)).view(-1, 1, 1)
-    out, _ = _flash_attn_fwd(q, k, v, causal=True, score_mod=make_alibi(heads_q))
+    out = flash_attn_func(q, k, v, causal=True, score_mod=make_alibi(heads_q))
     check("05_score_mod", "ALiBi", out, q, k, v, causal, bias=-slopes * distance)
 
     for reach in (128, 40):
         table = torch.randn(heads_q, reach, device=device)
         bias = table[:, distance.clamp(max=reach - 1)]
-        out, _ = _flash_attn_fwd(q, k, v, causal=True, score_mod=relative_bias, aux_tensors=[table])
+        out = flash_attn_func(q, k, v, causal=True, score_mod=relative_bias, aux_tensors=[table])
         check("05_score_mod", f"relative bias, {reach} distances", out, q, k, v, causal, bias)
 
     # a score_mod sees scores that are scaled and soft-capped already
-    out, _ = _flash_attn_fwd(
+    out = flash_attn_func(
         q, k, v, causal=True, softcap=5.0, score_mod=relative_bias, aux_tensors=[table]
     )
     check("05_score_mod", "relative bias after a soft cap", out, q, k, v, causal, bias, softcap=5.0)

@@ -16,8 +16,7 @@ import cutlass.cute as cute
 import torch
 from dense_check import check, pick_device
 
-from flash_mask_cute import BlockSparseTensorsTorch, create_block_mask
-from flash_mask_cute.interface import _flash_attn_fwd
+from flash_mask_cute import BlockSparseTensorsTorch, create_block_mask, flash_attn_func
 from flash_mask_cute.utils import scalar_to_ssa
 
 
@@ -61,8 +60,8 @@ def main() -> None:
         lists = create_block_mask(
             prefix_lm, 2, None, seqlen, seqlen, device=device, aux_tensors=[prefix]
         )
-        out, _ = _flash_attn_fwd(
-            q, k, v, mask_mod=prefix_lm, aux_tensors=[prefix], block_sparse_tensors_torch=lists
+        out = flash_attn_func(
+            q, k, v, mask_mod=prefix_lm, aux_tensors=[prefix], block_sparse_tensors=lists
         )
         visible = (row <= row[:, None]) | (row < prefix.view(2, 1, 1, 1))
         print(f"prefixes of {lengths} tokens of {seqlen}: {count_blocks(lists)}")

@@ -4,8 +4,8 @@ The exit code is 0 if a call works here, and 1 if a package is missing or a resu
 
 `python -m flash_mask_cute hub DIR` writes the folder of a hub kernel (`integrations/hub.py`)
 instead. The exit code is then 0, or 1 with a line on stderr.
-`python -m flash_mask_cute plan` is of `parallel/command.py`. For other arguments the exit code
-is 2.
+`python -m flash_mask_cute plan` is of `parallel/command.py`. `--help` prints this text. For other
+arguments the exit code is 2.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     match arguments:
         case []:
             return tell()
+        case ["--help" | "-h"]:
+            sys.stdout.write(__doc__ or USAGE)
+            return 0
         case ["hub", directory]:
             return write_hub(directory)
         case ["plan", *options]:

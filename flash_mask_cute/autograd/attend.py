@@ -117,8 +117,8 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
 
 
 def _is_plain_forward(call: AttentionCall) -> bool:
-    """Whether a call without masks is a forward of q, k and v alone, all plain: what follows in
-    `attend` would change nothing, and takes time."""
+    """Whether a call without masks is a forward of q, k and v alone, all plain. Then the rest of
+    `attend` would change nothing, and take time."""
     if torch.compiler.is_compiling():
         return False
     x = call.tensors
@@ -345,7 +345,7 @@ class PlannedMasks:
 
 
 def _is_forward_alone(tensors: Tensors, aux_tensors: Sequence[Tensor] | None) -> bool:
-    """Whether there is nothing to record, to cast or to hand to anyone else."""
+    """Whether autograd records nothing, autocast casts nothing, and no mode intercepts the call."""
     q, k, v = tensors.q, tensors.k, tensors.v
     if not type(q) is type(k) is type(v) is Tensor:
         return False

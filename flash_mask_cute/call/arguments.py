@@ -23,7 +23,7 @@ class Direction(Enum):
 
 
 class Lengths(NamedTuple):
-    """Where the sequences of a call lie, and what they have in use; None: not there.
+    """Where the sequences of a call begin, and how many of their rows are in use; None: not given.
 
     q_starts: the argument q_start, if that is a tensor (`QStart`).
     """
@@ -36,16 +36,16 @@ class Lengths(NamedTuple):
     q_starts: Tensor | None = None
 
     def of_sequences(self) -> tuple[Tensor | None, ...]:
-        """Those by which sequences have other lengths than q, k and v, or may."""
+        """Those by which sequences may have other lengths than q, k and v."""
         return self[:_NUM_OF_SEQUENCES]
 
 
-# those are the first ones
+# the fields of `of_sequences` are the first ones
 _NUM_OF_SEQUENCES = Lengths._fields.index("q_starts")
 
 
 class OptionalTensors(NamedTuple):
-    """Tensors of a forward that few calls have; None: not there.
+    """Tensors of a forward that few calls have; None: not given.
 
     A field here is all that carries such a tensor from a public function to the kernels, the CPU
     path and torch's operators: keys, problems, launches and the names of the kernels' parameters
@@ -79,7 +79,7 @@ class Gradients(NamedTuple):
     daux: Sequence[Tensor | None] | None = None
 
 
-# of which the key of a call needs no look at the fields
+# shared, so that an `is` tells a call that has none of them
 NO_LENGTHS, NO_OPTIONAL, NO_GRADIENTS = Lengths(), OptionalTensors(), Gradients()
 
 
@@ -104,7 +104,7 @@ def optional_of(given: Iterable[Tensor | None]) -> OptionalTensors:
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call of either direction, without those of its masks; None: not there.
+    """The tensors of a call of either direction, without those of its masks; None: not given.
 
     out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
     max_scores: an output of a forward, written only if given.
@@ -163,7 +163,8 @@ _BUNDLES = "lengths", "optional", "gradients"
 
 
 class Masks(NamedTuple):
-    """Masks beyond causal and window, and arguments that change scores."""
+    """The masks of a call but causal and window, and what changes scores, named as arguments of the
+    host calls."""
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -223,15 +224,16 @@ class Options(NamedTuple):
     is_recorded: bool = False
 
     def recorded(self) -> Options:
-        """As autograd records them, with LSE. If the library chooses the number of splits, it is
-        one pass, of whose bits the backward is the derivative; sums cut at keys are cut at the same
-        keys."""
+        """The options as autograd records them. LSE is wanted. If the library chooses the number of
+        splits, it is one pass, so that the backward is the derivative of its bits. Sums that are
+        cut at keys are cut at the same keys."""
         number, keys, pack_gqa, _, config, _ = self[_SHARED:]
         number = number or (1 if keys is None else 0)
         return made(Options, (*self[:_SHARED], number, keys, pack_gqa, True, config, True))
 
     def of_backward(self) -> Options:
-        """Those of the backward of this forward: what only a forward heeds has its default."""
+        """Those of the backward of this forward: options of the forward alone have their
+        defaults."""
         return made(Options, self[:_SHARED] + NO_OPTIONS[_SHARED:])
 
 
@@ -240,7 +242,7 @@ _SHARED = Options._fields.index("num_splits")
 
 
 class BackwardOptions(NamedTuple):
-    """Arguments that only the backward of a call heeds. config: as in `Options`, a `BwdConfig`."""
+    """Options of the backward alone. config: as in `Options`, but a `BwdConfig`."""
 
     score_mod_bwd: Callable[..., Any] | None = None
     deterministic: bool = False
@@ -253,7 +255,7 @@ NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 def backward_options_of(
     score_mod_bwd: Callable[..., Any] | None, deterministic: bool, config: Any
 ) -> BackwardOptions:
-    """What a call says of its backward, which is always the same object if it says nothing."""
+    """The options of a call's backward, always the same object if all have their defaults."""
     if score_mod_bwd is None and deterministic is False and config is None:
         return NO_BACKWARD_OPTIONS
     return BackwardOptions(score_mod_bwd, deterministic, config)

@@ -79,8 +79,7 @@ def has_callables(key: tuple[Any, ...]) -> bool:
     return of_masks is not None and not (of_masks[0] is of_masks[1] is None)
 
 
-# Each call asks, and looking the names up takes nearly as long as the answers. A torch without CUDA
-# has some of them not.
+# bound here, because looking the name up in each call takes nearly as long as the answer
 in_transform = torch._C._are_functorch_transforms_active
 
 
@@ -102,11 +101,11 @@ def find_fwd(
     try:
         tensors, masks, options, _, _ = call
         q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = tensors
-        # the first question is the cheaper one
+        # types first, because `are_plain` takes longer
         if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
             return None, None
         address: int = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        # their addresses, if some are the caller's outputs
+        # addresses of all tensors, if some are outputs of the caller
         starts: Any = None
         if not (out is lse is lse_low is max_scores is None):
             start = 0 if out is None else out.data_ptr()
@@ -114,7 +113,7 @@ def find_fwd(
                 # to be refused, however a call with the same metadata went
                 return None, None
             starts = q.data_ptr(), k.data_ptr(), v.data_ptr(), start
-            # the key has which of them are given
+            # which of these are given is part of the key
             is_alone = lse is lse_low is max_scores is sink is None
             if not (is_alone and lengths is NO_LENGTHS and optional is NO_OPTIONAL):
                 others: Any = lse, lse_low, max_scores, sink, *optional, *lengths
@@ -147,8 +146,8 @@ def find_fwd(
 
 
 def metadata(tensor: Tensor) -> tuple[Any, ...]:
-    """Metadata of an argument other than q. q shows that the call is on CUDA, like every call whose
-    launch is kept. If another device has the same index as the GPU, the kernel refuses it."""
+    """Metadata of an argument other than q. The device's index suffices, because calls are kept on
+    CUDA only, as q shows. A kernel refuses another kind of device with the same index."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
@@ -195,7 +194,7 @@ def find_bwd(prepared: Mapping[Any, Any], call: AttentionCall) -> tuple[Any, Any
         ) or in_transform():  # fmt: skip
             return None, None
         if dlse is not None:
-            # the vmap of autograd is no transform of functorch; its batches have no address
+            # raises for a batch of autograd's vmap, which is no transform of functorch
             dlse.data_ptr()
         starts: Any = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
         address = starts[0] | starts[1] | starts[2] | starts[3] | starts[4]

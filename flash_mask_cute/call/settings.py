@@ -21,7 +21,7 @@ class FwdConfig:
     cta_pair: on Blackwell, two CTAs with adjacent query tiles walk over the keys together.
     polynomial: on Blackwell, how many of 128 exponentials are computed by a polynomial on the
     multiply-add pipes: a multiple of 4 up to 64, or 0.
-    skip_blocks: skip hidden key blocks, and skip the masking of blocks that no mask edge cuts.
+    skip_blocks: skip hidden key blocks, and the masking of full ones.
     False visits and masks every block, with the same result as one pass, bit for bit.
 
     Raises:

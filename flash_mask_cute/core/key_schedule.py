@@ -13,6 +13,8 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
 # walks are as long as the sequence, and if masks may make them shorter
 BLOCKS_APART, BLOCKS_APART_SHORT = 3, 8
+# batch entries whose work tiles are handed out together, if they read the same table
+ENTRIES_TOGETHER = 8
 
 
 class KeySchedule(NamedTuple):
@@ -21,6 +23,14 @@ class KeySchedule(NamedTuple):
     params: ScheduleParams
     group: Int32
     grid: Int32
+
+    def by_entries(self) -> "KeySchedule":
+        """The schedule where the batch entries of a head take turns, a few at a time
+        (`TileScheduler.entries_first`)."""
+        params = self.params
+        together = cutlass.min(params.num_batch, Int32(ENTRIES_TOGETHER))
+        together = cutlass.max(params.heads_per_group, together)
+        return self._replace(params=params._replace(heads_per_group=together))
 
     def of_items(self, num_items: Int32, num_groups: int) -> "KeySchedule":
         """The schedule where items are work tiles (`core/token_lists.py`), at most num_items of

@@ -72,7 +72,7 @@ class BwdOperands(NamedTuple):
                 if of_query == listed[1]:
                     view, box = tma.head_rows(tensor, side[0]), ((of_query, 1), d)
                 else:
-                    view, box = tma.group_rows(tensor, side[0], listed[1]), ((of_query, 1, 1), d)
+                    view, box = tma.group_rows(tensor, listed[1]), ((of_query, 1, 1), d)
                 in_box = tma.rows_of_stage(tma.one_stage(layout), of_query)
             else:
                 view, box = tma.sequence_rows(tensor, *side), ((1, rows), d)

@@ -90,9 +90,9 @@ def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     return cute.group_modes(view, 0, 2)
 
 
-def group_rows(tensor: cute.Tensor, is_packed: bool, group: int) -> cute.Tensor:
-    """View (batch, row, head, d), or (row, head, d) if sequences are packed, by heads of a group,
-    of `group` neighbours: what is behind the last one is of no other group.
+def group_rows(tensor: cute.Tensor, group: int) -> cute.Tensor:
+    """View (batch, row, head, d), or (row, head, d) if sequences are packed, by groups of `group`
+    neighbouring heads, so that what is behind the last head of a group is of no other group.
 
     Returns ((head of a group, row, group), d, batch), or ((head of a group, row, group), d).
     """

@@ -30,6 +30,7 @@ from flash_mask_cute.lowering.values import (
     in_dtype,
     low_of_greatest,
     low_of_least,
+    low_of_product,
     low_of_sum,
     no_low,
     unknown,
@@ -200,7 +201,7 @@ def _arithmetic(
 
 RULES["add"] = _arithmetic("+", low_of_sum, high_of_sum)
 RULES["sub"] = _arithmetic("-", no_low)
-RULES["mul"] = _arithmetic("*", zero_if_both)
+RULES["mul"] = _arithmetic("*", low_of_product)
 
 
 @rule("rsub")

@@ -225,7 +225,7 @@ def _as_tensors(indices: Any) -> Any:
 
 def _explained(mod: Callable[..., Any], error: Exception) -> NotImplementedError:
     text = str(error)
-    line = _line_of(mod, error)
+    line = _line_of(error)
     kind = type(error).__name__
     for sign, hint in _HINTS:
         if sign in text or sign in kind:
@@ -234,7 +234,7 @@ def _explained(mod: Callable[..., Any], error: Exception) -> NotImplementedError
     return NotLowerable(f"{name_of(mod)} cannot be traced{line}: {kind}: {first}")
 
 
-def _line_of(mod: Callable[..., Any], error: Exception) -> str:
+def _line_of(error: Exception) -> str:
     """The last line of the caller's own code that was reached."""
     frames = [
         frame

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 LARGEST_CLAIM = 1 << 20
+# Larger numbers in products and sums of indices are no strides and no extents: they let results
+# wrap, as in a hash.
+MOST_STRIDE, MOST_OFFSET = 1 << 16, 1 << 30
 MAX_ELEMENTS = 256
 """Of a captured tensor that a mod reads at once, and of what it computes of them."""
 
@@ -271,7 +274,9 @@ class Number:
 
 
 def low_of_sum(x: Element, y: Element) -> float | None:
-    return None if x.low is None or y.low is None else x.low + y.low
+    if x.low is None or y.low is None or x.low + y.low > MOST_OFFSET:
+        return None
+    return x.low + y.low
 
 
 def high_of_sum(x: Element, y: Element) -> float | None:
@@ -296,6 +301,12 @@ def low_of_greatest(x: Element, y: Element) -> float | None:
 
 def zero_if_both(x: Element, y: Element) -> float | None:
     return 0 if x.is_nonneg and y.is_nonneg else None
+
+
+def low_of_product(x: Element, y: Element) -> float | None:
+    """Of two factors that are not known, nothing: the product may wrap."""
+    factor = next((z.constant for z in (x, y) if z.constant is not None), None)
+    return zero_if_both(x, y) if factor is not None and factor <= MOST_STRIDE else None
 
 
 def zero_if_either(x: Element, y: Element) -> float | None:

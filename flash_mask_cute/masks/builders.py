@@ -3,12 +3,12 @@ block diffusion, and conversions.
 
 Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense` and
 `from_mask_mod`). The mask is for self-attention over `seqlen` tokens, and records that
-(`ColumnMask.seqlen_q`). A mask of `from_dense` is for the queries of the dense mask, and one of
-`from_mask_mod` for as many as it is told; one of `key_padding` is for any number of queries.
-`draft_tree` is for decoding and returns a `DraftTree` (`masks/draft_tree.py`). Each
-docstring says which query q sees which key k, and which form stores that. This form has the fewest
-vectors whose minimum and maximum over a block of keys decide whether the block is empty or full.
-`docs/mask_gallery.md` shows the masks.
+(`ColumnMask.seqlen_q`). A mask of `from_dense` is for the queries of the dense mask, one of
+`from_mask_mod` for as many as it is told, and one of `key_padding` for any number of queries.
+`draft_tree` is for decoding and returns a `DraftTree`. Each docstring says which query q sees which
+key k, which form stores that, and shows the rows of a small mask. The form has the fewest vectors
+whose minimum and maximum over a block of keys decide whether the block is empty or full.
+docs/mask_gallery.md shows the masks.
 
 Document lengths are lists of ints, or [[...], ...] for a batch with different documents. They may
 also be an integer tensor (documents,) or (batch, documents); the mask is then on its device,
@@ -46,7 +46,7 @@ from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 from flash_mask_cute.masks.draft_tree import DraftTree as DraftTree
 from flash_mask_cute.masks.draft_tree import draft_tree as draft_tree
 from flash_mask_cute.masks.mask_mods import from_mask_mod as from_mask_mod
-from flash_mask_cute.masks.runs import MAX_INT32, HiddenRuns, fit_vectors
+from flash_mask_cute.masks.runs import MAX_INT32, dense_runs, fit_vectors
 from flash_mask_cute.masks.tree_order import check_depth_first, checked_trees, last_descendants
 
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -54,7 +54,12 @@ PartLengths: TypeAlias = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[in
 
 
 def full(seqlen: int, *, device: Device = None) -> ColumnMask:
-    """Every query sees every key. Not causal, 2 vectors."""
+    """Every query sees every key. Not causal, 2 vectors.
+
+    Example:
+        >>> builders.full(2).dense(2)[0, 0].int().tolist()
+        [[1, 1], [1, 1]]
+    """
     check_int("seqlen", seqlen)
     indices = torch.zeros((1, 1, seqlen, 2), dtype=torch.int32, device=device)
     indices[..., 0] = seqlen
@@ -62,14 +67,24 @@ def full(seqlen: int, *, device: Device = None) -> ColumnMask:
 
 
 def causal(seqlen: int, *, device: Device = None) -> ColumnMask:
-    """k <= q. Causal, 1 vector."""
+    """k <= q. Causal, 1 vector.
+
+    Example:
+        >>> builders.causal(3).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
     check_int("seqlen", seqlen)
     indices = torch.full((1, 1, seqlen, 1), seqlen, dtype=torch.int32, device=device)
     return _self_attention(indices, causal=True)
 
 
 def sliding_window(seqlen: int, window: int, *, device: Device = None) -> ColumnMask:
-    """q - window <= k <= q: the query's own key and `window` before it. Causal, 1 vector."""
+    """q - window <= k <= q: the query's own key and `window` before it. Causal, 1 vector.
+
+    Example:
+        >>> builders.sliding_window(4, 1).dense(4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
     check_int("seqlen", seqlen)
     check_int("window", window)
     return _self_attention(_window_end(seqlen, window, device)[None, None, :, None], causal=True)
@@ -79,6 +94,10 @@ def sink_window(seqlen: int, sinks: int, window: int, *, device: Device = None) 
     """k <= q, and (k < sinks or q - window <= k): a causal window that keeps the first keys.
 
     Attention sinks (Xiao et al. 2023). Causal, 1 vector.
+
+    Example:
+        >>> builders.sink_window(4, 1, 1).dense(4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
     check_int("seqlen", seqlen)
     check_int("sinks", sinks)
@@ -96,6 +115,10 @@ def global_sliding_window(
     Global tokens see all tokens, and all tokens see them. Not causal, 4 vectors: the range of
     earlier queries that do not see a key starts after the global tokens, which two vectors cannot
     express.
+
+    Example:
+        >>> builders.global_sliding_window(4, 1, 1).dense(4)[0, 0].int().tolist()
+        [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]
     """
     check_int("seqlen", seqlen)
     check_int("global_tokens", global_tokens)
@@ -111,7 +134,12 @@ def global_sliding_window(
 
 
 def prefix_lm_causal(seqlen: int, prefix: int, *, device: Device = None) -> ColumnMask:
-    """k <= q or k < prefix: all queries see the prefix. Not causal, 2 vectors."""
+    """k <= q or k < prefix: all queries see the prefix. Not causal, 2 vectors.
+
+    Example:
+        >>> builders.prefix_lm_causal(3, 2).dense(3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
     check_int("seqlen", seqlen)
     check_int("prefix", prefix)
     indices = torch.full((1, 1, seqlen, 2), seqlen, dtype=torch.int32, device=device)
@@ -123,13 +151,23 @@ def prefix_lm_causal(seqlen: int, prefix: int, *, device: Device = None) -> Colu
 def causal_document(
     lengths: Lengths, seqlen: int | None = None, *, device: Device = None
 ) -> ColumnMask:
-    """k <= q, both in the same document. Causal, 1 vector."""
+    """k <= q, both in the same document. Causal, 1 vector.
+
+    Example:
+        >>> builders.causal_document([2, 1]).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     return _causal_segments(_ends(sizes, seqlen), seqlen, device)
 
 
 def document(lengths: Lengths, seqlen: int | None = None, *, device: Device = None) -> ColumnMask:
-    """Query and key in the same document. Not causal, 2 vectors."""
+    """Query and key in the same document. Not causal, 2 vectors.
+
+    Example:
+        >>> builders.document([2, 1]).dense(3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     return _full_segments(_ends(sizes, seqlen), seqlen, device)
 
@@ -141,6 +179,10 @@ def prefix_lm_document(
 
     prefixes: tokens of each prefix, one number for each document; a prefix longer than its document
     covers the whole document.
+
+    Example:
+        >>> builders.prefix_lm_document([3, 1], [2, 0]).dense(4)[0, 0].int().tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
     """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     prefix_sizes, _, _ = sizes_of("prefixes", prefixes, seqlen, device, depth=1, adds_up=False)
@@ -172,6 +214,10 @@ def share_question(
     Answers to one question do not see each other (reward models, DPO). lengths: for each document
     [question, answer, answer, ...]; a tensor is (documents, parts) or (batch, documents, parts),
     padded at the end with zeros. Causal, 1 vector.
+
+    Example:
+        >>> builders.share_question([[1, 1, 1]]).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=2)
     ends = _ends(sizes.flatten(1), seqlen)
@@ -189,6 +235,10 @@ def causal_blockwise(
     In-context learning (Bertsch et al. 2024): demonstrations see their own block; the test example
     at the end sees everything. Tokens past the last length belong to the test example. Causal, 2
     vectors.
+
+    Example:
+        >>> builders.causal_blockwise([1, 1, 1]).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
     """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     before_last = _ends(sizes, seqlen)[:, :-1]
@@ -207,6 +257,10 @@ def qk_sparse(
 
     dropped: (start, length) of each range, ascending, not overlapping. Tokens of a range still see
     the keys before it, and later queries see them. Causal, 2 vectors.
+
+    Example:
+        >>> builders.qk_sparse(4, [(1, 2)]).dense(4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     """
     check_int("seqlen", seqlen)
     if not is_list(dropped):
@@ -246,6 +300,10 @@ def random_eviction(
     Once the cache is full, each query stores its own key in place of a uniformly drawn key, and no
     later query sees the replaced key. So q sees min(q + 1, cache_size) keys. Keys are drawn anew
     for each batch entry and head. Causal, 1 vector.
+
+    Example:
+        >>> builders.random_eviction(4, 2).dense(4)[0, 0].sum(-1).tolist()
+        [1, 2, 2, 2]
     """
     check_int("seqlen", seqlen)
     check_int("cache_size", cache_size, at_least=1)
@@ -280,6 +338,10 @@ def prefix_tree(
 
     Raises:
         ValueError: also if nodes are in another order; the message names the first such node.
+
+    Example:
+        >>> builders.prefix_tree([-1, 0, 0], [1, 1, 1]).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     trees = checked_trees(parents, lengths, sizes)
@@ -307,6 +369,10 @@ def from_tin_tout(tout: Tensor) -> ColumnMask:
     Raises:
         ValueError: also if tout of a CPU tensor is no such order; the message names the token.
             A CUDA tensor is not read.
+
+    Example:
+        >>> builders.from_tin_tout(torch.tensor([3, 2, 3])).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     ends = token_rows("tout", tout)
     if ends.device.type == "cpu":
@@ -321,6 +387,10 @@ def image_blocks(ids: Tensor, window: int | None = None) -> ColumnMask:
     An image is a run of equal ids >= 0; an id that returns later (0, -1, 0) is another image.
     Negative ids are text. ids: an integer tensor (seqlen,) or (batch, seqlen). Not causal, 2
     vectors.
+
+    Example:
+        >>> builders.image_blocks(torch.tensor([-1, 0, 0])).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 1], [1, 1, 1]]
     """
     of_tokens = token_rows("ids", ids)
     if window is not None:
@@ -344,6 +414,10 @@ def block_diffusion(seqlen: int, block: int, *, device: Device = None) -> Column
     Both copies have blocks of `block` tokens, the last one perhaps fewer. A noisy query sees its
     own noisy block, and the clean blocks before it. A clean query sees the clean blocks up to its
     own. So the mask is for 2 * seqlen tokens. Not causal, 4 vectors.
+
+    Example:
+        >>> builders.block_diffusion(2, 1).dense(4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """
     check_int("seqlen", seqlen)
     check_int("block", block, at_least=1)
@@ -375,6 +449,10 @@ def from_cu_seqlens(
 
     A list, or an int tensor (documents + 1,) or (batch, documents + 1). The form is that of
     `causal_document` or `document`.
+
+    Example:
+        >>> builders.from_cu_seqlens([0, 2, 3]).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     bounds, seqlen, device = sizes_of(
         "cu_seqlens", cu_seqlens, seqlen, device, depth=1, adds_up=False
@@ -390,13 +468,15 @@ def from_cu_seqlens(
 
 
 def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMask:
-    """A document is a run of equal ids; an id that returns later (0, 1, 0) starts another document.
+    """A document is a run of equal ids: an id that returns later (0, 1, 0) is another document.
 
-    ids: an integer tensor (seqlen,) or (batch, seqlen). This mask is not `ids[q] == ids[k]`, where
-    the first and the last 0 would see each other. For that meaning pass a `mask_mod` that compares
-    ids, with the ids in aux_tensors. The two agree if tokens of one id are contiguous.
+    document_ids: an integer tensor (seqlen,) or (batch, seqlen). For `ids[q] == ids[k]`, where the
+    first and the last 0 see each other, pass a `mask_mod` with the ids in aux_tensors. The form is
+    that of `causal_document` or `document`.
 
-    The form is that of `causal_document` or `document`.
+    Example:
+        >>> builders.from_document_ids(torch.tensor([0, 0, 1])).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     ids = token_rows("document_ids", document_ids)
     return _from_starts(ids[:, 1:] != ids[:, :-1], check_bool("causal", causal))
@@ -405,8 +485,12 @@ def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMas
 def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMask:
     """A document starts wherever a position does not follow the one before it.
 
-    An integer tensor (seqlen,) or (batch, seqlen). The form is that of `causal_document` or
-    `document`.
+    position_ids: an integer tensor (seqlen,) or (batch, seqlen). The form is that of
+    `causal_document` or `document`.
+
+    Example:
+        >>> builders.from_position_ids(torch.tensor([0, 1, 0])).dense(3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     # in the dtype that is given, the position after the largest one might be the smallest one
     positions = token_rows("position_ids", position_ids).long()
@@ -426,8 +510,8 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
     A query that sees nothing, such as a padded one under causal and left padding, has output 0.
 
     Example:
-        mask = builders.key_padding(batch["attention_mask"])  # (batch, seqlen_k)
-        out = flash_attn_func(q, k, v, startend_row_indices=mask)
+        >>> builders.key_padding(torch.tensor([[1, 1, 0]])).dense(2)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0]]
     """
     check_bool("causal", causal)
     if not isinstance(mask, Tensor):
@@ -472,6 +556,10 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
         ValueError: mask is of another kind, could be a padding mask, or has other rows than
             seqlen_q; or no form can hold it. The message then names the first column that hides
             more than two ranges of queries.
+
+    Example:
+        >>> builders.from_dense(torch.ones(3, 3).tril().bool()).causal
+        True
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         got = f"{tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else type(mask)
@@ -490,7 +578,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
     hidden = ~mask
     if is_causal:
         hidden &= row >= diagonal
-    runs = _runs(hidden)
+    runs = dense_runs(hidden)
     num_runs = runs.num_runs
     if bool((num_runs > 2).any()):
         batch_idx, head_idx, column = (num_runs > 2).nonzero()[0].tolist()
@@ -515,24 +603,6 @@ def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
             f"mask has shape {tuple(mask.shape)}, which might be a padding mask of {keys} keys: "
             f"key_padding(mask) takes one; if its rows are queries, say seqlen_q={rows}"
         )
-
-
-def _runs(hidden: Tensor) -> HiddenRuns:
-    """Runs of true in each column of (batch, heads, seqlen_q, seqlen_k)."""
-    seqlen_q = hidden.shape[2]
-    padded = F.pad(hidden, (0, 0, 1, 1)).to(torch.int8)
-    step = padded.diff(dim=2)
-    rises, falls = (step > 0).to(torch.uint8), (step < 0).to(torch.uint8)
-    num_runs = rises.sum(dim=2)
-
-    def edge(steps: Tensor, none: int, is_last: bool) -> Tensor:
-        at = seqlen_q - steps.flip(2).argmax(dim=2) if is_last else steps.argmax(dim=2)
-        return torch.where(num_runs > 0, at, none)
-
-    first, last = (
-        (edge(rises, seqlen_q, is_last), edge(falls, 0, is_last)) for is_last in (False, True)
-    )
-    return HiddenRuns(num_runs, first, last)
 
 
 def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> ColumnMask:

@@ -129,7 +129,12 @@ class ColumnMask:
         if not isinstance(self.one_sequence, bool):
             raise TypeError(f"one_sequence={self.one_sequence!r} is not a bool")
         if indices.dtype != torch.int32:
-            raise TypeError(f"startend_row_indices must have dtype int32, got {indices.dtype}")
+            hint = ""
+            if indices.dtype == torch.bool:
+                hint = "; builders.from_dense(mask) makes column intervals of a dense mask"
+            raise TypeError(
+                f"startend_row_indices must have dtype int32, got {indices.dtype}{hint}"
+            )
         if indices.dim() != 4 or indices.shape[3] not in NUM_VECTORS:
             raise ValueError(
                 "startend_row_indices must have shape (batch, heads_mask, seqlen_k, n) with n in "

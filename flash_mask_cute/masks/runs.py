@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_mask_cute.rules.intervals import Intervals
@@ -61,6 +62,24 @@ def hidden_runs(masks: list[tuple[Tensor, bool]], num_rows: int) -> HiddenRuns:
     is_none = num_runs == 0
     last = last[0].masked_fill(is_none, num_rows), last[1].masked_fill(is_none, 0)
     first = first[0].masked_fill(is_none, num_rows), first[1].masked_fill(is_none, 0)
+    return HiddenRuns(num_runs, first, last)
+
+
+def dense_runs(hidden: Tensor) -> HiddenRuns:
+    """The runs of a dense mask: hidden is bool (batch, heads, seqlen_q, seqlen_k)."""
+    seqlen_q = hidden.shape[2]
+    padded = F.pad(hidden, (0, 0, 1, 1)).to(torch.int8)
+    step = padded.diff(dim=2)
+    rises, falls = (step > 0).to(torch.uint8), (step < 0).to(torch.uint8)
+    num_runs = rises.sum(dim=2)
+
+    def edge(steps: Tensor, none: int, is_last: bool) -> Tensor:
+        at = seqlen_q - steps.flip(2).argmax(dim=2) if is_last else steps.argmax(dim=2)
+        return torch.where(num_runs > 0, at, none)
+
+    first, last = (
+        (edge(rises, seqlen_q, is_last), edge(falls, 0, is_last)) for is_last in (False, True)
+    )
     return HiddenRuns(num_runs, first, last)
 
 

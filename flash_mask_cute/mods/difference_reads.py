@@ -160,10 +160,11 @@ class _Trace:
             reads.append(_Element(read, element, is_always_read))
             return element
 
+        score = Float32(arith.constant(Float32.mlir_type, 0.0))
         with noted_limits() as limits, answered_reads(answer):
-            call_score_mod(score_mod, Float32(0.0), *places, aux_tensors)
+            call_score_mod(score_mod, score, *places, aux_tensors)
         origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
-        return _Trace(reads, Values(origins, limits), places)
+        return _Trace(reads, Values(origins, limits, score), places)
 
     def difference_read(self, number: int) -> DifferenceRead | None:
         """A read, if its element is found by a difference."""
@@ -308,7 +309,7 @@ class ModWithTables:
                         batch_idx[0] if of_table.by_batch else Int32(0),
                         head_idx[0] if of_table.by_head else Int32(0),
                     )
-                    return _element(table, row, _sums(of_table, asked))
+                    return _element(table, row, sums_of_terms(of_table, asked))
             return None
 
         return element
@@ -323,7 +324,7 @@ class _Sums(NamedTuple):
     are_places: bool
 
 
-def _sums(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
+def sums_of_terms(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
     """By the values of a difference's terms, which are behind the indices of reads. asked: those of
     each read up to this one."""
     sums: dict[bool, Int32] = {}

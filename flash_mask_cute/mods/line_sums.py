@@ -67,6 +67,14 @@ class Lines(Protocol):
         the tile's first one, or distances of columns from rows. A line is nobody else's."""
         ...
 
+    def in_order(self, parts: list[Float32]) -> list[Float32]:
+        """The same of all diagonals, those of neighbours in neighbouring lanes, 32 at a time."""
+        ...
+
+    def diagonals(self, cols: int) -> list[Int32]:
+        """Of `in_order`, distances of columns from rows; that of a neighbour where nothing is."""
+        ...
+
 
 def line_reads(reads: ModReads, has_diagonals: bool) -> tuple[LineRead, ...]:
     """has_diagonals: the distance of two positions is the same along a diagonal."""

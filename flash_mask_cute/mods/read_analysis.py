@@ -12,7 +12,7 @@ numbering, as the same operations of the same operands.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cutlass import Float32, Int32
 from cutlass._mlir import ir
@@ -31,6 +31,7 @@ from flash_mask_cute.mods.read_classes import (
 )
 from flash_mask_cute.mods.spans import Span, span_of
 
+_T = TypeVar("_T")
 _PLACES_OF_ENTRY = {Place.HEAD, Place.QUERY, Place.KEY}
 _POSITION: Span = 0, MOST_POSITION - 1
 # Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
@@ -90,7 +91,7 @@ def analyse_reads(
         )
         adds_alike = _adds_alike(value, score, places[0])
         origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
-        values = Values(origins, limits)
+        values = Values(origins, limits, score)
         found = {}
         for number in wants_aux:
             own = [(coordinates, factor) for i, coordinates, factor in terms if i == number]
@@ -156,10 +157,14 @@ class Term(NamedTuple):
 
 class Values:
     """The values of one trace. origins: places by the keys of their values. limits: values that
-    were limited to an extent, and what they were before."""
+    were limited to an extent, and what they were before. score: of the trace; an index that depends
+    on it, as by a comparison, is not known."""
 
-    def __init__(self, origins: dict[int, Place], limits: dict[int, ir.Value]) -> None:
+    def __init__(
+        self, origins: dict[int, Place], limits: dict[int, ir.Value], score: Float32
+    ) -> None:
         self._origins, self._limits = origins, limits
+        self._score = key_of(score.ir_value())
         self._known: dict[int, _Value] = {}
         self._numbers: dict[Any, int] = {}
         self._values: dict[int, list[ir.Value]] = {}
@@ -291,7 +296,7 @@ class Values:
         if operation.name == "scf.if":
             yields = [list(region.blocks[0].operations)[-1] for region in operation.regions]
             i = _result_number(operation, value)
-            return [operation.operands[0], *(x.operation.operands[i] for x in yields)]
+            return [operation.operands[0], *(operands_of(x.operation)[i] for x in yields)]
         leaf = _leaf(operation, value)
         return operands_of(operation) if leaf is None else [leaf]
 
@@ -307,6 +312,8 @@ class Values:
                 self._terms[number] = Term(place, _POSITION, text, 1)
                 return _Value(Kind.SUM, number, ((number, 1),), 0, _POSITION, text)
             return _Value(Kind.FIXED, number, span=_POSITION, text=text)
+        if key_of(value) == self._score:
+            return _Value(Kind.UNKNOWN, self._number("score"))
         inputs = [self._known[key_of(x)] for x in self._inputs(value)]
         if key_of(value) in self._limits:
             return inputs[0]
@@ -601,25 +608,45 @@ _GREATER = {"arith.select", "arith.maximumf", "arith.maxnumf", "arith.minimumf",
 
 
 def _factor(factor: Float32) -> Factor:
-    constant, bits = _constant(factor.ir_value()), _magnitude(factor.ir_value())
+    value = factor.ir_value()
+    constant, bits = _found(_constant, value), _found(_magnitude, value)
     if constant is not None and not math.isfinite(constant):
         constant = None
     return Factor(constant, bits is not None and bits < _MOST_BITS)
 
 
-def _constant(value: ir.Value) -> float | None:
+def _found(rule: Callable[[ir.Value, dict[int, _T]], _T], value: ir.Value) -> _T:
+    """What a rule finds for a value, by what it has found for operands: those come first, each
+    once, however often it is used."""
+    found: dict[int, _T] = {}
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        operation = maker_of(last)
+        operands = [] if operation is None else operands_of(operation)
+        missing = [x for x in operands if key_of(x) not in found]
+        if key_of(last) not in found and missing:
+            pending.extend(missing)
+            continue
+        pending.pop()
+        found[key_of(last)] = rule(last, found)
+    return found[key_of(value)]
+
+
+def _constant(value: ir.Value, found: dict[int, float | None]) -> float | None:
     """The number that a value is, also a product of numbers, which derivatives leave behind."""
     operation = maker_of(value)
     if operation is None or operation.name not in ("arith.mulf", "arith.negf"):
-        return ir_analysis.constant(Float32(value))
-    factors = [_constant(x) for x in operands_of(operation)]
+        is_fp32 = isinstance(value.type, ir.F32Type)
+        return ir_analysis.constant(Float32(value)) if is_fp32 else None
+    factors = [found[key_of(x)] for x in operands_of(operation)]
     known = [x for x in factors if x is not None]
     if len(known) < len(factors):
         return None
     return -known[0] if operation.name == "arith.negf" else math.prod(known)
 
 
-def _magnitude(value: ir.Value) -> int | None:
+def _magnitude(value: ir.Value, found: dict[int, int | None]) -> int | None:
     """A number n so that the value is always below 2^n; None: not known."""
     operation = maker_of(value)
     if operation is None:
@@ -632,10 +659,10 @@ def _magnitude(value: ir.Value) -> int | None:
     if name in ("arith.sitofp", "arith.uitofp"):
         return _width(operands[0].type)
     if name in _SAME_MAGNITUDE:
-        return _magnitude(operands[0])
+        return found[key_of(operands[0])]
     if name not in ("arith.addf", "arith.subf", "arith.mulf", *_GREATER):
         return None
-    bits = [_magnitude(x) for x in operands[1 if name == "arith.select" else 0 :]]
+    bits = [found[key_of(x)] for x in operands[1 if name == "arith.select" else 0 :]]
     known = [x for x in bits if x is not None]
     if len(known) < len(bits):
         return None

@@ -133,13 +133,15 @@ class ModReads(NamedTuple):
         return tuple(i for i in self.shared if self.tensors[i].is_once_an_entry)
 
     @property
+    def of_any(self) -> tuple[int, ...]:
+        """The tensors of which some score reads an element."""
+        tensors = self.tensors.items()
+        return tuple(i for i, x in tensors if x.read_class is not ReadClass.UNREAD)
+
+    @property
     def of_many(self) -> tuple[int, ...]:
-        """The tensors of whose elements some may be read by several scores."""
-        return tuple(
-            i
-            for i, x in self.tensors.items()
-            if not (x.is_once or x.read_class is ReadClass.UNREAD)
-        )
+        """The tensors of whose elements some may be read by several scores at different places."""
+        return tuple(i for i in self.of_any if not self.tensors[i].is_once)
 
 
 class Step(NamedTuple):
@@ -197,7 +199,7 @@ class SummedBy(Enum):
 
     SCORES: MMA warps, score by score: those of different keys and one query have different
     differences. LINES: MMA warps, along diagonals between cuts. MASKS: mask warps, which do that
-    from dS in shared memory. TURNS: MMA warps in one query block, and mask warps in the next one.
+    from dS in shared memory. TURNS: MMA warps in two query blocks, and mask warps in the next one.
     """
 
     SCORES = "scores"

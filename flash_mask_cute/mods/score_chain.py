@@ -3,74 +3,26 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
-from flash_mask_cute.mods.aux_gradients import AuxSums
+from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.mods.difference_sums import DifferenceSums
+from flash_mask_cute.mods.even_lines import Ahead, EvenLines, add_runs, factor_of, total_of
 from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
 from flash_mask_cute.mods.read_classes import SummedBy
+from flash_mask_cute.mods.score_elements import Elements, ListedQueries
 from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
-
-
-class Elements(Protocol):
-    """The scores of a tile that a thread of a warpgroup holds, as rows (keys) and columns
-    (queries). lanes_per_row: threads of a warp, one after another, that share a row."""
-
-    num_rows: int
-    lanes_per_row: int
-
-    def row_of(self, thread: Int32, r: int) -> Int32:
-        """The key of row r, counted from the warpgroup's first."""
-        ...
-
-    def first_col_of(self, thread: Int32) -> Int32:
-        """The first query of a thread, counted from the warpgroup's first query."""
-        ...
-
-    def col_offset(self, c: int) -> int:
-        """The distance of a thread's query c from its first query."""
-        ...
-
-    def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
-        """Whether the bit of a score is set in the bits of a thread."""
-        ...
-
-    def keep_pair(
-        self, words: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32
-    ) -> None:
-        """Round columns c and c + 1 of a row into the words of a 16-bit operand."""
-        ...
-
-
-class ListedQueries(NamedTuple):
-    """The queries of a block whose rows are the heads of listed ones, `rows` for each of them, of
-    which the first `heads` are heads. numbers (queries of the block,)."""
-
-    rows: int
-    heads: int
-    numbers: cute.Tensor | None = None
-
-    def at(self, group: Int32, first: Int32, offset: int) -> tuple[Int32, Int32]:
-        """The query head and the query of column first + offset, where first is a thread's, below
-        8, and offset one of `Elements.col_offset`. group: of heads. Padding has its last head."""
-        if self.rows >= 8:
-            query, row = offset // self.rows, first + offset % self.rows
-        else:
-            query, row = (first + offset) // self.rows, (first + offset) % self.rows
-        if self.heads < self.rows:
-            row = cutlass.min(row, self.heads - 1)
-        return group * self.heads + row, self.numbers[query]
 
 
 @dataclass(frozen=True)
@@ -86,7 +38,8 @@ class ScoreChain:
     a group of heads, and nothing is summed over a walk or along lines. of_grads: all gradients of
     aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`). is_exact:
     dS must not be made of a P in 16 bits, because others sum it. takes_lines: these warps sum
-    between cuts in a block, where others take turns (`SummedBy.TURNS`).
+    between cuts in a block, where others take turns (`SummedBy.TURNS`). even: of the groups whose
+    diagonals may all have the same element; ahead: what is known of a block, of each of these.
     """
 
     scales: ScoreScales
@@ -109,6 +62,8 @@ class ScoreChain:
     listed: ListedQueries | None = None
     is_exact: cutlass.Constexpr[bool] = False
     takes_lines: Boolean | None = None
+    even: tuple[EvenLines, ...] = ()
+    ahead: tuple[Ahead, ...] = ()
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
         """The chain of a block of listed queries."""
@@ -119,6 +74,11 @@ class ScoreChain:
         """Whether gradients of aux tensors need each score beside its dP, for one part of the
         columns after another (`apply_to_both`)."""
         return self.is_exact or (bool(self.wants_aux) and not self.of_grads)
+
+    @property
+    def num_by_parts(self) -> int:
+        """How many gradients take part in `by_parts`, at least 1."""
+        return max(len(self.wants_aux), 1) if self.by_parts else 0
 
     @property
     def is_empty(self) -> bool:
@@ -143,25 +103,16 @@ class ScoreChain:
         that is column 0 of scores.
         """
         if work.has_scores:
-            apply = partial(self._apply_each, work, head_idx, m_block, scores, first_col, bits)
-            if const_expr(statistics.has_reference is None):
-                apply(statistics, probs)
-            else:
-                near = statistics._replace(reference=None)
-                if statistics.has_reference:
-                    apply(statistics, probs)
-                else:
-                    apply(near, probs)
+            place = partial(self._place, work, head_idx, m_block)
+            step = partial(self._apply_each, place, scores, first_col, bits, probs)
+            _by_reference(step, statistics)
         else:
             # no position to call a callable with
             probs.fill(0)
             for i in cutlass.range_constexpr(cute.size(scores)):
                 scores[i] = Float32(0.0)
 
-    def _apply_each(
-        self, work, head_idx, m_block, scores, first_col, bits, statistics, probs
-    ) -> None:
-        place = partial(self._place, work, head_idx, m_block)
+    def _apply_each(self, place, scores, first_col, bits, probs, statistics) -> None:
         for r in range(self.elements.num_rows):
             for first in range(0, cute.size(scores, mode=[1]), 2):
                 pair = []
@@ -196,31 +147,36 @@ class ScoreChain:
         first_col: the thread's column of the block that is column 0 of scores and grads. All
         threads of the warp must call it, for work tiles with scores.
         """
+        step = partial(self._apply_to_both, block, scores, grads, first_col, bits, words)
+        _by_reference(step, statistics)
+
+    def _apply_to_both(self, block, scores, grads, first_col, bits, words, statistics) -> None:
         sums, of_walk = self._aux_sums(block[0].batch_idx), self._zeros_of_walk()
-        of_lines = self._zeros_of_lines(cute.size(scores, mode=[1]))
-        place = partial(self._place, *block)
-        for r in range(self.elements.num_rows):
-            if r > 0:
+        cols, rows = cute.size(scores, mode=[1]), range(self.elements.num_rows)
+        of_lines, place = self._zeros_of_lines(cols), partial(self._place, *block)
+        # column by column, because of registers; but neighbours in a row often read one element
+        order = [(r, first) for first in range(0, cols, 2) for r in rows]
+        for r, first in sorted(order) if self.adds_by_score else order:
+            if first == 0 and r > 0 and self.adds_by_score:
                 # the statistics of the columns are loaded again, and not kept in registers
                 cute.arch.sync_warp()
-            for first in range(0, cute.size(scores, mode=[1]), 2):
-                pairs = []
-                for i in (first, first + 1):
-                    c = first_col + i
-                    score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
-                    prob = self._probability(score, statistics, bits, r, c)
-                    by_modified = prob * (grads[r, i] - statistics.delta[c])
-                    # where nothing counts, derivatives may be anything
-                    counts = prob > 0.0
-                    self._add_to_rows(of_walk, r, terms, by_modified, counts)
-                    self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
-                    sums.add(self._others(terms), by_modified, counts)
-                    if self.keeps_grads:
-                        grads[r, i] = by_modified
-                    dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
-                    pairs.append((prob, dscore))
-                for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
-                    self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
+            pairs = []
+            for i in (first, first + 1):
+                c = first_col + i
+                score, slope, terms = self._modified(scores[r, i], place(r, c), self.wants_aux)
+                prob = self._probability(score, statistics, bits, r, c)
+                by_modified = prob * (grads[r, i] - statistics.delta[c])
+                # where nothing counts, derivatives may be anything
+                counts = prob > 0.0
+                self._add_to_rows(of_walk, r, terms, by_modified, counts)
+                self._add_to_lines(of_lines, r, i, terms, by_modified, counts)
+                sums.add(self._others(terms), by_modified, counts)
+                if self.keeps_grads:
+                    grads[r, i] = by_modified
+                dscore = cutlass.select_(counts, by_modified * slope, Float32(0.0))
+                pairs.append((prob, dscore))
+            for kept, pair in zip(words, zip(*pairs, strict=True), strict=True):
+                self.elements.keep_pair(kept, self.dtype, r, first_col + first, *pair)
         sums.flush()
         self._send_lines(block, first_col, of_lines, grads)
         self._add_scores(block, first_col, grads)
@@ -295,11 +251,18 @@ class ScoreChain:
         if const_expr(self.by_difference is not None):
             self.by_difference.send(work.batch_idx)
             self.by_difference.head[0] = Int32(NO_HEAD)
+        for i in cutlass.range_constexpr(len(self.even)):
+            self.even[i].send()
+
+    @property
+    def turns_to_heads(self) -> bool:
+        """Whether `turn_to` has something to do."""
+        return self.walk is not None or self.by_difference is not None
 
     @property
     def has_walk(self) -> bool:
-        """Whether `turn_to` and `end_walk` have something to do."""
-        return self.walk is not None or self.by_difference is not None
+        """Whether `end_walk` has something to do."""
+        return self.turns_to_heads or bool(self.even)
 
     @cute.jit
     def _send_walk(self, work: Work, head_idx: Int32) -> None:
@@ -339,9 +302,24 @@ class ScoreChain:
 
     def _aux_sums(self, batch_idx: Int32) -> AuxSums:
         """Sums of the tensors that are not summed over a walk or along lines."""
-        known = {read.number for read in self._known_reads} | set(self._summed_by_score)
-        targets = {n: x for n, x in self._targets().items() if n not in known}
+        targets = {n: x for n, x in self._targets().items() if n in self._of_scores}
         return AuxSums(targets, batch_idx, self.once)
+
+    @property
+    def _of_scores(self) -> set[int]:
+        """The tensors whose sums are found score by score."""
+        known = {read.number for read in self._known_reads}
+        return set(self.wants_aux) - known - set(self._summed_by_score)
+
+    @property
+    def adds_by_score(self) -> bool:
+        """Whether the element that a score gives to is found for each score."""
+        return bool(self._of_scores)
+
+    @property
+    def adds_after_walk(self) -> bool:
+        """Whether nothing is added to memory while the walk is at a head."""
+        return not (self.groups or self.adds_by_score or self._summed_by_score)
 
     def _zeros_of_walk(self) -> list[list[Float32]]:
         """What a block gives to each read of the walk, from each row."""
@@ -417,12 +395,52 @@ class ScoreChain:
         scores, where lines have cuts.
         """
         sums = iter(of_lines)
+        even = [x.group for x in self.even]
         for group in self.groups:
             if group.cuts:
                 self._send_between_cuts(block, first_col, group, grads)
+            elif group in even:
+                self._send_diagonals(block, even.index(group), tuple(next(sums)))
             else:
                 totals = self.lines.totals(group.line, next(sums))
                 self._send_totals(block, first_col, group, totals, (Int32(0), Int32(0)))
+
+    def look_ahead(self, work: Work, head_idx: Int32, m_block: Int32) -> "ScoreChain":
+        """The chain of a block of which it is known whether diagonals have the same elements. It
+        may be called while products are in flight."""
+        block = work, head_idx, m_block
+        ahead = (x.ahead(self._offsets_of_diagonals(block, x.group)) for x in self.even)
+        return replace(self, ahead=tuple(ahead)) if self.even else self
+
+    def _offsets_of_diagonals(
+        self, block: tuple[Work, Int32, Int32], group: LineGroup
+    ) -> list[list[Int64]]:
+        """Where the sums of the elements of this lane's diagonals are, of each read of a group."""
+        found: list[list[Int64]] = [[] for _ in group.reads]
+        targets, corner = self._targets(), (Int32(0), Int32(0))
+        for number in self.lines.diagonals(self.tiles[0] // self.elements.lanes_per_row):
+            place = self._place_on_line(block, group.line, 0, number, corner)
+            _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
+            for offsets, read in zip(found, group.reads, strict=True):
+                _, coordinates, _ = terms[read.term]
+                offsets.append(offset_in(targets[read.number], coordinates))
+        return found
+
+    @cute.jit
+    def _send_diagonals(
+        self, block: tuple, i: cutlass.Constexpr[int], parts: tuple[Float32, ...]
+    ) -> None:
+        """`_send_lines` of the whole block, of the group with number i in `even`."""
+        even, ahead = self.even[i], self.ahead[i]
+        if ahead.is_even:
+            even.add(ahead, total_of(parts))
+        else:
+            totals = self.lines.in_order(parts)
+            offsets = self._offsets_of_diagonals(block, even.group)
+            for n, target in enumerate(even.targets):
+                factor = factor_of(even.group, n)
+                found = [x * factor for x in totals]
+                add_runs(target, tuple(zip(found, offsets[n], strict=True)))
 
     @cute.jit
     def _send_between_cuts(
@@ -661,6 +679,19 @@ class ScoreChain:
                 score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
             slope = by_score if slope is None else slope * by_score
         return score, slope, terms
+
+
+@cute.jit
+def _by_reference(step: cutlass.Constexpr[Callable[..., None]], statistics: Statistics) -> None:
+    """A step without references, if it is known that no query of the block has one."""
+    if const_expr(statistics.has_reference is None):
+        step(statistics)
+    else:
+        near = statistics._replace(reference=None)
+        if statistics.has_reference:
+            step(statistics)
+        else:
+            step(near)
 
 
 def _counted(more: Float32, read: WalkRead | LineRead, counts: Boolean) -> Float32:

@@ -151,6 +151,7 @@ class FlashAttentionBackwardSm90:
     :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
         each warpgroup skips what they hide from its keys; requires no mask_mod and unmodified
         scores (`BackwardMask.own_keys`)
+    :param entries_first: the batch entries of a head take turns (`TileScheduler.entries_first`)
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -187,6 +188,7 @@ class FlashAttentionBackwardSm90:
         shares_tile: bool = False,
         splits_keys: bool = False,
         own_lists: bool = False,
+        entries_first: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -232,6 +234,7 @@ class FlashAttentionBackwardSm90:
                 f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
         self.splits_group = splits_group
+        self.entries_first = entries_first
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod = mask_mod
@@ -332,6 +335,8 @@ class FlashAttentionBackwardSm90:
             1 if const_expr(group_splits is None) else group_splits,
             self.is_causal and not is_short,
         )  # fmt: skip
+        if const_expr(self.entries_first):
+            schedule = schedule.by_entries()
         if const_expr(token_lists is not None):
             schedule = schedule.of_items(token_lists.items.shape[1], self.num_sms)
 
@@ -421,6 +426,7 @@ class FlashAttentionBackwardSm90:
                     traits.num_ctas,
                     channels.claims,
                     claims_first=self.deterministic,
+                    entries_first=self.entries_first,
                 )
                 rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
                     traits.cluster_tile_n

@@ -9,12 +9,15 @@ from cutlass import Int32
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
-from flash_mask_cute.mods.line_sums import line_groups, line_reads
+from flash_mask_cute.mods.even_lines import EvenLines
+from flash_mask_cute.mods.line_sums import Line, line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.read_classes import ModReads
-from flash_mask_cute.mods.score_chain import ListedQueries, ScoreChain
+from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.mods.score_elements import ListedQueries
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm90.line_sums import LINES
 from flash_mask_cute.sm90.warpgroups import Role
 
@@ -89,15 +92,32 @@ def make_chain(
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
+    even = []
+    for group in groups if of_grads else ():
+        if group.line is Line.DIAGONAL and not group.cuts:
+            targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
+            even.append(EvenLines.create(group, tuple(targets[x.number] for x in group.reads)))
     return replace(
         chain,
         of_grads=of_grads,
         walk=walk,
         by_difference=by_difference,
         groups=groups,
+        even=tuple(even),
         lines=LINES,
         once=tuple(i for i, x in reads.tensors.items() if x.is_once_an_entry),
     )
+
+
+def parts_of_products(traits: BwdTraits, chain: ScoreChain) -> tuple[int, int]:
+    """In how many parts of its columns S of a block is computed, and dP."""
+    num_parts = traits.num_score_parts(chain.num_by_parts)
+    # the registers do not hold S of a whole block beside the sums of gradients
+    if traits.splits_keys or chain.keeps_grads:
+        return num_parts, num_parts
+    # nor dP beside S if elements are found score by score, or if no branch separates the parts
+    is_mixed = traits.shares_keys and chain.adds_after_walk
+    return 1, num_parts if chain.adds_by_score or is_mixed else 1
 
 
 def words_of_warp(sums: cute.Tensor, start: int, warp: Int32, words: int) -> cute.Tensor:

@@ -50,7 +50,7 @@ def why_infeasible(traits: Any) -> str | None:
     if traits.cta_pair and traits.stages_kv > 1:
         # of the peer's keys there is one stage
         return f"stages_kv must be 1 with cta_pair=True, got {traits.stages_kv}"
-    if not traits.do_says_dq and traits.stages_q == 1:
+    if not traits.releases_do_after_dq and traits.stages_q == 1:
         # the load warp would wait for a Q that is released after parts of dQ that wait for it
         return f"stages_q must be 2 where head_dim is above {MAX_OWN_DIM}, got 1"
     if traits.value_cols % 16 != 0:

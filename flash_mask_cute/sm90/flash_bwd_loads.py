@@ -90,10 +90,10 @@ class BwdLoads:
             work = channels.ring.read(tile)
             step = partial(self._load_block, work, tile, state.number)
             chunk, state = channels.walk.visit(chunk, state, step)
-            # at once, since the MMA warpgroups need it before the next work tile is known
+            # at once, because MMA warpgroups need it before the next work tile is known
             self.sums.free_staging(state.number - 2, state.sent)
             if const_expr(self.sums.deterministic):
-                # now, for others wait for it
+                # now, because other CTAs wait for this sum
                 last = self.sums.with_predecessor(state.last)
                 self.sums.send(work.block + 1, state.number - 1, state.sent, last)
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -123,8 +123,8 @@ class BwdLoads:
         row_block = queries.row_block(of_block, block)
         at = Visited(of_block, block, number, number == first, row_block)
         loads = (partial(queries.load_query, at), partial(queries.load_do, at))
-        # What has one stage is released by a block whose dQ waits for the staging memory. The
-        # others are asked for first: what comes late delays the products.
+        # An operand with one stage is released by a block whose dQ waits for the staging memory, so
+        # its load comes after `free_staging`. The others come first: a late load delays products.
         stages = (traits.stages_q, traits.stages_do)
         num_ahead = stages.index(1) if 1 in stages else len(stages)
         for load in loads[:num_ahead]:
@@ -134,17 +134,17 @@ class BwdLoads:
         last = self.sums.with_predecessor(state.last)
         for load in loads[num_ahead:]:
             load()
-        # Keys have to wait until the work tile before has been computed, of which parts of dQ may
-        # wait for those before them to leave.
-        if const_expr(traits.do_says_dq):  # noqa: SIM102 (decided while tracing)
+        # Keys wait until the work tile before is complete. If its dQ has several parts, these wait
+        # for the staging memory, and the sums are sent before.
+        if const_expr(traits.releases_do_after_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
         self.sums.send(work.block + 1, number - 1, state.sent, last)
-        if const_expr(not traits.do_says_dq):  # noqa: SIM102 (decided while tracing)
+        if const_expr(not traits.releases_do_after_dq):  # noqa: SIM102 (decided while tracing)
             if at.is_first:
                 self._load_keys(work, tile, first)
         if const_expr(self.lengths.seqused_k is not None):
-            # what was loaded for the keys of none is not in use, perhaps not even finite
+            # for a sequence without keys, rows were loaded that are not in use, perhaps not finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))
         return Loaded(number + 1, last, Summed(block.head_idx, row_block, block.predecessor))
 
@@ -184,7 +184,7 @@ class BwdLoads:
                 for atom, src, _, _ in copies:
                     # brought into L2 meanwhile
                     cute.prefetch(atom, src)
-            last_read = channels.do if traits.do_says_dq else channels.q
+            last_read = channels.do if traits.releases_do_after_dq else channels.q
             last_read.wait_until_released(first - 1)
         for atom, src, dst, barrier in copies:
             cute.copy(atom, src, dst, tma_bar_ptr=barrier)

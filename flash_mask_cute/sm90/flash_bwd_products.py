@@ -21,7 +21,7 @@ from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 class BlockProducts:
     """An MMA warpgroup's products after P and dS. They are issued in the order dV, dQ, dK; between
     two CTAs that sum dQ together, a part of dK comes before dQ. If a block is computed in halves,
-    dV and dK of a half come as soon as it has P and dS, and all of dQ behind both halves."""
+    dV and dK of a half come as soon as it has P and dS, and all of dQ after both halves."""
 
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
@@ -30,14 +30,14 @@ class BlockProducts:
     def add_dv(
         self, accs: list, words: cute.Tensor, block: Int32, accumulate: bool | Boolean
     ) -> None:
-        """Start adding to dV; words: P."""
+        """Start dV += P^T dO; accs: dV, (64, width) for each part of its columns; words: P^T."""
         stage = self.channels.do.index(block)
         self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
 
     def half_sums(
         self, acc_dV: list, acc_dK: list, accumulate: bool | Boolean, block: Int32
     ) -> HalfSums | None:
-        """What adds to dV and dK over half of a block, if it is computed in halves."""
+        """The products of dV and dK over half of a block, if it is computed in halves."""
         if not self.traits.splits_keys:
             return None
         of_dv = self.fragments.dv_do, self.channels.do.index(block)
@@ -60,14 +60,14 @@ class BlockProducts:
         accumulate: bool | Boolean,
         issue_dQ: Callable[[int], list],
     ) -> tuple[list, int]:
-        """Start the first part of dQ, and adding to dK, behind dV; words: dS. Returns the
-        accumulators of dQ, and the number of products issued after it."""
+        """Start the first part of dQ, and dK += dS^T Q, after dV; accs: dK; words: dS^T. Returns
+        the accumulators of dQ, and the number of products issued after it."""
         operands, stage = self.fragments.dk_q, self.channels.q.index(block)
         if not self.traits.cta_pair:
             acc_dQ = issue_dQ(0)
             self._issue_sums(accs, words, operands, stage, accumulate)
             return acc_dQ, len(accs)
-        # the other CTA's dS is needed late, and dO no longer than for dV
+        # so the other CTA's dS may come late, and dO is released as soon as dV is complete
         self._issue_sums(accs[:-1], words, operands[:-1], stage, accumulate)
         acc_dQ = issue_dQ(0)
         # dV is complete when these are left
@@ -154,7 +154,7 @@ class BlockProducts:
 
 @cute.jit
 def pass_over(tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32):
-    """Take a cut query block in a work tile without scores: it adds 0 to dQ."""
+    """Skip a partial query block of a work tile without scores: it adds 0 to dQ."""
     # dO is released first, as after a block's products: the load warp may wait for that before
     # it takes a part of dQ
     channels.do.wait(block)

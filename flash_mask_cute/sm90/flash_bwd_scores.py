@@ -45,6 +45,7 @@ from flash_mask_cute.mods.difference_sums import is_mma_turn
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.flash_bwd_chain import parts_of_products
 from flash_mask_cute.sm90.flash_bwd_traits import (
     NUM_MMA_WARPGROUPS,
     Barrier,
@@ -160,9 +161,7 @@ class BlockScores:
         lengths: Lengths,
         passes_over: bool,
     ) -> "BlockScores":
-        num_parts = traits.num_score_parts(max(len(chain.wants_aux), 1) if chain.by_parts else 0)
-        # the registers do not hold S of a whole block beside the sums of gradients
-        splits_scores = traits.splits_keys or chain.keeps_grads
+        parts_s, parts_dp = parts_of_products(traits, chain)
         mma = traits.mma_scores()
 
         def parts(smem: cute.Tensor, dim: int, count: int) -> tuple[cute.Tensor, ...]:
@@ -174,9 +173,9 @@ class BlockScores:
 
         factors = Factors(
             wgmma.operand_a(mma, tiles.k),
-            parts(tiles.q, traits.tile_d, num_parts if splits_scores else 1),
+            parts(tiles.q, traits.tile_d, parts_s),
             wgmma.operand_a(mma, tiles.v),
-            parts(tiles.do, traits.tile_dv, num_parts),
+            parts(tiles.do, traits.tile_dv, parts_dp),
         )
         num_words = wgmma.ROWS_PER_WARPGROUP * traits.tile_m // THREADS_PER_WARPGROUP // 2
         probs, grads = (cute.make_rmem_tensor(num_words, Int32) for _ in range(2))
@@ -188,7 +187,7 @@ class BlockScores:
 
     @property
     def num_parts(self) -> int:
-        return len(self.factors.do)
+        return self.traits.num_score_parts(self.chain.num_by_parts)
 
     @property
     def needs_scores(self) -> bool:
@@ -446,10 +445,11 @@ class BlockScores:
         self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
         if not is_early:
             self._issue_dp(acc_dP, state)
+        if chain.wants_aux:
+            chain = self._chain_of(state.block).look_ahead(*self._place(state))
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
         if chain.wants_aux:
-            chain = self._chain_of(state.block)
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -459,26 +459,26 @@ class BlockScores:
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
         """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
-        time.
-
-        dP of all columns beside S, and what follows them, would not always fit the registers.
-        """
-        width = self.traits.tile_m // self.num_parts
+        time: a branch in each part, for sums in memory or by references, keeps the compiler from
+        mixing parts, which the registers do not hold."""
+        counts = self.num_parts, len(self.factors.q), len(self.factors.do)
+        width, width_s, width_dp = (self.traits.tile_m // count for count in counts)
         statistics = self._statistics(state.block)
         bits, place = self._bits(kind, state.cut, state.peeked.bits), self._place(state)
         self.channels.do.wait_unless(state.peeked.do, state.block)
-        width_s = self.traits.tile_m // len(self.factors.q)
-        for part in range(self.num_parts):
-            first = part * width % width_s
-            if first == 0:
+        for col in range(0, self.traits.tile_m, width):
+            if col % width_s == 0:
                 acc_S = wgmma.make_accumulator(width_s)  # (64, width_s)
-                self._issue_scores(acc_S, state, part * width // width_s)
-            acc_dP = wgmma.make_accumulator(width)  # (64, width)
-            self._issue_dp(acc_dP, state, part)
-            warpgroup.wait_group(0)
-            scores = wgmma.rows_by_cols(wgmma.columns(acc_S, first, first + width))
-            grads = wgmma.rows_by_cols(acc_dP)
-            first_col = part * cute.size(scores, mode=[1])
+                self._issue_scores(acc_S, state, col // width_s)
+            if col % width_dp == 0:
+                acc_dP = wgmma.make_accumulator(width_dp)  # (64, width_dp)
+                self._issue_dp(acc_dP, state, col // width_dp)
+                warpgroup.wait_group(0)
+            scores, grads = (
+                wgmma.rows_by_cols(wgmma.columns(acc, col % size, col % size + width))
+                for acc, size in ((acc_S, width_s), (acc_dP, width_dp))
+            )
+            first_col = col // width * cute.size(scores, mode=[1])
             self._chain_of(state.block).apply_to_both(
                 place, scores, grads, first_col, bits, statistics, (self.probs, self.grads)
             )
@@ -537,7 +537,7 @@ class BlockScores:
     # -- gradients of aux tensors ---------------------------------------------------------------
 
     def _turn_to_head(self, state: MainloopState) -> None:
-        if self.chain.has_walk:
+        if self.chain.turns_to_heads:
             work, head_idx, _ = self._place(state)
             self.chain.turn_to(work, head_idx)
 
@@ -561,7 +561,7 @@ class BlockScores:
     def _issue_dp(self, acc_dP: cute.Tensor, state: MainloopState, part: int = 0) -> None:
         v_tile = self.factors.v[None, None, None, self.traits.own_keys(state.tile)]
         do_tile = self.factors.do[part][None, None, None, self.channels.do.index(state.block)]
-        mma, steps = self.traits.mma_scores(self.num_parts), self.traits.steps_dv
+        mma, steps = self.traits.mma_scores(len(self.factors.do)), self.traits.steps_dv
         if self.values is None:
             wgmma.issue(mma, acc_dP, v_tile, do_tile, False, steps)
         else:
@@ -640,7 +640,8 @@ class BlockScores:
         delta, reference = (
             cute.make_tensor(lse.iterator + start, layout) for start in (tile_m, 2 * tile_m)
         )
-        if self.traits.shares_keys or self.chain.by_parts:
+        has_branch = self.chain.by_parts and not self.chain.adds_after_walk
+        if self.traits.shares_keys or has_branch:
             # ptxas would serialise the products for a branch, or it would save little
             return Statistics(lse, delta, reference)
         references = cute.make_tensor((row + 2 * tile_m).align(8), cute.make_layout(tile_m))

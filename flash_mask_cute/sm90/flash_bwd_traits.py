@@ -260,7 +260,7 @@ class BwdTraits(ListedQueryTraits):
         return mma_warpgroup_idx() if self.own_warpgroup is None else self.own_warpgroup
 
     @property
-    def do_says_dq(self) -> bool:
+    def releases_do_after_dq(self) -> bool:
         """Whether dO of a block is released only when its dQ is complete, and Q after that."""
         return len(self.columns.parts_dq) == 1 and not (self.cta_pair or self.splits_keys)
 

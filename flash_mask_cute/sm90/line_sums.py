@@ -45,6 +45,39 @@ class AccumulatorLines:
             found.append((total, first + (c // 2) * 8 + c % 2))
         return found
 
+    def in_order(self, parts: list[Float32]) -> list[Float32]:
+        """The sums over the warp along its diagonals, those of neighbours in neighbouring lanes, 32
+        at a time (`diagonals`). parts: of a thread, along diagonals."""
+        lane = cute.arch.lane_idx()
+        values = _distances(lane, parts)
+        # two of each eight that four lanes have together
+        count = 4 * len(values)
+        sums, _ = _over_rows(lane, values)
+        found = []
+        for first in range(0, count, cute.arch.WARP_SIZE):
+            number = first + lane
+            source, place = number % 8 // 2, number // 8 * 2 + number % 2
+            for mask, half in _halves(len(values)):
+                is_second = place >= half
+                source += cutlass.select_(is_second, Int32(mask), Int32(0))
+                place -= cutlass.select_(is_second, Int32(half), Int32(0))
+            total = Float32(0.0)
+            for i, x in enumerate(sums):
+                other = cute.arch.shuffle_sync(x, source)
+                total = _select((place == i) & (number < count), other, total)
+            found.append(total)
+        return found
+
+    def diagonals(self, cols: int) -> list[Int32]:
+        """Distances of columns from rows, of this lane, of `in_order`: the first one and those
+        behind the last have no scores; in their place is a neighbour."""
+        count = 4 * (self.num_parts(Line.DIAGONAL, cols) + 2)
+        numbers = []
+        for start in range(0, count, cute.arch.WARP_SIZE):
+            number = cutlass.min(cutlass.max(start + cute.arch.lane_idx(), 1), count - 1)
+            numbers.append(number - self.rows_of_warp - self.first_row())
+        return numbers
+
 
 LINES = AccumulatorLines()
 
@@ -71,8 +104,7 @@ def _over_rows(lane: Int32, values: list[Float32]) -> tuple[list[Float32], Int32
     """Sums over the lanes of all rows that have the same columns, each in one of these lanes; and
     the number of a lane's first one. Lanes may have zeros behind their sums."""
     number = Int32(0)
-    for mask in (16, 8, 4):
-        half = (len(values) + 1) // 2
+    for mask, half in _halves(len(values)):
         values = [*values, Float32(0.0)][: 2 * half]
         is_second = (lane & mask) != 0
         kept, sent = [], []
@@ -83,6 +115,15 @@ def _over_rows(lane: Int32, values: list[Float32]) -> tuple[list[Float32], Int32
         values = [x + y for x, y in zip(kept, received, strict=True)]
         number += cutlass.select_(is_second, Int32(half), Int32(0))
     return values, number
+
+
+def _halves(count: int) -> list[tuple[int, int]]:
+    """Bits of a lane, and how many of so many values lanes without the bit keep."""
+    found = []
+    for mask in (16, 8, 4):
+        count = (count + 1) // 2
+        found.append((mask, count))
+    return found
 
 
 def _select(condition: Boolean, x: Float32, y: Float32) -> Float32:

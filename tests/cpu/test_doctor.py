@@ -170,3 +170,8 @@ def test_the_driver(
     assert doctor._driver() == "no NVIDIA driver is loaded"
     (tmp_path / "version").write_text(f"{text}\nGCC version: 12.3.0\n")
     assert doctor._driver() == release
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--help"]) == 0
+    assert capsys.readouterr().out == doctor.__doc__

@@ -112,8 +112,8 @@ def test_ends_with_an_error_if_the_result_is_wrong(
 ) -> None:
     module = load(path, monkeypatch)
     calls = (
-        *("flash_attn_with_kvcache", "flash_attn_func", "_flash_attn_fwd", "flex_attention"),
-        "context_parallel_attention",
+        *("flash_attn_with_kvcache", "flash_attn_varlen_func", "flash_attn_func"),
+        *("flex_attention", "context_parallel_attention"),
     )
     name = next(x for x in calls if hasattr(module, x))
     attend = getattr(module, name)

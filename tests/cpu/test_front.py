@@ -15,6 +15,7 @@ from test_architecture import PAGES, anchors
 
 import flash_mask_cute
 from flash_mask_cute import interface, parallel
+from flash_mask_cute.masks import builders
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
@@ -40,6 +41,21 @@ def test_a_public_docstring_has_errors_and_an_example_that_runs(name: str) -> No
     assert result.failed == 0
     if pyplot is not None:
         pyplot.close("all")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, x in inspect.getmembers(builders, inspect.isfunction)
+        if name[0] != "_" and x.__annotations__.get("return") in ("ColumnMask", "DraftTree")
+    ],
+)
+def test_a_builder_shows_a_mask(name: str) -> None:
+    text, names = inspect.getdoc(getattr(builders, name)) or "", {"builders": builders}
+    found = doctest.DocTestParser().get_doctest(text, names | vars(builders), name, None, None)
+    assert found.examples and "\nExample:\n" in text
+    assert doctest.DocTestRunner(verbose=False).run(found).failed == 0
 
 
 def test_the_citation_is_of_this_version() -> None:

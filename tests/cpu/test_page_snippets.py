@@ -15,9 +15,11 @@ from example_modules import ROOT, load_example
 
 ALONE = (
     *("README.md", "docs/coming_from.md", "docs/serving.md", "docs/flex.md"),
-    *("docs/mods.md", "docs/context_parallel.md"),
+    *("docs/mods.md", "docs/context_parallel.md", "docs/mask_gallery.md"),
 )
 IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/integrations_torch.md", "docs/selected.md")
+# run by tests/engines/test_more.py
+ELSEWHERE = ("docs/integrations_more.md",)
 
 
 def blocks(page: str) -> list[str]:
@@ -40,11 +42,19 @@ def test_a_snippet_runs_without_a_gpu(
 ) -> None:
     """Written to a file, because the compiler reads the source of callables back."""
     assert code, "a page without snippets"
+    if "plot(" in code:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch.manual_seed(0)
     path = tmp_path / f"snippet_{tmp_path.name}.py"
     path.write_text(code)
     load_example(path, monkeypatch)
+
+
+def test_no_page_with_python_is_left_out() -> None:
+    pages = (path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert {x for x in pages if blocks(x)} | {"README.md"} == {*ALONE, *IN_ORDER, *ELSEWHERE}
 
 
 def test_the_readme_is_short_and_trains_first() -> None:

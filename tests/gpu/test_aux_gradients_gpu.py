@@ -12,6 +12,7 @@ from gradient_oracle import make_output_gradients
 from test_functional_gpu import arguments_of, run_and_check_gradients
 from torch import Tensor
 from trained_mods import (
+    FAR_CASES,
     LINE_CASES,
     ORDERED_CASES,
     SHARED_CASES,
@@ -50,7 +51,7 @@ LONG_SHARED = (
 )
 all_cases = pytest.mark.parametrize(
     ("case", "name"),
-    TRAINED_CASES + LONG_CASES + LINE_CASES + LONG_LINES + SHARED_CASES + LONG_SHARED,
+    TRAINED_CASES + LONG_CASES + LINE_CASES + FAR_CASES + LONG_LINES + SHARED_CASES + LONG_SHARED,
     ids=lambda x: getattr(x, "id", x),
 )
 
@@ -68,6 +69,7 @@ ordered_cases = pytest.mark.parametrize(
     + TRAINED_CASES[1:5]
     + LONG_CASES[-1:]
     + LINE_CASES
+    + FAR_CASES
     + LONG_LINES
     + SHARED_CASES
     + LONG_SHARED,

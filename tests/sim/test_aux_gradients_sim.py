@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import time
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from cases import Case
-from gradient_oracle import make_output_gradients
-from simulated_backward import DELAY_SEEDS, run_sim
-from trained_mods import LINE_CASES, TRAINED_CASES, assert_aux_gradients_close, make_trained
+from conftest import ACTIVE_ARCH, SMS
+from drawn_learned import draw_learned
+from gradient_oracle import assert_gradients_close, make_output_gradients
+from planned import call_of, planned
+from quiet_runs import quiet_run
+from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
+from tolerances import assert_close_to_oracle
+from trained_mods import (
+    FAR_CASES,
+    LINE_CASES,
+    TRAINED_CASES,
+    assert_aux_gradients_close,
+    make_trained,
+)
+
+from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.call.prepare import prepared_fwd
+from flash_mask_cute.runtime.target import Target
+
+DRAWS = int(os.environ.get("FLASH_MASK_LEARNED_DRAWS", "2"))
+SEED = int(os.environ.get("FLASH_MASK_LEARNED_SEED", str(int(time.time() // 86400))))
+DIMS = ((64, 64), (128, 128), (32, 32), (80, 80), (40, 40), (96, 64), (192, 128), (256, 256))
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -30,7 +51,7 @@ def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any)
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
+    ("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES, ids=lambda x: getattr(x, "id", x)
 )
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
@@ -43,3 +64,31 @@ def test_every_block_of_sequences_without_keys(simulator: ModuleType, head_dim: 
     case = Case("unused", 3, 130, 150, 1, 1, head_dim=head_dim, seqused_q=(130, 0, 70),
                 seqused_k=(0, 150, 100))  # fmt: skip
     check(simulator, case, "key_bias", (1,), config={"skip_blocks": False})
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_drawn(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Any masks and layouts, with tables of differences and without, in both directions."""
+    seed = SEED * 1000 + number
+    drawn = draw_learned(seed, DIMS if ACTIVE_ARCH == "sm_90a" else DIMS[:2])
+    print(f"FLASH_MASK_LEARNED_SEED={SEED}: {drawn.case}")
+    given = make_trained(drawn.case, drawn.recipe)
+    if seed % 3:
+        monkeypatch.setattr(difference_tables, "LEAST_SCORES", 0)
+        monkeypatch.setattr(difference_tables, "SCORES_OF_ELEMENT", 0)
+    plan = planned(call_of(given.inputs), Target(ACTIVE_ARCH, num_sms=SMS))
+    call = call_of(given.inputs)
+    with quiet_run(simulator, 1):
+        out, lse = prepared_fwd(plan)(call.tensors, call.masks)
+    assert_close_to_oracle(out, lse, given.inputs)
+    dout, dlse = make_output_gradients(given.inputs)
+    daux = [
+        torch.full_like(x, float("nan")) if i in given.wants_aux else None
+        for i, x in enumerate(given.aux_tensors)
+    ]
+    in_order = ACTIVE_ARCH == "sm_90a" and seed % 2 == 0
+    with quiet_run(simulator, 1):
+        grads = launch_on_simulator(given.inputs, dout, dlse, daux=daux, deterministic=in_order)
+    assert_gradients_close(grads, given.inputs, dout, dlse)
+    trained = [x for x in daux if x is not None]
+    assert_aux_gradients_close(trained, given, dout, dlse)

@@ -13,6 +13,7 @@ from gradient_oracle import make_output_gradients
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from trained_mods import (
+    FAR_CASES,
     LINE_CASES,
     ORDERED_CASES,
     TRAINED_CASES,
@@ -28,7 +29,7 @@ pytestmark = [
 ]
 cases = pytest.mark.parametrize(
     ("case", "name"),
-    ORDERED_CASES + TRAINED_CASES[1:5] + LINE_CASES,
+    ORDERED_CASES + TRAINED_CASES[1:5] + LINE_CASES + FAR_CASES,
     ids=lambda x: getattr(x, "id", x),
 )
 

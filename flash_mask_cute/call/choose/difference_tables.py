@@ -112,7 +112,7 @@ def choose_tables(
     found: list[tuple[DifferenceRead, Shape]] = []
     few: list[tuple[DifferenceRead, int]] = []
     for read in difference_reads(score_mod, problem):
-        most = _most_difference(read.terms, *lengths)
+        most = most_difference(read.terms, *lengths)
         if most is None:
             continue
         batch = shapes.batch if read.by_batch else 1
@@ -206,7 +206,7 @@ def _are_keys_distinct(terms: Sequence[DifferenceTerm], length: int) -> bool:
     return values.unique().numel() == length
 
 
-def _most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
+def most_difference(terms: Sequence[DifferenceTerm], seqlen_q: int, seqlen_k: int) -> int | None:
     """The largest magnitude of a difference; None: a table of so many differences is too large."""
     low = high = 0
     for is_key, length in ((True, seqlen_k), (False, seqlen_q)):

@@ -35,8 +35,10 @@ from flash_mask_cute.call.choose.copies import (
     tma_strides,
 )
 from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choose_tables
+from flash_mask_cute.call.choose.entry_order import with_entry_order
 from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.choose.group_splits import split_group
+from flash_mask_cute.call.choose.kept_rows import with_row_bits
 from flash_mask_cute.call.choose.mask_bits import (
     LIMITS,
     Limits,
@@ -125,8 +127,8 @@ class ExecutionPlan:
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
     computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
     plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
-    tables: of differences that score_mod reads. shared: gradients of aux tensors that a kernel of
-    its own sums over the batch; the problem does not want these.
+    tables: of differences that score_mod reads. shared: what a kernel makes that walks over batch
+    entries, as gradients of aux tensors, which the problem then does not want.
     """
 
     direction: Direction
@@ -164,6 +166,10 @@ class ExecutionPlan:
     def bwd_choice(self) -> BwdChoice:
         assert isinstance(self.choice, BwdChoice)
         return self.choice
+
+    @property
+    def is_short(self) -> bool:
+        return self.shared is not None and self.shared.short is not None
 
     @property
     def bit_tiles(self) -> BitTiles:
@@ -268,11 +274,14 @@ def plan(
             return one_pass
     chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
     facts = chosen.shapes, chosen.masks, chosen.choice, chosen.target
-    if isinstance(chosen.choice, BwdChoice):
-        shared = choose_shared_sums(chosen.problem, *facts[:2], chosen.choice, chosen.target)
-        if shared is not None:
+    if isinstance(choice := chosen.choice, BwdChoice):
+        of = chosen.problem, *facts[:2], choice, chosen.target
+        if (shared := choose_shared_sums(*of, may_be_short=call.config is None)) is not None:
             problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
             chosen = replace(chosen, shared=shared, problem=problem)
+            if chosen.is_short:
+                return chosen
+        chosen = replace(chosen, problem=with_entry_order(chosen.problem, *facts[:2], facts[3]))
     if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
     problem = replace(chosen.problem, **tables.problem_fields())
@@ -363,9 +372,13 @@ def _bwd_problem(
     if wants_aux and masks.score_mod is not None and call.backward.deterministic:
         # sums in a fixed order are those of which the order does not matter
         reads = find_reads(masks.score_mod, problem, wants_aux)
-        if not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
-            entry_aux = tuple(i for i in reads.of_many if reads.tensors[i].is_once_an_entry)
-        exact_aux = tuple(i for i in reads.of_many if i not in entry_aux)
+        of_many = reads.of_many
+        if call.options.q_start.is_given:
+            # queries before position 0 are all at 0, and read the same elements
+            of_many = reads.of_any
+        elif not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
+            entry_aux = tuple(i for i in of_many if reads.tensors[i].is_once_an_entry)
+        exact_aux = tuple(i for i in of_many if i not in entry_aux)
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -416,6 +429,7 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
+        problem = with_row_bits(problem, shapes, masks, target, call.config)
         choose = _fwd_chooser(call, problem, shapes, masks, window, target)
         sink = call.tensors.learnable_sink
     else:
@@ -478,11 +492,11 @@ def _with_split(
 ) -> AttentionProblem:
     """The problem with its way of computing work tiles in splits, if any.
 
-    A kernel writes out in the dtype of q, but splits of it in float32. So a wider out is combined,
-    of one split if no more are asked for. By slots, a kernel writes out itself where a work tile
-    has one share.
+    A kernel writes `out` in the dtype of q, and splits of it in float32. So an `out` in float32 is
+    combined from splits, from a single one if no more are requested. Splits by slots do not serve
+    for that: a kernel writes `out` itself where a work tile has one share.
 
-    A single query sees the same without causal masking, and kernels without masks do least work.
+    A single query sees the same keys without causal masking, and a kernel without masks does less.
     """
     may_pack, options = _may_pack(call, shapes, masks, target), call.options
     has_config = bool(given_fields(call.config))
@@ -552,8 +566,8 @@ def _visible(window: _FoldedWindow) -> int | None:
 def _decodes_whole(
     call: AttentionCall, shapes: FwdShapes, masks: ResolvedMasks, target: Target
 ) -> bool:
-    """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and nobody
-    chose other tiles. The forward of training keeps its own."""
+    """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and the
+    caller set no tiles. A forward that autograd records keeps the tiles of training."""
     chosen = given_fields(call.config).keys() - {"skip_blocks"}
     if call.options.is_recorded or chosen or not arch_spec(target).forward.decodes_whole:
         return False
@@ -602,9 +616,7 @@ def _bwd_chooser(
 
     def choose(problem: AttentionProblem) -> BwdChoice:
         choice = select_bwd_config(
-            problem.head_dim,
-            problem.head_dim_v,
-            problem.tuning_class,
+            *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
             override=override,
             seqlen_k=shapes.seqlen_k,
             deterministic=call.backward.deterministic,
@@ -660,16 +672,8 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
         if chosen.problem.varlen_k:
             return None
     window = chosen.window_left, chosen.window_right
-    return choose_mask_bits(
-        chosen.problem,
-        chosen.shapes,
-        chosen.bit_tiles,
-        chosen.masks,
-        window,
-        chosen.target,
-        can_pack,
-        limits,
-    )
+    given = chosen.problem, chosen.shapes, chosen.bit_tiles, chosen.masks
+    return choose_mask_bits(*given, window, chosen.target, can_pack, limits)
 
 
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:

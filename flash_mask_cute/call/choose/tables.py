@@ -11,6 +11,13 @@ from flash_mask_cute.call.problem import TuningClass
 
 SM90_FWD = (
     FwdRow(
+        *(64, 64, 64, 64, 6, 2, False),
+        "one tile has all queries and keys, and no columns that are not there",
+        masks=(TuningClass.FULL, TuningClass.CAUSAL, TuningClass.SCORE_MOD),
+        max_seqlen_q=64,
+        max_seqlen_k=64,
+    ),
+    FwdRow(
         *(64, 64, 64, 64, 8, 2, False),
         "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
         for_decode=True,
@@ -89,6 +96,18 @@ SM90_FWD = (
         *(64, 64, 128, 128, 3, 2, False),
         "a narrow window wastes less of a small tile, and short walks want keys early",
         max_window=1024,
+    ),
+    FwdRow(
+        *(32, 32, 128, 128, 3, 2, False),
+        "rows of tables stay in shared memory, and two warpgroups can load a block of them",
+        masks=(TuningClass.SCORE_MOD,),
+        keeps_rows=True,
+    ),
+    FwdRow(
+        *(64, 64, 128, 96, 2, 2, False),
+        "as above, with room for two blocks of rows in fp32",
+        masks=(TuningClass.SCORE_MOD,),
+        keeps_rows=True,
     ),
     FwdRow(
         *(64, 64, 192, 96, 4, 2, False),

@@ -1,8 +1,7 @@
-"""A forward with all decisions that follow from metadata made; running it costs as little as
-possible.
+"""Prepared forwards, which run a kernel, or the CPU path, with as little host time as they can.
 
-A prepared call is made once for a combination of shapes, strides, dtypes and options, and runs on
-the tensors of every later call that has the same.
+A prepared call is made once for a combination of shapes, strides, dtypes and options, with all
+decisions that follow from these. It runs on the tensors of every later call that has the same.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class KernelForward:
                 q_starts if self._reads_q_starts else self._q_start, partials,
                 *(NO_OPTIONAL if optional_of is None else optional_of((*optional, None))),
             )  # fmt: skip
-            # so that the next chunk has its memory
+            # freed, so that the next chunk can have the same memory
             mask_bits = None
         if combine is not None and partials is not None:
             combine(partials, out, lse, sink)
@@ -144,8 +143,8 @@ class KernelForward:
 
 
 def _picker(problem: AttentionProblem) -> Callable[[tuple[Tensor | None, ...]], tuple[Any, ...]]:
-    """Takes the tensors that the kernel reads out of `OptionalTensors` and a None behind them,
-    which stands for the others."""
+    """A function that takes the fields of `OptionalTensors` and then a None, and returns the fields
+    that the kernel reads, with None in place of the others."""
     fields = OptionalTensors._fields
     return itemgetter(*(i if problem.has(name) else len(fields) for i, name in enumerate(fields)))
 
@@ -193,7 +192,7 @@ class CpuForward:
     ) -> tuple[Tensor, Tensor | None]:
         plan, x = self._plan, tensors
         out, lse = self._new_outputs(x)
-        # rows that no sequence uses, which the path leaves alone
+        # rows that no sequence uses, to which the CPU path does not write
         out.zero_()
         if lse is not None:
             lse.fill_(NEG_INF)

@@ -17,6 +17,7 @@ from trained_mods import TRAINED_MODS, make_trained
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.shared_sums import build_shared_sums
+from flash_mask_cute.call.choose import entry_order
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.choose.shared_sums import MOST_PARTS, TILE, num_parts
 from flash_mask_cute.call.problem import FwdShapes
@@ -30,7 +31,8 @@ def plan_of(case: Case, name: str = "pair", target: Target = HOPPER, **more: Any
     given = make_trained(case, name)
     daux = [torch.empty_like(x) if i in given.wants_aux else None
             for i, x in enumerate(given.aux_tensors)]  # fmt: skip
-    return planned(given.inputs, target, direction=Direction.BACKWARD, daux=daux, **more)
+    of_call: dict[str, Any] = {"direction": Direction.BACKWARD, "daux": daux} | more
+    return planned(given.inputs, target, **of_call)
 
 
 def pair_case(name: str, **more: Any) -> Case:
@@ -119,18 +121,15 @@ def test_parts_of_the_batch(n: int) -> None:
 
 
 def test_it_is_told() -> None:
-    q = torch.zeros(384, 256, 4, 32, dtype=BF16)
-    table = torch.zeros(4, 256, 256, dtype=BF16, requires_grad=True)
-    found = explain(
-        q, q, q, score_mod=TRAINED_MODS["pair"].cute, aux_tensors=[table], target="sm_90a"
-    ).backward
+    # too long for the kernels of short sequences
+    q = torch.zeros(384, 400, 4, 32, dtype=BF16)
+    table, mod = torch.zeros(4, 400, 400, dtype=BF16, requires_grad=True), TRAINED_MODS["pair"].cute
+    found = explain(q, q, q, score_mod=mod, aux_tensors=[table], target="sm_90a").backward
     assert found is not None
     (told,) = found.aux_gradients
     assert told.is_wanted and "one owner for each element" in told.cost
     (parts,) = re.findall(r"each of (\d+) parts of the batch", told.cost)
-    alone = explain(
-        q, q, q, score_mod=TRAINED_MODS["pair"].cute, aux_tensors=[table.detach()], target="sm_90a"
-    ).backward
+    alone = explain(q, q, q, score_mod=mod, aux_tensors=[table.detach()], target="sm_90a").backward
     assert alone is not None and found.scratch_bytes is not None
     assert alone.aux_gradients[0].cost == told.cost and not alone.aux_gradients[0].is_wanted
     assert found.scratch_bytes - (alone.scratch_bytes or 0) == int(parts) * 4 * table.numel()
@@ -152,6 +151,29 @@ def test_compiles_well(head_dim: int, more: dict[str, Any], tmp_path: Path) -> N
     assert not compiled.meta["warnings"] and compiled.meta["spill_bytes"] <= 200, compiled.meta
 
 
+def test_entries_take_turns_over_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pairs, which several batch entries share, in a dense call on Hopper; also without its
+    gradient."""
+    small = plan_of(pair_case("small"))
+    assert not small.problem.entries_first
+    monkeypatch.setattr(entry_order, "LEAST_BYTES", 4 * 70 * 140 * BF16.itemsize)
+    large = plan_of(pair_case("large"))
+    assert large.problem.entries_first and large.shared is not None
+    assert plan_of(pair_case("detached"), daux=None).problem.entries_first
+    assert plan_of(pair_case("capped", softcap=10.0)).problem.entries_first
+    others = {
+        "one": plan_of(pair_case("one", batch=1)),
+        "smaller": plan_of(pair_case("smaller", seqlen_k=139)),
+        "by key": plan_of(pair_case("by-key"), "key_bias"),
+        "packed": plan_of(
+            Case("packed", heads_q=4, heads_kv=4, lengths_q=(70, 60), lengths_k=(140, 90))
+        ),
+        "Blackwell": plan_of(pair_case("blackwell"), target=BLACKWELL),
+    }
+    for name, plan in others.items():
+        assert not plan.problem.entries_first, name
+
+
 def test_sums_are_new_where_all_elements_are_read() -> None:
     """Otherwise those that nothing reads are 0."""
     from flash_mask_cute.call.run.shared_sums import MakeSharedSums
@@ -167,7 +189,7 @@ def test_sums_are_new_where_all_elements_are_read() -> None:
 
     make = MakeSharedSums(found.shared, found.shapes, fill)
     for shape in ((4, 70, 140), (5, 80, 150)):
-        made = make([torch.zeros(shape)], (None,) * 5, None, 1.0)
+        made = make([torch.zeros(shape)], (None,) * 5, (), None, (1.0, 1.0))
         assert made[0].shape == (found.shared.parts, *shape) and made[0].dtype == FP32
     assert (seen[1] == 0).all()
 
@@ -196,7 +218,7 @@ def test_sums_of_one_part_are_the_gradient() -> None:
             (transposed, False),
         ):
             before = gradient._version
-            made = make([gradient], (None,) * 5, None, 1.0)
+            made = make([gradient], (None,) * 5, (), None, (1.0, 1.0))
             assert (made[0].data_ptr() == gradient.data_ptr()) == is_there
             write_gradients([gradient], made, entry_aux=(0,))
             assert gradient._version > before

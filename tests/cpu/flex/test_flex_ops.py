@@ -82,6 +82,10 @@ EXACT: dict[str, Callable[..., Tensor]] = {
     "a read": lambda s, b, h, q, k: s + BIAS[h, k],
     "a negative index": lambda s, b, h, q, k: s + BIAS[h, q - k],
     "chained reads": lambda s, b, h, q, k: s + TABLE[b][0][q][k],
+    "an index that wraps": lambda s, b, h, q, k: (
+        s + ROWS[(q * 73856093 + k * 19349663) >> 28, 0] + ROWS[(q + 2147483640) >> 28, 1]
+    ),
+    "an index by a power": lambda s, b, h, q, k: s + ROWS[(q * q * q * q * q * q * q) >> 28, 0],
     "a read of a read": lambda s, b, h, q, k: s + BIAS[IDS[b, q], k],
     "views": lambda s, b, h, q, k: s + BIAS.T[k, h] + BIAS.view(-1)[q] + BIAS[:, 2:][h, q // 2],
     "bfloat16": lambda s, b, h, q, k: s + HALF[q] * HALF[k] + (HALF[q] + k),

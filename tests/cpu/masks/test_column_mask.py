@@ -363,3 +363,8 @@ def test_it_can_be_pickled_after_use() -> None:
 def test_negative_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="seqlen_q=-1"):
         ColumnMask(torch.zeros((1, 1, 8, 2), dtype=torch.int32), True).dense(-1)
+
+
+def test_a_dense_mask_is_sent_to_its_builder() -> None:
+    with pytest.raises(TypeError, match=r"got torch.bool; builders.from_dense\(mask\)"):
+        ColumnMask(torch.ones((8, 8), dtype=torch.bool), True)

@@ -16,6 +16,7 @@ from cases import BF16, FP32, FP64, Case
 from compiled_code import SWEEP, check_code
 from functional_calls import OPERATORS, RTOL, Arguments
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from planned import backward_call, planned
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trained_mods import (
@@ -429,6 +430,28 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
         _flash_attn_bwd(q, k, v, q, q, torch.zeros(1, 2, 12), aux_tensors=aux_tensors, **keywords)
 
 
+def _pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][h[0], q[0], k[0]] + aux[1][b[0], h[0], q[0], k[0]]
+
+
+@pytest.mark.parametrize("q_start", [-20, torch.tensor([-20, 4], dtype=torch.int32)])
+def test_sums_in_a_fixed_order_of_queries_before_the_first_position(q_start: Any) -> None:
+    """All of them read what the query at position 0 reads: sums of many scores are exact."""
+    q = torch.zeros(2, 30, 2, 64, dtype=BF16)
+    tables = [torch.zeros(2, 64, 64), torch.zeros(2, 2, 64, 64)]
+    keywords: dict[str, Any] = {"score_mod": _pairs, "aux_tensors": tables, "daux": tables}
+    keywords["deterministic"] = True
+
+    def sums(**more: Any) -> tuple[Any, Any]:
+        call = backward_call(*[q] * 5, torch.zeros(2, 2, 30), **keywords, **more)
+        found = planned(call, Target("sm_90a", num_sms=132))
+        return found.problem.exact_aux, found.problem.entry_aux
+
+    # a sum of one batch entry, and an element that one score reads, have an order anyway
+    assert sums() == ((), (0,))
+    assert sums(q_start=q_start) == ((0, 1), ())
+
+
 # -- the kernel ---------------------------------------------------------------------------------
 
 
@@ -437,7 +460,8 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
     ("name", "head_dim", "in_order"),
     [("slopes", 64, False), ("slopes", 96, False), ("slopes", 128, False), ("slopes", 128, True),
      ("key_bias", 128, False), ("key_bias", 128, True), ("t5", 128, False), ("t5", 128, True),
-     ("query_gain", 128, False), ("pair", 128, False), ("axial", 128, False),
+     ("query_gain", 128, False), ("far_query_gain", 128, True), ("far_gain", 128, False),
+     ("far_gain", 128, True), ("pair", 128, False), ("axial", 128, False),
      ("gain_and_bias", 128, False), ("gain_and_bias", 256, False)],
 )  # fmt: skip
 def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path) -> None:
@@ -447,6 +471,8 @@ def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path)
         "t5": (("bfloat16", 2),),
         "key_bias": (("float32", 3),),
         "query_gain": (("float16", 2), ("float32", 2)),
+        "far_query_gain": (("float32", 2),),
+        "far_gain": (("float32", 1),),
         "pair": (("bfloat16", 3),),
         "axial": (("float32", 2), ("float32", 2)),
         "gain_and_bias": (("bfloat16", 2), ("float16", 1)),

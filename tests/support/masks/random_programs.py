@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 # of each dimension of a learned table; of the tables of numbers that indices look up
 SIZE, NUMBERS = 32, (50, 7)
 
@@ -69,6 +72,14 @@ class Draw:
             pool.append(self._step(pool))
         ints = program.of_kind("int", pool)
         return draw.choice(ints[-3:])
+
+    def index_of(self, bias: str, rank: int) -> Index:
+        draw = self.random
+        if rank > 1 and draw.random() < 0.25:
+            return Index(self.program.add(draw.choice(_PLACES), "int"), "plain")
+        bias = bias if draw.random() < 0.9 else "any"
+        node = self.index(bias, draw.randint(0, 7), draw.choice([0, 0, 0, 0.1]))
+        return Index(node, draw.choice(["clamp", "clamp", "negative", "rest", "bits"]))
 
     # -- leaves ---------------------------------------------------------------------------------
 
@@ -179,6 +190,7 @@ class Draw:
             (0.4, lambda: program.add("extent", "int", number=draw.randint(0, 1))),
             (0.4, lambda: program.add("widen", "wide", one())),
             (0.8, lambda: program.add("float", "float", one())),
+            (0.15, lambda: program.add("score", "float")),
             (2, lambda: program.add(draw.choice(_COMPARISONS), "condition", one(), one())),
             (1, lambda: program.add("more_than", "condition", one(), number=small)),
             (0.5, lambda: program.add("below", "condition", one(), one())),
@@ -221,33 +233,166 @@ class Draw:
 _COMPARISONS = ("less", "at_most_as", "equal", "unequal")
 
 
-# -- on scalars of the DSL ----------------------------------------------------------------------
+# -- mods ---------------------------------------------------------------------------------------
 
 
-def in_dsl(
-    program: Program, place: Sequence[Any], numbers: Any, table: Any, branch: Any
-) -> Callable[[int], Any]:
-    """A function that evaluates nodes on scalars of the DSL.
+class Index(NamedTuple):
+    """The node of an index, and how it is brought inside: "plain", if it is a place, "clamp",
+    "rest" or "bits"; or "negative" to the numbers that torch counts from the end."""
 
-    place: batch entry, head, query, key. numbers: tables of NUMBERS[0], and of NUMBERS, numbers.
-    table: a learned one. branch(condition, x, y): x or y by control flow.
-    """
-    known: dict[int, Any] = {}
-    rules = _dsl_rules(place, numbers, table, branch)
-
-    def value(i: int) -> Any:
-        if i not in known:
-            node = program.nodes[i]
-            operands = [value(x) for x in node.operands]
-            known[i] = rules[node.operation](*operands, node.number)
-        return known[i]
-
-    return value
+    node: int
+    inside: str
 
 
-def _dsl_rules(
-    place: Sequence[Any], numbers: Any, table: Any, branch: Any
-) -> dict[str, Callable[..., Any]]:
+class RandomRead(NamedTuple):
+    table: int
+    indices: tuple[Index, ...]
+
+
+class RandomMod(NamedTuple):
+    """A score_mod that reads learned tables. ranks: of these. form: how elements and score become
+    the modified score; condition: the node of a number that may matter for it."""
+
+    program: Program
+    ranks: tuple[int, ...]
+    reads: tuple[RandomRead, ...]
+    form: int
+    condition: int
+
+    @staticmethod
+    def draw(seed: int) -> RandomMod:
+        draw = Draw(seed)
+        chance, program = draw.random, draw.program
+        ranks = tuple(chance.choice([1, 1, 2, 2, 3]) for _ in range(chance.randint(1, 3)))
+        reads = []
+        for table, rank in enumerate(ranks):
+            bias = chance.choice(["head", "key", "query", *["difference"] * 3, "any"])
+            for _ in range(chance.choice([1, 1, 1, 2])):
+                indices = tuple(draw.index_of(bias, rank) for _ in range(rank))
+                reads.append(RandomRead(table, indices))
+        return RandomMod(
+            program, ranks, tuple(reads), chance.randint(0, 10), draw.index("any", 2, 0)
+        )
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Learned tables, and numbers."""
+        generator = torch.Generator().manual_seed(self.program.seed)
+        tables = [torch.randn((2 * SIZE,) * rank, generator=generator) for rank in self.ranks]
+        numbers = [torch.randint(*span, shape, generator=generator, dtype=torch.int32)
+                   for span, shape in (((0, 60), NUMBERS[:1]), ((-5, 30), NUMBERS))]  # fmt: skip
+        return tables, numbers
+
+    def cute(self, branch: Callable[..., Any]) -> Callable[..., Any]:
+        """The CuTe mod; its aux tensors are the tables and the numbers. branch(condition, x, y): x
+        or y by control flow."""
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+            place, numbers = (b[0], h[0], q[0], k[0]), aux[len(self.ranks) :]
+            rules = dsl_rules(score[0], place, numbers, branch)
+            return self._modified(rules, aux, score[0], *place[2:])
+
+        return score_mod
+
+    def torch(self, tables: Sequence[Tensor], numbers: Sequence[Tensor]) -> Callable[..., Tensor]:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            rules = torch_rules(score, (b, h, q, k), numbers)
+            found: Tensor = self._modified(rules, tables, score, q, k)
+            return found
+
+        return score_mod
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether indices may be rounded functions, which languages round differently."""
+        return any(node.kind == "float" for node in self.program.nodes)
+
+    def _modified(self, rules: Rules, tables: Any, score: Any, q: Any, k: Any) -> Any:
+        known: dict[int, Any] = {}
+
+        def value(i: int) -> Any:
+            if i not in known:
+                node = self.program.nodes[i]
+                operands = [value(x) for x in node.operands]
+                known[i] = rules[node.operation](*operands, node.number)
+            return known[i]
+
+        first, *rest = (
+            rules["element"](
+                tables[x.table], tuple(rules[i.inside](value(i.node)) for i in x.indices)
+            )
+            for x in self.reads
+        )
+        number = rules["float"](value(self.condition), 0)
+        where, distance = rules["choose"], rules["float"](abs(q - k), 0)
+        forms: list[Callable[[], Any]] = [
+            lambda: score + first,
+            lambda: first + score,
+            lambda: score - first * 0.5,
+            lambda: score + first * distance,
+            lambda: score * (first + 1.0),
+            lambda: rules["tanh"](score + first),
+            lambda: where(number > 3.0, score + first, score),
+            lambda: where(number > 3.0, score + first, score * 2.0),
+            lambda: where(score > first, score, first),
+            lambda: score + first * rules["exp2"](where(number > 5.0, number * 0.0, number)),
+            lambda: score - (first * -2.0) * -0.25,
+        ]  # fmt: skip
+        found = forms[self.form]()
+        if self.form % 3 == 2:
+            more = first
+            for element in rest:
+                more = more * element
+            return found + more
+        if self.form % 3 == 1:
+            more = first
+            for element in rest:
+                more = more + element
+            return score + more
+        for element in rest:
+            found = found + element
+        return found
+
+
+# Evaluates an operation: rules[operation](*operands, number).
+Rules = dict[str, Callable[..., Any]]
+_OF_BOTH: Rules = {
+    "add": lambda x, y, n: x + y,
+    "sub": lambda x, y, n: x - y,
+    "mul": lambda x, y, n: x * y,
+    "times": lambda x, n: x * n,
+    "plus": lambda x, n: x + n,
+    "huge": lambda x, n: x * n,
+    "over": lambda x, n: x // n,
+    "rest": lambda x, n=SIZE: x % n,
+    "abs": lambda x, n: abs(x),
+    "neg": lambda x, n: -x,
+    "shl": lambda x, n: x << n,
+    "shr": lambda x, n: x >> n,
+    "and": lambda x, n: x & n,
+    "or": lambda x, y, n: x | y,
+    "xor": lambda x, y, n: x ^ y,
+    "not": lambda x, n: ~x,
+    "wide_plus": lambda x, n: x + n,
+    "wide_sub": lambda x, y, n: x - y,
+    "wide_huge": lambda x, n: x * n,
+    "less": lambda x, y, n: x < y,
+    "at_most_as": lambda x, y, n: x <= y,
+    "equal": lambda x, y, n: x == y,
+    "unequal": lambda x, y, n: x != y,
+    "more_than": lambda x, n: x > n,
+    "both": lambda x, y, n: x & y,
+    "either": lambda x, y, n: x | y,
+    "float_less": lambda x, y, n: x < y,
+    "wide_less": lambda x, y, n: x < y,
+    "half": lambda x, n: x * 0.5 + float(n),
+    "float_sum": lambda x, y, n: x + y,
+    "plain": lambda x: x,
+    "bits": lambda x: x & (SIZE - 1),
+}
+
+
+def dsl_rules(score: Any, place: Sequence[Any], numbers: Any, branch: Callable[..., Any]) -> Rules:
+    """On scalars of the DSL."""
     import cutlass
     import cutlass.cute as cute
     from cutlass import Boolean, Float32, Int8, Int32, Int64, Uint32
@@ -258,53 +403,21 @@ def _dsl_rules(
     def divisor(x: Any) -> Any:
         return cutlass.max(x & 15, 1)
 
-    less: dict[str, Callable[..., Any]] = {
-        "less": lambda x, y, n: x < y,
-        "at_most_as": lambda x, y, n: x <= y,
-        "equal": lambda x, y, n: x == y,
-        "unequal": lambda x, y, n: x != y,
-        "more_than": lambda x, n: x > n,
+    return _OF_BOTH | {
+        **{name: (lambda n, x=x: x) for name, x in zip(_PLACES, place, strict=True)},
         "below": lambda x, y, n: Uint32(x) < Uint32(y),
-        "both": lambda x, y, n: x & y,
-        "either": lambda x, y, n: x | y,
         "no": lambda x, n: x == Boolean(False),
-        "float_less": lambda x, y, n: x < y,
-        "wide_less": lambda x, y, n: x < y,
-    }
-    of_floats: dict[str, Callable[..., Any]] = {
+        "score": lambda n: cute.math.floor(score * 4.0),
         "float": lambda x, n: Float32(x),
         "log": lambda x, n: cute.math.log2(cutlass.max(abs(x), Float32(0.5))),
         "root": lambda x, n: cute.math.sqrt(abs(x)),
-        "half": lambda x, n: x * 0.5 + float(n),
-        "float_sum": lambda x, y, n: x + y,
         "whole": lambda x, n: Int32(cutlass.max(cutlass.min(x, Float32(1e6)), Float32(-1e6))),
-    }
-    return {
-        **{name: (lambda n, x=x: x) for name, x in zip(_PLACES, place, strict=True)},
-        **less,
-        **of_floats,
-        "add": lambda x, y, n: x + y,
-        "sub": lambda x, y, n: x - y,
-        "mul": lambda x, y, n: x * y,
-        "times": lambda x, n: x * n,
-        "plus": lambda x, n: x + n,
-        "huge": lambda x, n: x * n,
-        "over": lambda x, n: x // n,
-        "rest": lambda x, n: x % n,
         "over_one": lambda x, y, n: x // divisor(y),
         "rest_one": lambda x, y, n: x % divisor(y),
-        "abs": lambda x, n: abs(x),
-        "neg": lambda x, n: -x,
         "min": lambda x, y, n: cutlass.min(x, y),
         "max": lambda x, y, n: cutlass.max(x, y),
         "at_most": lambda x, n: cutlass.min(x, n),
         "at_least": lambda x, n: cutlass.max(x, n),
-        "shl": lambda x, n: x << n,
-        "shr": lambda x, n: x >> n,
-        "and": lambda x, n: x & n,
-        "or": lambda x, y, n: x | y,
-        "xor": lambda x, y, n: x ^ y,
-        "not": lambda x, n: ~x,
         "narrow": lambda x, n: Int32(Int8(x)),
         "unsigned_over": lambda x, n: Int32(Uint32(x) // n),
         "unsigned_rest": lambda x, n: Int32(Uint32(x) % n),
@@ -312,11 +425,60 @@ def _dsl_rules(
         "look_up_2": lambda x, y, n: numbers[1][clamp(x, NUMBERS[0]), clamp(y, NUMBERS[1])],
         "extent": lambda n: Int32(cute.size(numbers[1], mode=[n])),
         "widen": lambda x, n: Int64(x),
-        "wide_plus": lambda x, n: x + n,
-        "wide_sub": lambda x, y, n: x - y,
-        "wide_huge": lambda x, n: x * n,
         "low_bits": lambda x, n: Int32(x),
         "where": lambda c, x, y, n: cutlass.select_(c, x, y),
         "branch": lambda c, x, y, n: branch(c, x, y),
         "bit": lambda c, n: Int32(c),
+        "clamp": lambda x: clamp(x, 2 * SIZE),
+        "negative": lambda x: clamp(x, 2 * SIZE),
+        "rest": lambda x, n=None: x % n if n is not None else (x % SIZE + SIZE) % SIZE,
+        "element": lambda table, i: Float32(table[i]),
+        "choose": lambda c, x, y: cutlass.select_(c, x, y),
+        "tanh": cute.math.tanh,
+        "exp2": cute.math.exp2,
+    }
+
+
+def torch_rules(score: Tensor, place: Sequence[Tensor], numbers: Sequence[Tensor]) -> Rules:
+    """On int32 tensors of torch, whose quotients are rounded down."""
+
+    def unsigned(x: Tensor) -> Tensor:
+        return x.long() & 0xFFFFFFFF
+
+    def divisor(x: Tensor) -> Tensor:
+        return (x & 15).clamp(min=1)
+
+    rows, cols = (n - 1 for n in NUMBERS)
+    return _OF_BOTH | {
+        **{name: (lambda n, x=x: x) for name, x in zip(_PLACES, place, strict=True)},
+        "below": lambda x, y, n: unsigned(x) < unsigned(y),
+        "no": lambda x, n: ~x,
+        "score": lambda n: (score * 4.0).floor(),
+        "float": lambda x, n: x.float(),
+        "log": lambda x, n: x.abs().clamp(min=0.5).log2(),
+        "root": lambda x, n: x.abs().sqrt(),
+        "whole": lambda x, n: x.clamp(-1e6, 1e6).int(),
+        "over_one": lambda x, y, n: x // divisor(y),
+        "rest_one": lambda x, y, n: x % divisor(y),
+        "min": lambda x, y, n: torch.minimum(x, y),
+        "max": lambda x, y, n: torch.maximum(x, y),
+        "at_most": lambda x, n: x.clamp(max=n),
+        "at_least": lambda x, n: x.clamp(min=n),
+        "narrow": lambda x, n: x.to(torch.int8).int(),
+        "unsigned_over": lambda x, n: (unsigned(x) // n).int(),
+        "unsigned_rest": lambda x, n: (unsigned(x) % n).int(),
+        "look_up": lambda x, n: numbers[0][x.clamp(0, rows)],
+        "look_up_2": lambda x, y, n: numbers[1][x.clamp(0, rows), y.clamp(0, cols)],
+        "extent": lambda n: torch.full_like(place[3], NUMBERS[n]),
+        "widen": lambda x, n: x.long(),
+        "low_bits": lambda x, n: x.int(),
+        "where": lambda c, x, y, n: torch.where(c, x, y),
+        "branch": lambda c, x, y, n: torch.where(c, x, y),
+        "bit": lambda c, n: c.int(),
+        "clamp": lambda x: x.clamp(0, 2 * SIZE - 1),
+        "negative": lambda x: x.clamp(-2 * SIZE, 2 * SIZE - 1),
+        "element": lambda table, i: table[i],
+        "choose": torch.where,
+        "tanh": torch.tanh,
+        "exp2": torch.exp2,
     }

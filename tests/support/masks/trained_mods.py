@@ -84,6 +84,19 @@ def _query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score * aux[-1][h[0], q[0]] + score * aux[-2][b[0], q[0] // 3]
 
 
+def _far_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Of a head. Scores of every other 64 queries are far from 0, so these have references."""
+    from cutlass import Float32
+
+    return score * aux[-1][h[0]] + Float32(q[0] // 64 % 2) * 2048.0
+
+
+def _far_query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    from cutlass import Float32
+
+    return score * aux[-1][h[0], q[0]] + Float32(q[0] // 64 % 2) * 2048.0
+
+
 def _buckets(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Two reads by distance, one of them times a number, the other times a function of scores'
     places; and one of another tensor by key."""
@@ -101,6 +114,15 @@ def _buckets(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def _far(distance: Tensor) -> Tensor:
     size = distance.abs().clamp(min=1).float()
     return (size.log2() * 2).to(torch.int32).clamp(max=20)
+
+
+def _distances(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Of two tensors, with the same elements far from the diagonal; heads share one of them."""
+    import cutlass
+
+    near = aux[-1][cutlass.min(abs(q[0] - k[0]), 12)]
+    step = cutlass.max(cutlass.min((k[0] - q[0]) // 8, 3), -3) + 3
+    return score + (near - 0.5 * aux[-2][h[0], step])
 
 
 def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -215,6 +237,16 @@ TRAINED_MODS = {
         lambda score, b, h, q, k, few, gain: score * gain[h][q] + score * few[b][q // 3],
         lambda x: [((x.batch, x.seqlen_q // 3 + 1), FP16), ((x.heads_q, x.seqlen_q), FP32)],
     ),
+    "far_gain": TrainedRecipe(
+        _far_gain,
+        lambda score, b, h, q, k, gain: score * gain[h] + (q // 64 % 2) * 2048.0,
+        lambda x: [((x.heads_q,), FP32)],
+    ),
+    "far_query_gain": TrainedRecipe(
+        _far_query_gain,
+        lambda score, b, h, q, k, gain: score * gain[h][q] + (q // 64 % 2) * 2048.0,
+        lambda x: [((x.heads_q, x.seqlen_q), FP32)],
+    ),
     "buckets": TrainedRecipe(
         _buckets,
         lambda score, b, h, q, k, table, keys: (
@@ -224,6 +256,14 @@ TRAINED_MODS = {
             + keys[k]
         ),
         lambda x: [((21, x.heads_q), FP32), ((x.seqlen_k,), FP32)],
+    ),
+    "distances": TrainedRecipe(
+        _distances,
+        lambda score, b, h, q, k, steps, near: (
+            score
+            + (near[(q - k).abs().clamp(max=12)] - 0.5 * steps[h][((k - q) // 8).clamp(-3, 3) + 3])
+        ),
+        lambda x: [((x.heads_q, 7), FP32), ((13,), FP16)],
     ),
     "pair": TrainedRecipe(
         _pair,
@@ -256,6 +296,23 @@ TRAINED_MODS = {
         lambda x: [((max(x.heads_q, 2),), FP32)],
     ),
 }
+
+
+def _in_grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """A table of the distances in rows and columns of a grid."""
+    i, j = q[0], k[0]
+    rows, cols = i // GRID - j // GRID, (i - i // GRID * GRID) - (j - j // GRID * GRID)
+    return score + aux[-1][h[0], (rows + GRID - 1) * (2 * GRID - 1) + cols + GRID - 1]
+
+
+def _dense_in_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    rows, cols = q // GRID - k // GRID, q % GRID - k % GRID
+    return score + table[h][(rows + GRID - 1) * (2 * GRID - 1) + cols + GRID - 1]
+
+
+IN_GRID = TrainedRecipe(
+    _in_grid, _dense_in_grid, lambda x: [((x.heads_q, (2 * GRID - 1) ** 2), FP32)]
+)
 
 # Each with the name of a modifier. Of several key blocks and row blocks, some of them hidden, cut
 # and whole; sequences without queries, and without keys, first and last.
@@ -314,6 +371,11 @@ ORDERED_CASES = (
 
 # Of reads by query, by distance and by places: lines that begin and end in a tile, at its edges and
 # at those of sequences; parts of tiles; wide heads, blocks of 128 queries, positions from q_start.
+# Scores that fp32 rounds by more than its tests allow.
+FAR_CASES = (
+    (Case("far-gain", 1, 200, 150, 2, 1), "far_gain"),
+    (Case("far-query-gain", 1, 140, 200, 1, 1, causal=True), "far_query_gain"),
+)
 LINE_CASES = (
     (Case("query-gain-gqa2", 2, 130, 200, 4, 2, head_dim=64, causal=True), "query_gain"),
     (
@@ -326,6 +388,7 @@ LINE_CASES = (
     (Case("t5-window", 1, 200, 330, 2, 2, window_left=70, window_right=20), "t5"),
     (Case("t5-varlen-d32", heads_q=2, heads_kv=2, head_dim=32, lengths_q=(150, 0, 33, 1),
           lengths_k=(97, 60, 0, 129)), "t5"),
+    (Case("distances-gqa3", 1, 200, 270, 3, 1, causal=True), "distances"),
     (Case("t5-d256", 1, 70, 140, 2, 1, head_dim=256, causal=True), "t5"),
     (Case("buckets", 2, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets"),
     (Case("buckets-softcap", 1, 100, 129, 1, 1, causal=True, softcap=12.0), "buckets"),
