@@ -23,6 +23,8 @@ from flash_mask_cute import (
 from flash_mask_cute.call import explain as explain_module
 from flash_mask_cute.call.run import append as append_module
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 INT = torch.int32
 
 
