@@ -18,6 +18,8 @@ from flash_mask_cute.call.run.backward import KernelBackward
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 GROUP = {"heads_q": 8, "heads_kv": 1, "seqlen": 4096, "head_dim": 64}
 
 

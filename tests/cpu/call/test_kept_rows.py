@@ -17,6 +17,8 @@ from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 BATCH, HEADS, SEQLEN, HEAD_DIM = 48, 4, 320, 32
 
 
