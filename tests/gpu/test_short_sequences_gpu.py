@@ -41,8 +41,9 @@ TRAINED_CASES = (
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda x: x.id)
 def test_against_oracle(case: Case) -> None:
-    assert planned(call_of(case, Direction.BACKWARD)).is_short
-    check_plain(make_inputs(case, "cuda"))
+    inputs = make_inputs(case, "cuda")
+    assert planned(call_of(inputs, Direction.BACKWARD)).is_short
+    check_plain(inputs)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
