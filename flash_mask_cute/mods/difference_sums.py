@@ -134,31 +134,30 @@ class DifferenceSums:
     def add(
         self,
         i: cutlass.Constexpr[int],
-        lines: tuple[tuple[Float32, Int32, Int32], ...],
+        lines: tuple[tuple[Float32, Int32], ...],
         corner: tuple[Int32, Int32],
     ) -> None:
-        """Add sums of lines to read i. lines: of this lane, a sum, and a query and a key on the
-        line, any if the sum is 0. corner: a query and a key of the rectangle that lines are of."""
+        """Add sums of lines to read i. corner: a query and a key of the rectangle that lines are
+        of. lines: of this lane, a sum, and how much farther queries are from keys than there; any
+        number if the sum is 0."""
         read = self.reads[i]
+        first = difference_at(read.read, *corner)
         if cutlass.const_expr(read.summed.step == 0):
             total = Float32(0.0)
-            for value, _, _ in lines:
+            for value, _ in lines:
                 total = total + value
             total = cute.arch.warp_reduction_sum(total)
-            self.add_one(i, total, difference_at(read.read, *corner))
+            self.add_one(i, total, first)
         else:
             cute.arch.sync_warp()
             # differences of a lane's lines differ, so its sums are read before any is written
+            first = first + read.middle
             ways = [
-                cutlass.select_(
-                    value != 0.0,
-                    read.middle + difference_at(read.read, q_idx, k_idx),
-                    Int32(read.start),
-                )
-                for value, q_idx, k_idx in lines
+                cutlass.select_(value != 0.0, first - apart * read.summed.step, Int32(read.start))
+                for value, apart in lines
             ]
             before = [self.sums[at] for at in ways]
-            for (value, _, _), at, known in zip(lines, ways, before, strict=True):
+            for (value, _), at, known in zip(lines, ways, before, strict=True):
                 if value != 0.0:
                     self.sums[at] = known + value
 
@@ -178,9 +177,9 @@ class DifferenceSums:
 
     @cute.jit
     def add_one(self, i: cutlass.Constexpr[int], value: Float32, difference: Int32) -> None:
-        """Add the first lane's value to the sum of a difference of read i."""
+        """Add the first lane's value to the sum of a difference of read i, any if it is 0."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
+        if (cute.arch.lane_idx() == 0) & (value != 0.0):
             at = self.reads[i].middle + difference
             self.sums[at] = self.sums[at] + value
 

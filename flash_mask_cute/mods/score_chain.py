@@ -457,7 +457,8 @@ class ScoreChain:
         # the threads of a row have all columns of each eight
         end_q = q_idx + cute.size(grads, mode=[1]) * self.elements.lanes_per_row
         end_q = cutlass.min(end_q, work.seqlen_q)
-        end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
+        behind = k_idx + self.lines.rows_of_warp
+        end_k = cutlass.min(behind, work.seqlen_k)
         if const_expr(self.takes_lines is not None):
             end_k = cutlass.select_(self.takes_lines, end_k, k_idx)
         while k_idx < end_k:
@@ -471,11 +472,11 @@ class ScoreChain:
                 first, second = (from_q, next_q, k_idx, next_k), (from_q, next_q, next_k, last_k)
                 if const_expr(self.by_difference is None):
                     self._send_rectangles(block, first_col, group, grads, (first,))
-                elif next_k < last_k:
+                elif next_k == behind:
+                    self._send_rectangles(block, first_col, group, grads, ((*first[:3], None),))
+                else:
                     # two at once: a warp's steps wait for each other, and all warps for the slowest
                     self._send_rectangles(block, first_col, group, grads, (first, second))
-                else:
-                    self._send_rectangles(block, first_col, group, grads, (first,))
                 from_q = next_q
             k_idx = last_k
 
@@ -485,7 +486,7 @@ class ScoreChain:
         first_col: int,
         group: LineGroup,
         grads: cute.Tensor,
-        rectangles: tuple[tuple[Int32, Int32, Int32, Int32], ...],
+        rectangles: tuple[tuple[Int32, Int32, Int32, Int32 | None], ...],
     ) -> None:
         """Send the sums along the lines of some rectangles; sides: see `_between`."""
         parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
@@ -499,10 +500,10 @@ class ScoreChain:
         first_col: int,
         group: LineGroup,
         grads: cute.Tensor,
-        sides: tuple[Int32, Int32, Int32, Int32],
+        sides: tuple[Int32, Int32, Int32, Int32 | None],
     ) -> list[Float32]:
         """A thread's parts of the lines in a rectangle. sides: its first query, the one behind its
-        last, and the same of keys."""
+        last, and the same of keys; None: it has all keys of the warp."""
         first_q, end_q, first_k, end_k = sides
         elements, thread, cols = self.elements, thread_in_warpgroup(), cute.size(grads, mode=[1])
         q_idx, k_idx = self._first_of(block, first_col)
@@ -513,10 +514,11 @@ class ScoreChain:
         has_query = [(q >= first_q) & (q < end_q) for q in queries]
         for r in range(elements.num_rows):
             key = k_idx + elements.row_of(thread, r)
-            has_key = (key >= first_k) & (key < end_k)
+            has_key = None if end_k is None else (key >= first_k) & (key < end_k)
             for c in range(cols):
                 i = self.lines.part_of(group.line, r, c)
-                more = cutlass.select_(has_key & has_query[c], grads[r, c], Float32(0.0))
+                is_inside = has_query[c] if has_key is None else has_key & has_query[c]
+                more = cutlass.select_(is_inside, grads[r, c], Float32(0.0))
                 parts[i] = parts[i] + more
         return parts
 
@@ -536,12 +538,10 @@ class ScoreChain:
             summed = self.by_difference.reads
             others = tuple(x for x in others if all(x.number != y.number for y in summed))
         sums = [AuxSums({read.number: targets[read.number]}) for read in others]
-        lines = []
         for total, number in totals:
-            place = self._place_on_line(block, group.line, first_col, number, corner)
-            lines.append((total, *place[2:]))
             if not others:
-                continue
+                break
+            place = self._place_on_line(block, group.line, first_col, number, corner)
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
             for own, read in zip(sums, others, strict=True):
                 tensor, coordinates, _ = terms[read.term]
@@ -549,17 +549,14 @@ class ScoreChain:
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
-        self._add_by_difference(group, tuple(lines), corner)
-
-    def _add_by_difference(
-        self, group: LineGroup, lines: tuple, corner: tuple[Int32, Int32]
-    ) -> None:
-        if self.by_difference is None:
-            return
-        numbers = {read.number for read in group.reads if group.cuts}
-        for i, summed in enumerate(self.by_difference.reads):
-            if summed.number in numbers and summed.summed.by is not SummedBy.SCORES:
-                self.by_difference.add(i, lines, corner)
+        if self.by_difference is not None:
+            q_idx, first_k = self._first_of(block, first_col)
+            apart = (q_idx - corner[0]) - (first_k - corner[1])
+            lines = tuple((total, number + apart) for total, number in totals)
+            numbers = {read.number for read in group.reads if group.cuts}
+            for i, summed in enumerate(self.by_difference.reads):
+                if summed.number in numbers and summed.summed.by is not SummedBy.SCORES:
+                    self.by_difference.add(i, lines, corner)
 
     @property
     def _summed_by_score(self) -> tuple[int, ...]:
