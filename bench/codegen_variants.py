@@ -83,6 +83,13 @@ def adds_rows(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> A
     return score + aux_tensors[0][h[0], abs(distance)]
 
 
+def adds_near(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
+    """Of a distance, one element for all that are farther."""
+    import cutlass
+
+    return score + aux_tensors[0][h[0], cutlass.min(abs(q[0] - k[0]), 128)]
+
+
 @dataclass(frozen=True)
 class AttentionVariant:
     """An attention kernel.
@@ -247,6 +254,11 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128):
         own = _variant(d, own_lists=True, **lists)
         yield f"d{d}-own_lists", replace(own, block_size=(64, 64))
+    for d, dtype in ((32, "float32"), (64, "bfloat16")):
+        # a table for all batch entries, and a mask of keys
+        fields = {"row_bits": 32 if dtype == "float32" else 16, "reads_mask_bits": True}
+        mods = Mods(score_mod=adds_pairs)
+        yield f"d{d}-kept_rows", _variant(d, mods, aux=((dtype, 3),), **fields)
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
@@ -319,8 +331,11 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
         yield f"bwd-d{d}-learned_bias", _backward(_variant(d, Mods(score_mod=adds_bias)), **learned)
+        yield f"bwd-d{d}-learned_near", _backward(_variant(d, Mods(score_mod=adds_near)), **learned)
     for kind, mod in (("heads", multiplies), ("queries", multiplies_queries)):
         yield f"bwd-d128-gains_of_{kind}", _backward(_variant(128, Mods(score_mod=mod)), **learned)
+    pairs = _variant(128, Mods(score_mod=adds_pairs), aux=(("float32", 3),), entries_first=True)
+    yield "bwd-d128-entries_first", _backward(pairs)
     for by in (SummedBy.TURNS, SummedBy.MASKS):
         differs = _backward(_variant(128, Mods(score_mod=adds_rows)), **learned)
         yield f"bwd-d128-learned_rows-{by.value}", replace(differs, summed_by=by)

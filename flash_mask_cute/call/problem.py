@@ -116,8 +116,9 @@ class AttentionProblem:
     differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
     warpgroups of a forward, or keys of one in a backward, have block lists of their own
-    (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
-    backward (`choose/entry_order.py`).
+    (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a backward
+    (`choose/entry_order.py`). row_bits: bits of a score, of rows of tables that batch entries of a
+    forward share (`kept_rows.py`), 0 if they do not, or are few.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -170,6 +171,12 @@ class AttentionProblem:
     summed: tuple[tuple[int, int, str], ...] = ()
     own_lists: bool = False
     entries_first: bool = False
+    row_bits: int = 0
+
+    @property
+    def kept_bits(self) -> int:
+        """Bits of a score, of rows of tables that may stay in shared memory."""
+        return self.row_bits if self.tuning_class is TuningClass.SCORE_MOD else 0
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""

@@ -25,6 +25,9 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.warp_scan import WARP, running
 
+# Of work tiles in turn, the part that CTAs have from the start, as a fraction.
+OWN_TILES = 3, 4
+
 
 class WorkTile(NamedTuple):
     """Coordinates of a work tile.
@@ -80,6 +83,8 @@ class TileScheduler:
     theirs then all end, also if they claim a tile while they compute another one: the first tile
     that is not done waits for none, and its CTA has done those that it claimed before.
     entries_first: of dense launches, groups have a head of several sequences, then of others.
+    in_turn: with entries_first, a CTA begins with neighbouring tiles, its part of `OWN_TILES` of
+    all, and claims tiles later.
     """
 
     params: ScheduleParams
@@ -91,6 +96,7 @@ class TileScheduler:
     mirrored: Boolean | None = None
     claims_first: cutlass.Constexpr[bool] = False
     entries_first: cutlass.Constexpr[bool] = False
+    in_turn: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
         search = self.before_start()
@@ -100,6 +106,8 @@ class TileScheduler:
 
     def before_start(self) -> Search:
         """Where no tile has been claimed."""
+        if self.in_turn:
+            return Search(cute.arch.block_idx()[0] * self._own_tiles(), Int32(0), Int32(0))
         return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
 
     def own_block(self, block: Int32) -> Int32:
@@ -115,7 +123,9 @@ class TileScheduler:
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
         index = search.index + step
-        if const_expr(self.counter is not None):
+        if const_expr(self.in_turn):
+            index = self._next_in_turn(search.index, number + 1)
+        elif const_expr(self.counter is not None):
             claimed, claims = Int32(0), cute.arch.lane_idx() == 0
             if const_expr(self.claims is not None):
                 claims = claims & self.claims.is_leader()
@@ -133,6 +143,26 @@ class TileScheduler:
                 later = cutlass.select_(number > 0, index + step, mirror)
                 index = cutlass.select_(self.mirrored, later, index)
         return search._replace(index=index)
+
+    def _own_tiles(self) -> Int32:
+        """Neighbouring tiles with which a CTA begins, if tiles are in turn."""
+        ctas, _, _ = cute.arch.grid_dim()
+        share, of_all = OWN_TILES
+        tiles = self.params.num_blocks * self.params.num_heads * self.params.num_batch
+        return cutlass.max(tiles // of_all * share // ctas, 1)
+
+    @cute.jit
+    def _next_in_turn(self, index: Int32, number: Int32) -> Int32:
+        """The tile with this number, from 0, of a CTA whose last one is `index`."""
+        ctas, _, _ = cute.arch.grid_dim()
+        own = self._own_tiles()
+        claimed = (number - own) * ctas + cute.arch.block_idx()[0]
+        if const_expr(self.counter is not None):
+            claimed = Int32(0)
+            if (cute.arch.lane_idx() == 0) & (number >= own):
+                claimed = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            claimed = cute.arch.shuffle_sync(claimed, 0)
+        return cutlass.select_(number < own, index + 1, ctas * own + claimed)
 
     def finish(self) -> None:
         """Each CTA calls this once after its last claim; the last CTA clears the counter."""

@@ -241,10 +241,11 @@ def call_mask_mod(
 
 
 class Reliance(NamedTuple):
-    """Whether the result of a mask_mod may depend on the batch entry, and on the head."""
+    """Whether the result of a mask_mod may depend on the batch entry, the head and the query."""
 
     batch: bool
     head: bool
+    query: bool
 
     @staticmethod
     def create(
@@ -264,7 +265,7 @@ class Reliance(NamedTuple):
         with ir_analysis.draft():
             indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
             # what there is of an argument before the call is all that the callable can get hold of
-            watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:2]]
+            watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:3]]
             before = [ir_analysis.count_uses(values) for values in watched]
             _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
             after = [ir_analysis.count_uses(values) for values in watched]

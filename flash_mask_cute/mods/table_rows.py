@@ -10,9 +10,10 @@ Hopper before the scores are complete. The reads of the callable are then answer
 Where a row is not aligned to 16 bytes, or ends inside the block, elements are loaded one by one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import cutlass
@@ -110,6 +111,20 @@ def noted_row_reads() -> Iterator[list[PlacedRead]]:
         yield found
 
 
+def shared_bits(reads: Sequence[PlacedRead], aux_tensors: Any) -> int:
+    """Bits of a score, of the elements of these reads, if batch entries share all of them and
+    `LoadedRows` loads them; else 0."""
+    dtypes = [tensors_of(aux_tensors)[read.number].element_type for read in reads]
+    are_shared = all(Place.BATCH not in read.indices for read in reads)
+    are_loaded = all(map(_is_loaded, dtypes))
+    return sum(x.width for x in dtypes) if are_shared and are_loaded else 0
+
+
+def _is_loaded(dtype: type[cutlass.Numeric]) -> bool:
+    # Booleans are bytes in memory
+    return dtype is not Boolean and dtype.width <= WORD_BITS
+
+
 @dataclass(frozen=True)
 class LoadedRows:
     """What a thread has loaded for a key block: of each read, int32 words (rows, `num_words`)."""
@@ -127,11 +142,13 @@ class LoadedRows:
         num_cols: int,
         columns: TableColumns,
         max_words: int,
+        keep: Callable[[Callable[[], None], tuple[cute.Tensor, ...]], None] | None = None,
     ) -> "LoadedRows | None":
         """Load the rows of as many reads as there is room for; None if for none.
 
         places: batch entry, head and query of each row. first_key: of the key block. num_cols: of a
-        thread. max_words: registers of a thread for all loaded rows; more would be spilled.
+        thread. max_words: registers of a thread for all loaded rows; more would be spilled. keep:
+        gets what loads the words, and these, which it may know from before.
         """
         chosen, tensors, words = list[PlacedRead](), list[cute.Tensor](), list[cute.Tensor]()
         left = max_words
@@ -139,8 +156,7 @@ class LoadedRows:
             tensor = tensors_of(aux_tensors)[read.number]
             dtype = tensor.element_type
             shape = len(places), num_words(num_cols, dtype.width)
-            # Booleans are bytes in memory
-            if dtype is not Boolean and dtype.width <= WORD_BITS and shape[0] * shape[1] <= left:
+            if _is_loaded(dtype) and shape[0] * shape[1] <= left:
                 left -= shape[0] * shape[1]
                 chosen.append(read)
                 tensors.append(tensor)
@@ -151,7 +167,12 @@ class LoadedRows:
             tuple(_row(tensor, read, place) for place in places)
             for tensor, read in zip(tensors, chosen, strict=True)
         )
-        _load(rows, first_key, num_cols, columns, tuple(words))
+        load = partial(_load, rows, first_key, num_cols, columns, tuple(words))
+        if keep is None:
+            load()
+        else:
+            assert shared_bits(chosen, aux_tensors) > 0, "entries share rows that stay"
+            keep(load, tuple(words))
         return LoadedRows(tuple(chosen), tuple(x.element_type for x in tensors), tuple(words))
 
     def answer(self, r: int, c: int) -> Answer:

@@ -50,6 +50,7 @@ _Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
 _functions: dict[_Key, bool] = Recent(4096)
 _reliance: dict[_Key, Reliance] = Recent(4096)
 _reads: dict[tuple[_Key, tuple[int, ...]], ModReads] = Recent(4096)
+_row_bits: dict[_Key, int] = Recent(4096)
 _difference_reads: dict[_Key, tuple[DifferenceRead, ...]] = Recent(4096)
 
 
@@ -61,8 +62,8 @@ def computes_functions(score_mod: Callable[..., Any], problem: HasScoreMod) -> b
 
 
 def find_reliance(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
-    """Whether the mask_mod of a problem uses its batch entry and its head
-    (`mods.calling.Reliance`). Both, if it cannot be traced."""
+    """Whether the mask_mod of a problem uses its batch entry, its head and its query
+    (`mods.calling.Reliance`). All, if it cannot be traced."""
     key = problem.mask_mod, problem.aux
     return _remembered(_reliance, key, partial(_trace_mask_mod, mask_mod, problem))
 
@@ -78,6 +79,14 @@ def find_reads(
     wanted = tuple(wants_aux)
     key = (problem.score_mod, problem.aux), wanted
     return _remembered(_reads, key, partial(_trace_reads, score_mod, problem, wanted))
+
+
+def row_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
+    """Bits of a score, of all elements that the score_mod of a problem reads in rows of keys
+    (`mods.table_rows`), if these are the same for all batch entries. Else 0, and if it cannot be
+    traced."""
+    key = problem.score_mod, problem.aux
+    return _remembered(_row_bits, key, partial(_trace_row_bits, score_mod, problem))
 
 
 def difference_reads(
@@ -151,6 +160,21 @@ def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> boo
 
 
 @tells_what_to_install()
+def _trace_row_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
+    from flash_mask_cute.mods.calling import ScoreModTraits
+    from flash_mask_cute.mods.table_rows import shared_bits
+
+    found: list[int] = []
+
+    def evaluate(aux_tensors: Any) -> None:
+        reads = ScoreModTraits.create(score_mod, aux_tensors).row_reads
+        found.append(shared_bits(reads, aux_tensors))
+
+    _trace(evaluate, fake_tensors.aux_tensors(problem))
+    return max(found, default=0)
+
+
+@tells_what_to_install()
 def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Reliance:
     from flash_mask_cute.mods.calling import Reliance
 
@@ -161,7 +185,7 @@ def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Relian
 
     places = *fake_tensors.int32_pair(), *fake_tensors.int32_pair()
     _trace(evaluate, fake_tensors.aux_tensors(problem), *places)
-    return found[0] if found else Reliance(batch=True, head=True)
+    return found[0] if found else Reliance(batch=True, head=True, query=True)
 
 
 def _trace(evaluate: Callable[..., None], *arguments: Any) -> None:

@@ -273,10 +273,12 @@ def schedule_forward(
     tile_counter: cute.Tensor | None,
     partials: Partials | RunningSums | None,
     ctas_per_tile: int = 1,
+    in_turn: bool = False,
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
-    kernel: says how work tiles are split, and which mask makes their walks unequal.
+    kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: head
+    by head, the same block of all sequences is in turn (`TileScheduler`).
     """
     params = schedule.params
     if const_expr(isinstance(partials, Partials)):
@@ -294,9 +296,12 @@ def schedule_forward(
         if const_expr(last_first and is_whole and not varlen):
             mirrored = _has_few_tiles(params)
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
+        if in_turn:
+            params = params._replace(heads_per_group=params.num_batch)
         scheduler = TileScheduler(
-            params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored
-        )
+            params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored,
+            entries_first=in_turn, in_turn=in_turn,
+        )  # fmt: skip
         if isinstance(partials, RunningSums):
             blocks = partials.segment_blocks
             send_segments(scheduler, rules, lengths, *rings, blocks, claims_late=late)

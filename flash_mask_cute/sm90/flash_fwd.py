@@ -101,6 +101,7 @@ from flash_mask_cute.sm90.flash_fwd_traits import (
     FwdTraits,
 )
 from flash_mask_cute.sm90.fp8_conversion import Codes, Conversion, Descales
+from flash_mask_cute.sm90.kept_rows import KeptRows
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -148,6 +149,9 @@ class FlashAttentionForwardSm90:
     :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
         warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :param shares_mask: mask_mod is the same for heads that share a tile
+    :param kept_bits: bits of a score, of all elements that score_mod reads in rows of keys, if
+        batch entries share them and lengths; a CTA then computes a query block of a head for many
+        entries, and keeps rows in shared memory
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -184,6 +188,7 @@ class FlashAttentionForwardSm90:
         few_rows: bool = False,
         own_lists: bool = False,
         shares_mask: bool = False,
+        kept_bits: int = 0,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -202,6 +207,7 @@ class FlashAttentionForwardSm90:
             in_fp8=in_fp8,
             few_rows=few_rows,
             own_lists=own_lists,
+            kept_bits=kept_bits,
         )
         if own_lists and not (mask_mod is score_mod is None):
             raise ValueError(
@@ -416,22 +422,15 @@ class FlashAttentionForwardSm90:
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
             codes = Codes.create(traits, storage_of_codes, loads)
+        kept = None
+        if const_expr(traits.kept_blocks > 0):
+            kept = KeptRows.create(traits, allocator.allocate(traits.kept_storage()))
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        tiles = Tiles(
-            q=swizzled(storage.q, traits.layout_q()),
-            k=swizzled(storage.k, traits.layout_k()),
-            v=swizzled(storage.v, traits.layout_v()),
-            o=swizzled(storage.q if const_expr(traits.share_qo) else storage.o, traits.layout_o()),
-            block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.stages_k)),
-            bits=storage.bits.get_tensor(
-                cute.make_layout((wgmma.COLUMNS.num_words, traits.tile_m))
-            ),
-            any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
-        )
+        tiles = self._tiles(storage, kept)
 
         # -- roles
         k, v = Buffer(tiles.k, channels.k), Buffer(tiles.v, channels.v)
@@ -450,7 +449,10 @@ class FlashAttentionForwardSm90:
                 loader.stream(channels.ring, channels.walk)
             elif warp_idx == Role.SCHEDULE:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
-                schedule_forward(self, rules, rings, lengths, schedule, tile_counter, partials)
+                schedule_forward(
+                    self, rules, rings, lengths, schedule, tile_counter, partials,
+                    in_turn=traits.kept_blocks > 0,
+                )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
                 self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
             elif const_expr(not traits.mask_warpgroup):
@@ -475,6 +477,22 @@ class FlashAttentionForwardSm90:
             else:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
+
+    def _tiles(self, storage: Any, kept: KeptRows | None) -> Tiles:
+        """The contents of shared memory. kept: rows of tables."""
+        traits = self.traits
+        return Tiles(
+            q=swizzled(storage.q, traits.layout_q()),
+            k=swizzled(storage.k, traits.layout_k()),
+            v=swizzled(storage.v, traits.layout_v()),
+            o=swizzled(storage.q if const_expr(traits.share_qo) else storage.o, traits.layout_o()),
+            block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.stages_k)),
+            bits=storage.bits.get_tensor(
+                cute.make_layout((wgmma.COLUMNS.num_words, traits.tile_m))
+            ),
+            any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
+            kept=kept,
+        )
 
     def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
         is_split = self.split not in (None, ONE_SEGMENT)
@@ -562,6 +580,8 @@ class FlashAttentionForwardSm90:
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
         probs, other_probs = blocks.make_probs(), blocks.make_probs()
         tile, state = Int32(0), MainloopState.start()
+        if const_expr(tiles.kept is not None):
+            tiles.kept.clear()
         blocks.start_scheduler_barrier()
         is_valid = ring.wait(tile)
         self._first_scores(blocks, first_S, tile, state.block, is_valid)

@@ -47,6 +47,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd_traits import HALF_KEYS, Barrier, FwdTraits
+from flash_mask_cute.sm90.kept_rows import KeptRows
 from flash_mask_cute.sm90.quad_tables import QUAD, QuadTableColumns
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
@@ -65,7 +66,7 @@ class Channels(NamedTuple):
 class Tiles(NamedTuple):
     """The contents of shared memory: operands with stages, a word per key stage, one bit tile.
 
-    any_bits: for each 32 rows of the bit tile, whether any bit is set.
+    any_bits: for each 32 rows of the bit tile, whether any bit is set. kept: rows of tables.
     """
 
     q: cute.Tensor  # (64, tile_d, warpgroups * stages_q)
@@ -75,6 +76,7 @@ class Tiles(NamedTuple):
     block_flags: cute.Tensor  # (stages_k,)
     bits: cute.Tensor  # (4 words, tile_m)
     any_bits: cute.Tensor  # (tile_m / 32,)
+    kept: KeptRows | None = None
 
 
 class MainloopState(NamedTuple):
@@ -450,6 +452,10 @@ class KeyBlocks:
         # tensors of their own: if they lived on from step to step, they would cost as many
         # registers again
         acc_S, fresh = wgmma.make_accumulator(traits.tile_n), target
+        loaded = None
+        if const_expr(self.tiles.kept is not None):
+            # no branches under products, and what is kept takes few clocks
+            loaded = self._load_table_rows(tile, flags)
         if const_expr(half is not None):
             acc_S = wgmma.make_accumulator(HALF_KEYS)
             fresh = wgmma.make_operand_words(HALF_KEYS // 16)
@@ -474,7 +480,8 @@ class KeyBlocks:
             self.wait_for_values(state)
             self.issue_values(probs, state)
             self.arrive_scheduler_barrier()
-            loaded = self._load_table_rows(tile, flags)
+            if const_expr(self.tiles.kept is None):
+                loaded = self._load_table_rows(tile, flags)
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
         channels.k.release(block)
@@ -637,8 +644,9 @@ class KeyBlocks:
         """The rows of tables that the score_mod reads in a key block, or in half of it."""
         if not self.score_traits.row_reads:
             return None
-        traits, work = self.traits, self.channels.ring.read(tile)
-        first_key, num_keys = (flags >> N_BLOCK_SHIFT) * traits.tile_n, traits.tile_n
+        traits, work, kept = self.traits, self.channels.ring.read(tile), self.tiles.kept
+        n_block, num_keys = flags >> N_BLOCK_SHIFT, traits.tile_n
+        first_key = n_block * traits.tile_n
         if half is not None:
             first_key, num_keys = first_key + half * HALF_KEYS, HALF_KEYS
         rows = tile_rows(traits, work, thread_in_warpgroup())
@@ -651,6 +659,7 @@ class KeyBlocks:
             num_keys // QUAD,
             QuadTableColumns(),
             traits.table_words,
+            None if kept is None else partial(kept.load, work, n_block),
         )
 
     # -- order of the warpgroups ----------------------------------------------------------------

@@ -32,6 +32,7 @@ from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.shares import FEW_ROWS
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
+from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.limits import LEAST_BOX
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
@@ -69,6 +70,8 @@ MOST_CODE_STAGES = 8
 KEPT_QUERY_DIM = 128
 # keys whose bits are the lower half of a word of a bit tile
 HALF_KEYS = 64
+# words of a slot for rows of tables that a thread moves at once
+WORDS_OF_SLOT = 4
 
 
 class Barrier(IntEnum):
@@ -91,7 +94,8 @@ class FwdTraits(PackedHeads):
     memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
     They lie in groups of 8, each with 8 rows without queries behind it, so that a thread has one.
     own_lists: each MMA warpgroup has block lists of its own, and passes over what these do not
-    have. Turns would make it wait for the others.
+    have. Turns would make it wait for the others. kept_bits: of a score, of rows of tables that
+    stay in shared memory (`kept_rows.py`), in as many slots of a key block as have room.
     """
 
     dtype: type[cutlass.Numeric]
@@ -110,6 +114,7 @@ class FwdTraits(PackedHeads):
     in_fp8: bool = False
     few_rows: bool = False
     own_lists: bool = False
+    kept_bits: int = 0
 
     @property
     def moves_registers(self) -> bool:
@@ -409,11 +414,34 @@ class FwdTraits(PackedHeads):
         return pairs + (pairs < MOST_CODE_STAGES and rest >= self.bytes_k), pairs
 
     @property
-    def smem_bytes(self) -> int:
+    def _smem_without_slots(self) -> int:
         spare = (self.stages_k - self.stages_kv) * self._stage_bytes_k
         codes_k, codes_v = self.code_stages
         codes = codes_k * self.bytes_k + codes_v * self.bytes_v
         return self._smem_without_spare_key + spare + codes
+
+    @property
+    def kept_words(self) -> int:
+        """Words of a slot that a thread has, its rows one after the other."""
+        of_row = -(-self.tile_n // 4 * self.kept_bits // WORD)
+        return -(-of_row * self.rows_of_thread // WORDS_OF_SLOT) * WORDS_OF_SLOT
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Of the words of all threads, and the tags of their warps."""
+        return 4 * self.num_mma_warps * (WARP * self.kept_words + 1)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Key blocks of which rows of tables stay, the first ones. None, if a thread would not load
+        them together, or not before products."""
+        if self.values_first or not 0 < self.kept_words <= self.table_words:
+            return 0
+        return (SMEM_CAPACITY - self._smem_without_slots) // self._slot_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        return self._smem_without_slots + self.kept_blocks * self._slot_bytes
 
     @property
     def overlaps_tiles(self) -> bool:
@@ -556,6 +584,18 @@ class FwdTraits(PackedHeads):
             words: cute.struct.MemRange[cutlass.Int32, stages_k]
 
         return CodeStorage
+
+    def kept_storage(self) -> cute.struct:
+        """The shared memory for rows of tables that stay, behind that of `storage`."""
+        num_tags = self.kept_blocks * self.num_mma_warps
+        num_words = num_tags * WARP * self.kept_words
+
+        @cute.struct
+        class KeptStorage:
+            words: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, num_words], 16]
+            tags: cute.struct.MemRange[cutlass.Int32, num_tags]
+
+        return KeptStorage
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""

@@ -12,10 +12,12 @@ from conftest import ACTIVE_ARCH, SMS
 from gradient_oracle import make_output_gradients
 from planned import planned
 from quiet_runs import quiet_run
-from simulated_backward import DELAY_SEEDS, launch_on_simulator
+from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from trained_mods import SHARED_CASES, TrainedInputs, assert_aux_gradients_close, make_trained
 
 from flash_mask_cute.call.arguments import Direction
+from flash_mask_cute.call.choose import entry_order
+from flash_mask_cute.core import key_schedule
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
@@ -49,6 +51,23 @@ def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     given = make_trained(case, name)
     for seed in DELAY_SEEDS:
         gradients(simulator, given, seed)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_entries_of_a_head_take_turns(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """With large tables: all gradients, of a batch that fills no group of entries but the first."""
+    monkeypatch.setattr(entry_order, "LEAST_BYTES", 0)
+    monkeypatch.setattr(key_schedule, "ENTRIES_TOGETHER", 2)
+    case = Case("pair-turns", 3, 130, 260, 4, 2, head_dim=64, causal=True)
+    given = make_trained(case, "pair")
+    dout, dlse = make_output_gradients(given.inputs)
+    for seed in DELAY_SEEDS:
+        daux = [torch.full_like(x, float("nan")) for x in given.aux_tensors]
+        more: dict[str, Any] = {"daux": daux, "deterministic": deterministic, "launches": 4}
+        run_sim(simulator, given.inputs, (seed,), **more)
+        assert_aux_gradients_close(daux, given, dout, None if seed is None else dlse)
 
 
 def test_the_order_is_fixed(simulator: ModuleType) -> None:

@@ -11,6 +11,7 @@ import pytest
 import simulated_backward
 import test_append_sim
 import test_aux_gradients_sim as aux_gradients
+import test_aux_order_sim as aux_order
 import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
@@ -18,6 +19,7 @@ import test_column_bounds_sim
 import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
+import test_kept_rows_sim as kept_rows
 import test_mask_bits_sim as mask_bits
 import test_own_lists_sim as own_lists
 import test_page_sizes_sim as page_sizes
@@ -157,6 +159,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         lambda sim: simulated_backward.run_sim(sim, own_lists.make_gaps(), (SEED,)),
         (BACKWARD,),
     ),
+    "kept-rows": (kept_rows.test_two_tables, (FORWARD,)),
     "combine": (
         lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
@@ -207,6 +210,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "gains-of-heads": (
         lambda sim: aux_gradients.check(sim, Case("gain", 1, 70, 150, 2, 1), "far_gain", (SEED,)),
         (BACKWARD,),
+    ),
+    "sums-of-diagonals": (
+        lambda sim: aux_order.test_against_oracle(sim, *aux_order.LINE_CASES[2]),
+        (BACKWARD,),
+    ),
+    "entries-in-turn": (
+        lambda sim: patched(shared_sums.test_entries_of_a_head_take_turns, sim, True),
+        (BACKWARD, "sm90.flash_bwd_shared.kernel"),
     ),
     "shared-sums": (
         lambda sim: shared_sums.test_against_oracle(sim, *shared_sums.SHARED_CASES[3]),

@@ -82,6 +82,7 @@ def build_fwd(
         **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
         **({"own_lists": True} if problem.own_lists else {}),
         **({"shares_mask": True} if problem.shares_mask else {}),
+        **({"kept_bits": problem.kept_bits} if problem.kept_bits else {}),
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes

@@ -41,7 +41,8 @@ class ForwardKernel(AttentionKernel):
     reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
     computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
     decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
-    warpgroups may have block lists of their own."""
+    warpgroups may have block lists of their own. keeps_rows: rows of tables may stay in shared
+    memory."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -51,6 +52,7 @@ class ForwardKernel(AttentionKernel):
     orders_sums: bool = False
     decodes_whole: bool = False
     owns_lists: bool = False
+    keeps_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ SM90 = ArchSpec(
         orders_sums=True,
         decodes_whole=True,
         owns_lists=True,
+        keeps_rows=True,
     ),
     SM90_BACKWARD,
     _columns_sm90,

@@ -140,6 +140,7 @@ def select_fwd_config(
         num_sms=num_sms,
         selected_block=walk.selected_block,
         own_lists=walk.block_size if kernel.owns_lists and problem.may_own_lists else None,
+        keeps_rows=problem.kept_bits > 0,
     )
     rows = list(rows_for(kernel.rows, call))
     row = rows[0]
@@ -149,7 +150,11 @@ def select_fwd_config(
         tile_n = next(x.tile_n for x in rows if x.is_general)
         row = next(x for x in rows if x.tile_n == tile_n)
     in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
-    tiles, smem_bytes, reason = _fit(kernel, row, *dims, override, problem.is_ordered, in_fp8)
+    more: dict[str, Any] = {"in_fp8": True} if in_fp8 else {}
+    more |= {"kept_bits": problem.kept_bits} if problem.kept_bits else {}
+    tiles, smem_bytes, reason = _fit(
+        kernel, row, *dims, override, problem.is_ordered, tuple(more.items())
+    )
     group = shapes.heads_q // shapes.heads_kv
     queries = shapes.seqlen_q
     if problem.varlen_q and problem.has_seqused_k:
@@ -212,16 +217,18 @@ def _fit(
     head_dim_v: int,
     override: FwdConfig | None,
     keeps_tile_n: bool = False,
-    in_fp8: bool = False,
+    more: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[FwdTiles, int, str]:
-    """The first candidate that fits, its shared memory in bytes, and the reason."""
+    """The first candidate that fits, its shared memory in bytes, and the reason. more: fields of
+    the kernel's traits that few problems have."""
+    in_fp8 = "in_fp8" in dict(more)
     given = given_fields(override)
     refusal = ""
     if in_fp8:
         # beside a warpgroup that converts; the keys of a tile stay those of 16 bits
         row = row._replace(tile_m=64, num_stages=2)
     for tiles in _candidates(row, given, keeps_tile_n):
-        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, in_fp8)
+        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, more)
         if why_not is None:
             reason = _explain_choice(row, tiles, given, refusal)
             return tiles, smem_bytes, f"{reason}; {_OF_FP8}" if in_fp8 else reason
@@ -279,10 +286,10 @@ def check_feasible(
     head_dim_v: int,
     tiles: FwdTiles,
     kernel: ForwardKernel = SM90.forward,
-    in_fp8: bool = False,
+    more: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[int, str | None]:
     """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's traits
-    decides."""
+    decides. more: as of `_fit`."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
     if tiles.polynomial and not kernel.has_polynomial:
@@ -301,7 +308,7 @@ def check_feasible(
         stages_q=tiles.stages_q,
         share_qo=tiles.share_qo,
         cta_pair=tiles.cta_pair,
-        **({"in_fp8": True} if in_fp8 else {}),
+        **dict(more),
     )
     return traits.smem_bytes, traits.infeasible()
 

@@ -38,6 +38,7 @@ from flash_mask_cute.call.choose.difference_tables import DifferenceTables, choo
 from flash_mask_cute.call.choose.entry_order import with_entry_order
 from flash_mask_cute.call.choose.gradient_facts import GradientFacts
 from flash_mask_cute.call.choose.group_splits import split_group
+from flash_mask_cute.call.choose.kept_rows import with_row_bits
 from flash_mask_cute.call.choose.mask_bits import (
     LIMITS,
     Limits,
@@ -418,6 +419,7 @@ def _choose_tiles(
     gradients = sink = None
     if call.direction is Direction.FORWARD:
         problem = _with_split(call, problem, shapes, masks, window, target)
+        problem = with_row_bits(problem, shapes, masks, target, call.config)
         choose = _fwd_chooser(call, problem, shapes, masks, window, target)
         sink = call.tensors.learnable_sink
     else:
@@ -661,14 +663,8 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
             return None
     window = chosen.window_left, chosen.window_right
     return choose_mask_bits(
-        chosen.problem,
-        chosen.shapes,
-        chosen.bit_tiles,
-        chosen.masks,
-        window,
-        chosen.target,
-        can_pack,
-        limits,
+        *(chosen.problem, chosen.shapes, chosen.bit_tiles, chosen.masks),
+        *(window, chosen.target, can_pack, limits),
     )
 
 

@@ -23,7 +23,8 @@ class CallFacts(NamedTuple):
     `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
     of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
     out blocks. token_lists: as in the problem. own_lists: the size of blocks of lists that the
-    warpgroups of a tile may have of their own. asks_pair: the config has cta_pair=True.
+    warpgroups of a tile may have of their own. asks_pair: the config has cta_pair=True. keeps_rows:
+    rows of tables may stay in shared memory.
     """
 
     head_dim: int
@@ -45,6 +46,7 @@ class CallFacts(NamedTuple):
     token_lists: int = 0
     own_lists: tuple[int, int] | None = None
     asks_pair: bool = False
+    keeps_rows: bool = False
 
     @property
     def splits_sectors(self) -> bool:
@@ -89,7 +91,8 @@ class FwdRow(NamedTuple):
     which keeps the special function units busy. for_decode: only if the rows that share keys fit a
     tile, and `decode_rows` are told. max_selected: for choices of blocks of at most so many keys.
     own_lists: only with block lists of an odd multiple of 64 queries, of which each warpgroup reads
-    its own. polynomial: see `FwdConfig`.
+    its own. polynomial: see `FwdConfig`. keeps_rows: only if rows of tables may stay in shared
+    memory.
     """
 
     max_dim: int
@@ -115,6 +118,7 @@ class FwdRow(NamedTuple):
     max_selected: int | None = None
     polynomial: int = 0
     own_lists: bool = False
+    keeps_rows: bool = False
 
     @property
     def is_general(self) -> bool:
@@ -181,6 +185,8 @@ class FwdRow(NamedTuple):
                     and call.own_lists[1] % self.tile_n == 0
                 ),
             )
+        if self.keeps_rows:
+            yield Condition("tables that batch entries share", lambda call: call.keeps_rows)
         if self.cta_pair:
             yield Condition("CTAs may form pairs", lambda call: call.may_pair)
 

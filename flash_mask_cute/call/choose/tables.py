@@ -91,6 +91,18 @@ SM90_FWD = (
         max_window=1024,
     ),
     FwdRow(
+        *(32, 32, 128, 128, 3, 2, False),
+        "rows of tables stay in shared memory, and two warpgroups can load a block of them",
+        masks=(TuningClass.SCORE_MOD,),
+        keeps_rows=True,
+    ),
+    FwdRow(
+        *(64, 64, 128, 96, 2, 2, False),
+        "as above, with room for two blocks of rows in fp32",
+        masks=(TuningClass.SCORE_MOD,),
+        keeps_rows=True,
+    ),
+    FwdRow(
         *(64, 64, 192, 96, 4, 2, False),
         "three warpgroups, with registers for what a score_mod computes",
         masks=(TuningClass.SCORE_MOD,),

@@ -267,6 +267,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         block_size=_blocks_of(row),
         decode_rows=row.tile_m if row.for_decode else None,
         selected_block=row.max_selected or 0,
+        row_bits=32 * row.keeps_rows,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
@@ -293,6 +294,7 @@ def test_rows_are_reachable() -> None:
             and _serves_choices_of(before, row)
             and before.above_dim <= row.above_dim
             and not before.splits_sectors
+            and not before.keeps_rows
             for before in SM90_FWD[:position]
         )
         assert not covered, row

@@ -17,6 +17,7 @@ from trained_mods import TRAINED_MODS, make_trained
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.shared_sums import build_shared_sums
+from flash_mask_cute.call.choose import entry_order
 from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.choose.shared_sums import MOST_PARTS, TILE, num_parts
 from flash_mask_cute.call.problem import FwdShapes
@@ -30,7 +31,8 @@ def plan_of(case: Case, name: str = "pair", target: Target = HOPPER, **more: Any
     given = make_trained(case, name)
     daux = [torch.empty_like(x) if i in given.wants_aux else None
             for i, x in enumerate(given.aux_tensors)]  # fmt: skip
-    return planned(given.inputs, target, direction=Direction.BACKWARD, daux=daux, **more)
+    of_call: dict[str, Any] = {"direction": Direction.BACKWARD, "daux": daux} | more
+    return planned(given.inputs, target, **of_call)
 
 
 def pair_case(name: str, **more: Any) -> Case:
@@ -150,6 +152,29 @@ def test_compiles_well(head_dim: int, more: dict[str, Any], tmp_path: Path) -> N
     with compile_lock():
         compiled = build_shared_sums(score_mod, found.problem, found.bwd_choice, shared, HOPPER)
     assert not compiled.meta["warnings"] and compiled.meta["spill_bytes"] <= 200, compiled.meta
+
+
+def test_entries_take_turns_over_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pairs, which several batch entries share, in a dense call on Hopper; also without its
+    gradient."""
+    small = plan_of(pair_case("small"))
+    assert not small.problem.entries_first
+    monkeypatch.setattr(entry_order, "LEAST_BYTES", 4 * 70 * 140 * BF16.itemsize)
+    large = plan_of(pair_case("large"))
+    assert large.problem.entries_first and large.shared is not None
+    assert plan_of(pair_case("detached"), daux=None).problem.entries_first
+    assert plan_of(pair_case("capped", softcap=10.0)).problem.entries_first
+    others = {
+        "one": plan_of(pair_case("one", batch=1)),
+        "smaller": plan_of(pair_case("smaller", seqlen_k=139)),
+        "by key": plan_of(pair_case("by-key"), "key_bias"),
+        "packed": plan_of(
+            Case("packed", heads_q=4, heads_kv=4, lengths_q=(70, 60), lengths_k=(140, 90))
+        ),
+        "Blackwell": plan_of(pair_case("blackwell"), target=BLACKWELL),
+    }
+    for name, plan in others.items():
+        assert not plan.problem.entries_first, name
 
 
 def test_sums_are_new_where_all_elements_are_read() -> None:

@@ -1,0 +1,56 @@
+"""Whether rows of tables stay in shared memory from one batch entry to the next.
+
+They do (`sm90/kept_rows.py`) if a score_mod reads them by head, query and key, entries are many and
+have the same lengths, and walks are about equally long: work tiles are then handed out in an order
+that does not look at their length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.settings import FwdConfig, given_fields
+from flash_mask_cute.mods.traits import find_reliance, row_bits
+from flash_mask_cute.runtime.target import Target
+
+# Entries for which rows are loaded once; and query blocks of QUERY_BLOCK rows for each SM, of which
+# the first one loads.
+LEAST_BATCH, LEAST_TILES, QUERY_BLOCK = 16, 4, 128
+# Of elements of a score: more would be spilled. Beside wider heads there is no room.
+MOST_BITS, MOST_DIM = 32, 64
+
+
+def with_row_bits(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    target: Target,
+    override: FwdConfig | None,
+) -> AttentionProblem:
+    """The problem of a forward with what batch entries share of tables, if nobody chose tiles."""
+    score_mod, kernel = masks.score_mod, arch_spec(target).forward
+    if score_mod is None or not kernel.keeps_rows or not _has_many(shapes, target):
+        return problem
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MOST_DIM
+    if is_wide or given_fields(override).keys() - {"skip_blocks"}:
+        return problem
+    varying = (
+        *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
+        *(problem.is_causal, problem.is_local, problem.has_lists, problem.has_bits),
+        *(problem.has_selected, problem.common_kv, problem.in_fp8, bool(problem.optional)),
+    )
+    absent = problem.intervals, problem.q_start, problem.split, problem.page_box
+    if any(varying) or any(x is not None for x in absent):
+        return problem
+    if masks.mask_mod is not None and find_reliance(masks.mask_mod, problem).query:
+        return problem
+    bits = row_bits(score_mod, problem)
+    return replace(problem, row_bits=bits) if bits <= MOST_BITS else problem
+
+
+def _has_many(shapes: FwdShapes, target: Target) -> bool:
+    tiles = shapes.batch * shapes.heads_q * -(-shapes.seqlen_q // QUERY_BLOCK)
+    return shapes.batch >= LEAST_BATCH and tiles >= LEAST_TILES * target.num_sms
