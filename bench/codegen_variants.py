@@ -23,7 +23,7 @@ from flash_mask_cute.call.build.backward import (
     build_zero_padding,
 )
 from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
-from flash_mask_cute.call.build.shared_sums import build_shared_sums
+from flash_mask_cute.call.build.shared_sums import build_shared_sums, build_short
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import (
     BwdWalkFacts,
@@ -32,7 +32,7 @@ from flash_mask_cute.call.choose.config import (
     select_fwd_config,
 )
 from flash_mask_cute.call.choose.difference_tables import DifferenceTables
-from flash_mask_cute.call.choose.shared_sums import SharedSums
+from flash_mask_cute.call.choose.shared_sums import SharedSums, ShortTile
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.core.shares import BY_SLOTS
@@ -439,6 +439,13 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
     for d, reads_mask_bits in ((32, True), (128, False)):
         yield f"bwd_shared-d{d}", PreparingVariant(partial(_shared_sums, d, reads_mask_bits))
+    for name, d, mods, tile in (
+        ("64", 64, NO_MODS, ShortTile(64, 64)),
+        ("128", 128, NO_MODS, ShortTile(128, 128)),
+        ("windows", 32, Mods(score_mod=adds_rows), ShortTile(144, 144)),
+        ("keys", 32, Mods(score_mod=adds_rows), ShortTile(384, 64, True)),
+    ):
+        yield f"bwd_short-{name}", PreparingVariant(partial(_short, d, mods, tile))
     for form in get_args(Form):
         for side, tiles in (
             ("query", BitTiles.for_forward(128, 128)),
@@ -466,6 +473,23 @@ def _shared_sums(d: int, reads_mask_bits: bool, target: Target) -> Compiled:
         kernel=arch_spec(target).backward,
     )
     return build_shared_sums(adds_pairs, problem, choice, SharedSums((0,), 1, (0,)), target)
+
+
+def _short(d: int, mods: Mods, tile: ShortTile, target: Target) -> Compiled:
+    """With the gradients of a table, if there is a score_mod."""
+    aux = () if mods.score_mod is None else (("float32", 2),)
+    problem = _backward(_variant(d, mods, aux=aux)).problem
+    problem = replace(problem, score_mod=mods.score_mod and "")
+    choice = select_bwd_config(
+        *(d, d, problem.tuning_class),
+        seqlen_k=64,
+        modifier=problem.score_modifier,
+        kernel=arch_spec(target).backward,
+    )
+    numbers = (0,) if aux else ()
+    return build_short(
+        mods.score_mod, problem, choice, SharedSums(numbers, 1, (), (), tile), target
+    )
 
 
 def _store(problem: MaskBitsProblem, target: Target) -> Compiled:

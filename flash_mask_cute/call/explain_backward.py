@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, G
 from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdTiles
+from flash_mask_cute.call.choose.config import BwdChoice, BwdTiles
 from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.choose.shared_sums import entry_traits, short_traits
 from flash_mask_cute.call.choose.token_lists import why_bits
 from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
 from flash_mask_cute.runtime.named_tuples import replaced
+
+OF_SHORT = "a CTA has all queries and keys of a batch entry, and walks over the entries of a head"
+OF_ENTRIES = "a CTA keeps keys of a head and what is added to their scores, and walks over entries"
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def explain_backward(
     except NotImplementedError as error:
         return None, str(error)
     backward = backward.packed or backward
-    choice, scratch_bytes, parts_bytes = backward.bwd_choice, None, 0
+    choice, scratch_bytes, parts_bytes = _choice_of(backward), None, 0
     smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:
         scratch = BwdScratch.of(backward)
@@ -101,7 +105,7 @@ def explain_backward(
         if backward.shared is not None:
             scratch_bytes += backward.shared.num_bytes(aux_tensors)
     explained = BackwardExplanation(
-        kernel=arch_spec(run.target).backward.class_name,
+        kernel=_kernel_of(backward),
         tiles=choice.tiles,
         tile_n=choice.tile_n,
         cols=choice.tile_d,
@@ -115,6 +119,34 @@ def explain_backward(
         choice=_explain_choice(call, backward),
     )
     return explained, ""
+
+
+def _kernel_of(backward: ExecutionPlan) -> str:
+    if backward.shared is None or (short := backward.shared.short) is None:
+        return arch_spec(backward.target).backward.class_name
+    return "EntryBackwardSm90" if short.several_keys else "ShortBackwardSm90"
+
+
+def _choice_of(backward: ExecutionPlan) -> BwdChoice:
+    """The tiles of the kernel that makes the gradients."""
+    choice, shared = backward.bwd_choice, backward.shared
+    if shared is None or shared.short is None:
+        return choice
+    has_sums, tile = bool(shared.numbers), shared.short
+    if tile.several_keys:
+        of_entries = entry_traits(backward.problem, tile, has_sums)
+        stages, tile_m, smem_bytes = (of_entries.stages,) * 2, 64, of_entries.smem_bytes
+        cols, reason = of_entries.cols, OF_ENTRIES
+    else:
+        traits = short_traits(backward.problem, tile, choice, has_sums)
+        stages, tile_m, smem_bytes = traits.stages, traits.tile_m, traits.smem_bytes
+        cols, reason = traits.cols, OF_SHORT
+    tiles = replace(
+        choice.tiles, tile_m=tile_m, stages_q=stages[0], stages_do=stages[1],
+        stages_kv=min(*stages, 2), value_cols=0, clears_dq=tile.several_keys, cta_pair=False,
+        splits_keys=False, splits_group=False,
+    )  # fmt: skip
+    return BwdChoice(tiles, tile.tile_n, tile.tile_n, *cols, smem_bytes, reason)
 
 
 def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:

@@ -104,11 +104,11 @@ def _reads_of(
             costs = costs | {ReadClass.DIFFERENCE: _COSTS_BY_DIFFERENCE[summed.by]}
     cost = costs[reads.read_class]
     if shared is not None and number in shared.numbers:
-        cost = "a kernel that computes scores again, "
+        cost = "a kernel that computes scores again, " if shared.short is None else ""
         cost += (
             "with one owner for each element"
             if number in shared.once
-            else "and an addition to memory for each query and key"
+            else "an addition to memory for each query and key"
         )
         if shared.parts > 1:
             cost += f" in each of {shared.parts} parts of the batch"

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
-from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd
+from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd, compile_short
 from flash_mask_cute.call.build.difference_tables import compile_difference_tables
 from flash_mask_cute.call.build.forward import compile_fwd
 from flash_mask_cute.call.build.shared_sums import compile_shared_sums
@@ -92,6 +92,9 @@ def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
     """The kernels of a planned backward."""
     facts = plan.gradients
     assert facts is not None
+    if plan.shared is not None and (short := plan.shared.short) is not None:
+        of_problem = plan.problem, plan.bwd_choice, plan.target
+        return compile_short(*of_problem, facts, short.several_keys)
     mods = _kernel_mods(plan, facts.score_mod_bwd)
     return compile_bwd(plan.problem, plan.bwd_choice, plan.target, mods, facts)
 
@@ -122,8 +125,8 @@ def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:
 
 
 def _shared_maker(plan: ExecutionPlan) -> MakeSharedSums | None:
-    """The kernel that sums gradients of aux tensors over the batch."""
-    if plan.shared is None or plan.masks.score_mod is None:
+    """The kernel that walks over batch entries."""
+    if plan.shared is None:
         return None
     facts = plan.problem, plan.bwd_choice, plan.shared, plan.target
     made = compile_shared_sums(plan.masks.score_mod, *facts)

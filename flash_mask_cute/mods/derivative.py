@@ -397,6 +397,7 @@ _EXPLANATIONS = {
     "cute.slice": "takes a slice of it: give a coordinate for each dimension",
     "scf.for": "uses it in a loop at run time",
     "scf.while": "uses it in a loop at run time",
+    "scf.yield": "chooses it by a branch on a run-time condition: choose between elements",
     "vector.bitcast": "reinterprets the bits of it",
 }
 

@@ -12,7 +12,7 @@ numbering, as the same operations of the same operands.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cutlass import Float32, Int32
 from cutlass._mlir import ir
@@ -31,6 +31,7 @@ from flash_mask_cute.mods.read_classes import (
 )
 from flash_mask_cute.mods.spans import Span, span_of
 
+_T = TypeVar("_T")
 _PLACES_OF_ENTRY = {Place.HEAD, Place.QUERY, Place.KEY}
 _POSITION: Span = 0, MOST_POSITION - 1
 # Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
@@ -295,7 +296,7 @@ class Values:
         if operation.name == "scf.if":
             yields = [list(region.blocks[0].operations)[-1] for region in operation.regions]
             i = _result_number(operation, value)
-            return [operation.operands[0], *(x.operation.operands[i] for x in yields)]
+            return [operation.operands[0], *(operands_of(x.operation)[i] for x in yields)]
         leaf = _leaf(operation, value)
         return operands_of(operation) if leaf is None else [leaf]
 
@@ -607,25 +608,45 @@ _GREATER = {"arith.select", "arith.maximumf", "arith.maxnumf", "arith.minimumf",
 
 
 def _factor(factor: Float32) -> Factor:
-    constant, bits = _constant(factor.ir_value()), _magnitude(factor.ir_value())
+    value = factor.ir_value()
+    constant, bits = _found(_constant, value), _found(_magnitude, value)
     if constant is not None and not math.isfinite(constant):
         constant = None
     return Factor(constant, bits is not None and bits < _MOST_BITS)
 
 
-def _constant(value: ir.Value) -> float | None:
+def _found(rule: Callable[[ir.Value, dict[int, _T]], _T], value: ir.Value) -> _T:
+    """What a rule finds for a value, by what it has found for operands: those come first, each
+    once, however often it is used."""
+    found: dict[int, _T] = {}
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        operation = maker_of(last)
+        operands = [] if operation is None else operands_of(operation)
+        missing = [x for x in operands if key_of(x) not in found]
+        if key_of(last) not in found and missing:
+            pending.extend(missing)
+            continue
+        pending.pop()
+        found[key_of(last)] = rule(last, found)
+    return found[key_of(value)]
+
+
+def _constant(value: ir.Value, found: dict[int, float | None]) -> float | None:
     """The number that a value is, also a product of numbers, which derivatives leave behind."""
     operation = maker_of(value)
     if operation is None or operation.name not in ("arith.mulf", "arith.negf"):
-        return ir_analysis.constant(Float32(value))
-    factors = [_constant(x) for x in operands_of(operation)]
+        is_fp32 = isinstance(value.type, ir.F32Type)
+        return ir_analysis.constant(Float32(value)) if is_fp32 else None
+    factors = [found[key_of(x)] for x in operands_of(operation)]
     known = [x for x in factors if x is not None]
     if len(known) < len(factors):
         return None
     return -known[0] if operation.name == "arith.negf" else math.prod(known)
 
 
-def _magnitude(value: ir.Value) -> int | None:
+def _magnitude(value: ir.Value, found: dict[int, int | None]) -> int | None:
     """A number n so that the value is always below 2^n; None: not known."""
     operation = maker_of(value)
     if operation is None:
@@ -638,10 +659,10 @@ def _magnitude(value: ir.Value) -> int | None:
     if name in ("arith.sitofp", "arith.uitofp"):
         return _width(operands[0].type)
     if name in _SAME_MAGNITUDE:
-        return _magnitude(operands[0])
+        return found[key_of(operands[0])]
     if name not in ("arith.addf", "arith.subf", "arith.mulf", *_GREATER):
         return None
-    bits = [_magnitude(x) for x in operands[1 if name == "arith.select" else 0 :]]
+    bits = [found[key_of(x)] for x in operands[1 if name == "arith.select" else 0 :]]
     known = [x for x in bits if x is not None]
     if len(known) < len(bits):
         return None

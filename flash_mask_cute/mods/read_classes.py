@@ -133,13 +133,15 @@ class ModReads(NamedTuple):
         return tuple(i for i in self.shared if self.tensors[i].is_once_an_entry)
 
     @property
+    def of_any(self) -> tuple[int, ...]:
+        """The tensors of which some score reads an element."""
+        tensors = self.tensors.items()
+        return tuple(i for i, x in tensors if x.read_class is not ReadClass.UNREAD)
+
+    @property
     def of_many(self) -> tuple[int, ...]:
-        """The tensors of whose elements some may be read by several scores."""
-        return tuple(
-            i
-            for i, x in self.tensors.items()
-            if not (x.is_once or x.read_class is ReadClass.UNREAD)
-        )
+        """The tensors of whose elements some may be read by several scores at different places."""
+        return tuple(i for i in self.of_any if not self.tensors[i].is_once)
 
 
 class Step(NamedTuple):

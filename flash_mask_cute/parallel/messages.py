@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_mask_cute.runtime.checks import brief
+
 
 class Peers(NamedTuple):
     """A group, and this process in it."""
@@ -26,12 +28,16 @@ class Peers(NamedTuple):
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
+            TypeError: group is no process group.
             ValueError: this process is not in the group.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "context_parallel_attention needs torch.distributed: call init_process_group first"
             )
+        # what new_group gives to a process that is not in the group is an int
+        if group is not None and not isinstance(group, dist.ProcessGroup | int):
+            raise TypeError(f"group must be a ProcessGroup or None, got {brief(group)}")
         found = dist.group.WORLD if group is None else group
         rank = dist.get_rank(found)
         if rank < 0 or found is None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -46,14 +46,12 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.tile_state import PARTIAL, has_visible
-from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
-from flash_mask_cute.mods.calling import call_score_mod
-from flash_mask_cute.mods.derivative import differentiate
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD
 from flash_mask_cute.rules.mask_rules import MaskBitsArgs, WindowArgs
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
@@ -233,9 +231,7 @@ class SharedGradientsSm90:
             dims = traits.head_dim, traits.head_dim_v
             raise ValueError(f"head dimensions {dims[0]}/{dims[1]} are too wide")
         self.traits = traits
-        self.score_mod = score_mod
-        self.wants_aux = wants_aux
-        self.once = once
+        self.summed = SummedTensors(score_mod, wants_aux, once)
         self.is_causal = is_causal
         self.is_local = is_local
 
@@ -478,7 +474,10 @@ class SharedGradientsSm90:
                 self._add(half, stats, of_half, scales, added[half], acc_S, acc_dP, totals[half])
             for_s.release(i)
             for_dp.release(i)
-        self._store(part, extents, sums, aux_tensors, totals)
+        places = (self._places(part, extents, half) for half in range(HALVES))
+        values = (wgmma.rows_by_cols(acc) for acc in totals)
+        of_halves = list(zip(places, values, strict=True))
+        self.summed.store(of_halves, part.number, sums, aux_tensors)
 
     @cute.jit
     def _add(
@@ -550,12 +549,15 @@ class SharedGradientsSm90:
 
     # -- what is the same for all entries -------------------------------------------------------
 
-    def _place(self, part: Part, half: int, r: int, c: int) -> tuple[Int32, Int32]:
-        """The query and the key of a thread's score."""
+    def _places(self, part: Part, extents: Extents, half: int) -> Places:
         thread = thread_in_warpgroup()
-        query = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
-        query += wgmma.first_col_of(thread) + wgmma.col_offset(c)
-        return query, self._key(part, r)
+
+        def of(r: int, c: int) -> tuple[Int32, Int32]:
+            query = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
+            query += wgmma.first_col_of(thread) + wgmma.col_offset(c)
+            return query, self._key(part, r)
+
+        return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
 
     def _key(self, part: Part, r: int) -> Int32:
         line = mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread_in_warpgroup(), r)
@@ -566,16 +568,10 @@ class SharedGradientsSm90:
     ) -> None:
         """What the score_mod adds to each score."""
         for half, acc in enumerate(added):
-            values = wgmma.rows_by_cols(acc)
+            values, places = wgmma.rows_by_cols(acc), self._places(part, extents, half)
             for c in range(cute.size(values, mode=[1])):
                 for r in range(wgmma.ROWS_PER_THREAD):
-                    q_idx, k_idx = self._place(part, half, r, c)
-                    place = (
-                        *(Int32(0), part.head_idx),
-                        *(cutlass.min(q_idx, extents.seqlen_q - 1),
-                          cutlass.min(k_idx, extents.seqlen_k - 1)),
-                    )  # fmt: skip
-                    values[r, c] = call_score_mod(self.score_mod, Float32(0.0), *place, aux_tensors)
+                    values[r, c] = self.summed.added(places, r, c, aux_tensors)
 
     def _load_words(
         self,
@@ -621,44 +617,3 @@ class SharedGradientsSm90:
         state = mask_bits.state(*place)
         uncut = cutlass.select_(has_visible(state), Int32(ALL), Int32(0))
         return cutlass.select_(state == PARTIAL, bits, uncut)
-
-    # -- the end --------------------------------------------------------------------------------
-
-    def _store(
-        self,
-        part: Part,
-        extents: Extents,
-        sums: tuple,
-        aux_tensors: tuple,
-        totals: list[cute.Tensor],
-    ) -> None:
-        """Write the sums, times the derivatives by the elements, or add them."""
-        targets = dict(zip(self.wants_aux, sums, strict=True))
-        added = AuxSums({i: x for i, x in targets.items() if i not in self.once})
-        for half, acc in enumerate(totals):
-            values = wgmma.rows_by_cols(acc)
-            for c in range(cute.size(values, mode=[1])):
-                for r in range(wgmma.ROWS_PER_THREAD):
-                    q_idx, k_idx = self._place(part, half, r, c)
-                    exists = (q_idx < extents.seqlen_q) & (k_idx < extents.seqlen_k)
-                    q_idx = cutlass.min(q_idx, extents.seqlen_q - 1)
-                    k_idx = cutlass.min(k_idx, extents.seqlen_k - 1)
-                    place = Int32(0), part.head_idx, q_idx, k_idx
-                    _, _, terms = differentiate(
-                        self.score_mod, Float32(0.0), *place, aux_tensors, self.wants_aux
-                    )
-                    added.add([x for x in terms if x[0] not in self.once], values[r, c], exists)
-                    for number, coordinates, factor in terms:
-                        if number in self.once:
-                            target = targets[number]
-                            at = offset_in(target, (part.number, *coordinates))
-                            _store_if(exists, target.iterator + at, values[r, c] * factor)
-        added.flush()
-
-
-def _store_if(condition: Boolean, place: cute.Pointer, value: Float32) -> None:
-    """Written as PTX: in a branch, each address would be computed anew
-    (docs/facts/compiler.md#memory-accesses)."""
-    cute.arch.inline_ptx(
-        "@{$r2} st.global.f32 [{$r0}], {$r1};", read_only_args=[place, value, condition]
-    )

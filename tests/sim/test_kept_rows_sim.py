@@ -70,12 +70,12 @@ def _table(heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tens
 def make_kept(
     seqlen_q: int = 130, seqlen_k: int = 300, heads: int = 4, dtype: torch.dtype = torch.float32
 ) -> Inputs:
-    """Two query blocks, four key blocks of which three stay, and a key mask that hides some of them
+    """Two query blocks, three key blocks of which two stay, and a key mask that hides some of them
     from some entries."""
     case = Case("kept", BATCH, seqlen_q, seqlen_k, heads, heads, head_dim=32)
     table = _table(heads, seqlen_q, seqlen_k, dtype)
     valid = (torch.rand(BATCH, seqlen_k, generator=torch.Generator().manual_seed(2)) > 0.2).int()
-    valid[::3, 96:192], valid[1::5, :200], valid[7] = 0, 0, 0
+    valid[::3, 128:256], valid[1::5, :200], valid[7] = 0, 0, 0
     keywords = {"score_mod": adds_pairs, "mask_mod": has_key, "aux_tensors": [table, valid]}
     return replace(make_inputs(case), mask_keywords=keywords, dense=Pairs(table, valid))
 

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import simulated_backward
@@ -64,3 +65,49 @@ def test_backward(simulator: ModuleType, drawn: tuple[tuple[int, int], ...], ear
         with quiet_run(simulator, delay):
             found = simulated_backward.launch(operands, call.keywords)
         call.assert_gradients(found, dout)
+
+
+def _four_tables(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """By key, by query, by distance, and by places."""
+    import cutlass
+    from cutlass import Float32
+
+    of_key, of_query, of_distance, of_pair = aux
+    distance = cutlass.min(cutlass.max(q[0] - k[0], -9), 9) + 9
+    of_query = of_query[b[0], q[0]] * Float32(k[0] % 3)
+    found = of_query + of_key[h[0], k[0]] + of_distance[distance, h[0]]
+    return score + (found + of_pair[h[0], q[0], k[0]])
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_gradients_of_tables(simulator: ModuleType, in_order: bool) -> None:
+    """Of queries that begin before the first position, and behind it."""
+    starts, rows, cols, heads = [-30, 45], 75, 140, 2
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, dout = (
+        torch.randn(2, n, heads, 64, generator=generator).bfloat16()
+        for n in (rows, cols, cols, rows)
+    )
+    shapes = (heads, cols), (2, 128), (19, heads), (heads, 128, cols)
+    tables = [torch.randn(shape, generator=generator) / 2 for shape in shapes]
+    leaves = [x.double().requires_grad_() for x in (q, k, v, *tables)]
+    of_key, of_query, of_distance, of_pair = leaves[3:]
+    places = (torch.tensor(starts)[:, None] + torch.arange(rows)).clamp(min=0)
+    distance = (places[..., None] - torch.arange(cols)).clamp(-9, 9) + 9
+    scores = torch.einsum("bqhd,bkhd->bhqk", *leaves[:2]) / 8 + of_key[:, None]
+    scores = scores + of_query.gather(1, places)[:, None, :, None] * (torch.arange(cols) % 3)
+    scores = scores + of_distance[distance].permute(0, 3, 1, 2)
+    scores = scores + of_pair[:, places].transpose(0, 1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2])
+    expected = torch.autograd.grad(out, leaves, dout.double())
+    daux = [torch.full_like(x, float("nan")) for x in tables]
+    operands = q, k, v, out.detach().bfloat16(), dout, scores.logsumexp(-1).detach().float()
+    keywords = {
+        "score_mod": _four_tables, "aux_tensors": tables, "daux": daux,
+        "q_start": torch.tensor(starts, dtype=torch.int32),
+        "deterministic": in_order and ACTIVE_ARCH == "sm_90a",
+    }  # fmt: skip
+    with quiet_run(simulator, 1):
+        found = [*simulated_backward.launch(operands, keywords), *daux]
+    for x, y in zip(found, expected, strict=True):
+        assert (x.double() - y).abs().max() < 1.5e-2 * y.abs().max()

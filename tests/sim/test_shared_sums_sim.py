@@ -31,6 +31,8 @@ def gradients(
     simulator: ModuleType, given: TrainedInputs, seed: int | None, **more: Any
 ) -> list[torch.Tensor]:
     """Of the trained tensors; more: keywords of the backward."""
+    # asked for, so that many short sequences do not have a kernel of their own
+    more = {"config": {"tile_m": 64}} | more
     dout, dlse = make_output_gradients(given.inputs)
     daux = [
         torch.full_like(x, float("nan")) if i in given.wants_aux else None

@@ -26,6 +26,7 @@ import test_page_sizes_sim as page_sizes
 import test_segments_sim as segments
 import test_selected_sim
 import test_shared_sums_sim as shared_sums
+import test_short_sequences_sim as short
 import test_slow_roles_sm100_sim
 import test_token_backward_sim as by_tokens
 import test_token_lists_sim
@@ -206,6 +207,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "sums-of-differences": (
         lambda sim: patched(tables.test_backward, sim, *tables.GRID, True),
         (BACKWARD,),
+    ),
+    "short-sequences": (
+        lambda sim: short.test_against_oracle(sim, short.PLAIN_CASES[1], (SEED,)),
+        ("sm90.flash_bwd_short.kernel",),
+    ),
+    "key-tiles-of-short-sequences": (
+        lambda sim: short.test_several_key_tiles(sim, short.ENTRY_CASES[2], (SEED,)),
+        ("sm90.flash_bwd_entries.kernel",),
     ),
     "gains-of-heads": (
         lambda sim: aux_gradients.check(sim, Case("gain", 1, 70, 150, 2, 1), "far_gain", (SEED,)),

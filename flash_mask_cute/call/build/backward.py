@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_mask_cute.call.build.forward import NO_MODS, cached_attention
@@ -41,7 +41,8 @@ class BwdKernels(NamedTuple):
 
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
-    main: the operands of the table `BACKWARD` but the stream.
+    main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
+    kernel of short sequences (`call/build/shared_sums.py`) makes all gradients.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_parts, if a group's heads are split, or with token lists (dk and dv of main are then sums):
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
@@ -49,8 +50,8 @@ class BwdKernels(NamedTuple):
     """
 
     preprocess: Callable[..., Any]
-    main: Callable[..., Any]
-    postprocess: Callable[..., Any]
+    main: Callable[..., Any] | None
+    postprocess: Callable[..., Any] | None
     zero_padding: Callable[..., Any] | None = None
     add_parts: Callable[..., Any] | None = None
 
@@ -71,7 +72,7 @@ class RowFacts(NamedTuple):
     marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
     row (`BwdTraits`). num_ctas: CTAs that summed a row block; before, it matters only where these
     have semaphores. order: order of the sums of dQ; in_halves: see `BwdPostprocess`. These two
-    matter only after. packing: rows of a query in
+    matter only after. With num_ctas of 0 there are no sums. packing: rows of a query in
     a row block that heads of a group share, and these heads, as in `Packing`.
     """
 
@@ -124,30 +125,8 @@ def compile_bwd(
     cache: CompileCache = CACHE,
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
-    rows = (
-        *(choice.tiles.tile_m, choice.tile_d, problem.varlen_q, problem.has_seqused_q),
-        choice.tiles.clears_dq,
-    )
-    marked_dim = problem.head_dim if problem.may_empty_rows else None
-    statistics = num_stats(problem), facts.has_lse_low
-    of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
-    packing = (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
-    num_ctas = choice.ctas_of_tile
-    before = RowFacts(
-        *(problem.dtype, problem.head_dim_v, *rows, *of_scores),
-        num_ctas=1 if choice.tiles.clears_dq else num_ctas,
-        packing=packing,
-    )
-    order = arch_spec(target).backward.dq_order
-    after = RowFacts(
-        *(problem.dtype, problem.head_dim, *rows),
-        order=order,
-        num_ctas=num_ctas,
-        in_halves=choice.tiles.splits_keys,
-        packing=packing,
-    )
-
-    preprocess = by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
+    num_ctas = 1 if choice.tiles.clears_dq else choice.ctas_of_tile
+    preprocess = compile_preprocess(problem, choice, target, facts, num_ctas, cache)
     main = cached_attention(
         arch_spec(target).backward.cache_name,
         problem,
@@ -156,7 +135,7 @@ def compile_bwd(
         lambda: build_bwd(problem, choice, target, mods),
         cache,
     )
-    postprocess = by_facts(POSTPROCESS_NAME, after, build_postprocess, target, cache)
+    postprocess = compile_postprocess(problem, choice, target, cache)
     add_parts = None
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
@@ -174,6 +153,71 @@ def compile_bwd(
     return BwdKernels(
         preprocess.function, main.function, postprocess.function, zero_padding, add_parts
     )
+
+
+def compile_short(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    facts: GradientFacts,
+    several_keys: bool,
+    cache: CompileCache = CACHE,
+) -> BwdKernels:
+    """The kernels before and after that of short sequences. several_keys: as in `ShortTile`."""
+    if not several_keys:
+        preprocess = compile_preprocess(problem, choice, target, facts, 0, cache)
+        return BwdKernels(preprocess.function, None, None)
+    choice = replace(choice, tiles=replace(choice.tiles, clears_dq=True))
+    preprocess = compile_preprocess(problem, choice, target, facts, 1, cache)
+    postprocess = compile_postprocess(problem, choice, target, cache)
+    return BwdKernels(preprocess.function, None, postprocess.function)
+
+
+def compile_postprocess(
+    problem: AttentionProblem, choice: BwdChoice, target: Target, cache: CompileCache = CACHE
+) -> Compiled:
+    """The kernel that writes dQ."""
+    facts = RowFacts(
+        *(problem.dtype, problem.head_dim, *_row_facts(problem, choice)),
+        order=arch_spec(target).backward.dq_order,
+        num_ctas=choice.ctas_of_tile,
+        in_halves=choice.tiles.splits_keys,
+        packing=_packing(problem),
+    )
+    return by_facts(POSTPROCESS_NAME, facts, build_postprocess, target, cache)
+
+
+def compile_preprocess(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    facts: GradientFacts,
+    num_ctas: int,
+    cache: CompileCache = CACHE,
+) -> Compiled:
+    """The kernel before the main one. num_ctas: as in `RowFacts`."""
+    rows = _row_facts(problem, choice)
+    if num_ctas == 0:
+        rows = (*rows[:-1], False)
+    marked_dim = problem.head_dim if problem.may_empty_rows else None
+    statistics = num_stats(problem), facts.has_lse_low
+    of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
+    before = RowFacts(
+        *(problem.dtype, problem.head_dim_v, *rows, *of_scores),
+        num_ctas=num_ctas,
+        packing=_packing(problem),
+    )
+    return by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
+
+
+def _row_facts(problem: AttentionProblem, choice: BwdChoice) -> tuple[int, int, bool, bool, bool]:
+    """The fields of `RowFacts` from tile_m to clears_dq."""
+    lengths = problem.varlen_q, problem.has_seqused_q
+    return choice.tiles.tile_m, choice.tile_d, *lengths, choice.tiles.clears_dq
+
+
+def _packing(problem: AttentionProblem) -> tuple[int, int]:
+    return (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
 
 
 def build_bwd(
@@ -246,7 +290,7 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
             )
         ),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
-        None if facts.clears_dq else strided(2),
+        None if facts.clears_dq or facts.num_ctas == 0 else strided(2),
         fake_tensors.vector(facts.sink_dtype),
         scratch() if facts.sink_dtype else None,
         fake_tensors.stream(),

@@ -26,7 +26,7 @@ class BwdScratch(NamedTuple):
     """
 
     stats: Shape
-    dq_sums: Shape
+    dq_sums: Shape | None
     semaphores: Shape | None
     sink_parts: Shape | None
     dk_parts: Shape | None
@@ -44,6 +44,10 @@ class BwdScratch(NamedTuple):
         rows = shapes.total_q if problem.varlen_q else shapes.seqlen_q
         blocks = shapes.heads_q, num_row_blocks(rows, shapes.batch, problem.varlen_q, tile_m)
         words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
+        sink_parts = blocks if facts.sink_dtype else None
+        if plan.shared is not None and (short := plan.shared.short) is not None:
+            sums = (*blocks, tile_m * choice.tile_d) if short.several_keys else None
+            return BwdScratch((*blocks, words), sums, None, sink_parts, None, None)
         parts_k = parts_v = None
         if choice.tiles.splits_group:
             keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
@@ -58,7 +62,7 @@ class BwdScratch(NamedTuple):
             semaphores=None
             if choice.tiles.clears_dq
             else (blocks[0], blocks[1] * choice.ctas_of_tile),
-            sink_parts=blocks if facts.sink_dtype else None,
+            sink_parts=sink_parts,
             dk_parts=parts_k,
             dv_parts=parts_v,
         )

@@ -127,8 +127,8 @@ class ExecutionPlan:
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
     computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
     plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
-    tables: of differences that score_mod reads. shared: gradients of aux tensors that a kernel of
-    its own sums over the batch; the problem does not want these.
+    tables: of differences that score_mod reads. shared: what a kernel makes that walks over batch
+    entries, as gradients of aux tensors, which the problem then does not want.
     """
 
     direction: Direction
@@ -166,6 +166,10 @@ class ExecutionPlan:
     def bwd_choice(self) -> BwdChoice:
         assert isinstance(self.choice, BwdChoice)
         return self.choice
+
+    @property
+    def is_short(self) -> bool:
+        return self.shared is not None and self.shared.short is not None
 
     @property
     def bit_tiles(self) -> BitTiles:
@@ -270,11 +274,13 @@ def plan(
             return one_pass
     chosen = _with_mask_bits(chosen, choose, call, limits or LIMITS)
     facts = chosen.shapes, chosen.masks, chosen.choice, chosen.target
-    if isinstance(chosen.choice, BwdChoice):
-        shared = choose_shared_sums(chosen.problem, *facts[:2], chosen.choice, chosen.target)
-        if shared is not None:
+    if isinstance(choice := chosen.choice, BwdChoice):
+        of = chosen.problem, *facts[:2], choice, chosen.target
+        if (shared := choose_shared_sums(*of, may_be_short=call.config is None)) is not None:
             problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
             chosen = replace(chosen, shared=shared, problem=problem)
+            if chosen.is_short:
+                return chosen
         chosen = replace(chosen, problem=with_entry_order(chosen.problem, *facts[:2], facts[3]))
     if (tables := choose_tables(chosen.problem, *facts)) is None:
         return chosen
@@ -366,9 +372,13 @@ def _bwd_problem(
     if wants_aux and masks.score_mod is not None and call.backward.deterministic:
         # sums in a fixed order are those of which the order does not matter
         reads = find_reads(masks.score_mod, problem, wants_aux)
-        if not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
-            entry_aux = tuple(i for i in reads.of_many if reads.tensors[i].is_once_an_entry)
-        exact_aux = tuple(i for i in reads.of_many if i not in entry_aux)
+        of_many = reads.of_many
+        if call.options.q_start.is_given:
+            # queries before position 0 are all at 0, and read the same elements
+            of_many = reads.of_any
+        elif not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
+            entry_aux = tuple(i for i in of_many if reads.tensors[i].is_once_an_entry)
+        exact_aux = tuple(i for i in of_many if i not in entry_aux)
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
@@ -662,10 +672,8 @@ def _mask_bits(chosen: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBit
         if chosen.problem.varlen_k:
             return None
     window = chosen.window_left, chosen.window_right
-    return choose_mask_bits(
-        *(chosen.problem, chosen.shapes, chosen.bit_tiles, chosen.masks),
-        *(window, chosen.target, can_pack, limits),
-    )
+    given = chosen.problem, chosen.shapes, chosen.bit_tiles, chosen.masks
+    return choose_mask_bits(*given, window, chosen.target, can_pack, limits)
 
 
 def _with_conversions(chosen: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:

@@ -80,7 +80,7 @@ class FwdRow(NamedTuple):
 
     masks: the tuning classes of problems that it is for, all if empty. max_window: for windows that
     are closed on both sides and have at most this many keys. min_seqlen_q, min_seqlen_k: for at
-    least this many queries and keys; max_seqlen_q: for at most this many queries. above_dim:
+    least this many queries and keys; max_seqlen_q, max_seqlen_k: for at most this many. above_dim:
     head_dim is greater. splits_sectors: only if rows begin inside an L2 sector. gain: the speedup
     over tiles of 128 rows, if equally many SMs are busy; if walks are equal and the last wave of
     CTAs costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each,
@@ -118,6 +118,7 @@ class FwdRow(NamedTuple):
     max_selected: int | None = None
     polynomial: int = 0
     own_lists: bool = False
+    max_seqlen_k: int | None = None
     keeps_rows: bool = False
 
     @property
@@ -139,6 +140,8 @@ class FwdRow(NamedTuple):
             yield Condition(f"seqlen_q <= {longest}", lambda call: call.seqlen_q <= longest)
         if self.min_seqlen_k:
             yield _keys_at_least(self.min_seqlen_k)
+        if self.max_seqlen_k is not None:
+            yield _keys_at_most(self.max_seqlen_k)
         if self.gain is not None:
             gain = self.gain
             yield Condition(
@@ -237,8 +240,7 @@ class BwdRow(NamedTuple):
         if self.min_seqlen_k:
             yield _keys_at_least(self.min_seqlen_k)
         if self.max_seqlen_k is not None:
-            longest = self.max_seqlen_k
-            yield Condition(f"seqlen_k <= {longest}", lambda call: call.seqlen_k <= longest)
+            yield _keys_at_most(self.max_seqlen_k)
         if self.token_lists:
             keys = self.token_lists
             yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
@@ -276,6 +278,10 @@ def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Co
         lambda call: above_dim < call.head_dim <= max_dim,
     )
     yield Condition(f"head_dim_v <= {max_dim_v}", lambda call: call.head_dim_v <= max_dim_v)
+
+
+def _keys_at_most(count: int) -> Condition:
+    return Condition(f"seqlen_k <= {count}", lambda call: call.seqlen_k <= count)
 
 
 def _keys_at_least(least: int) -> Condition:

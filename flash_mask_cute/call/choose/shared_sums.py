@@ -1,13 +1,15 @@
-"""Which gradients of aux tensors a kernel of its own sums over the batch, and in how many parts.
+"""What a kernel that walks over batch entries computes, and in how many parts of the batch.
 
 `sm90/flash_bwd_shared.py` sums gradients of scores over the batch. So a table that scores of all
-batch entries share gets an addition for each query and key, and not for each score.
+batch entries share gets an addition for each query and key, and not for each score. Where an entry
+is one tile, `sm90/flash_bwd_short.py` computes all other gradients as well, and so does
+`sm90/flash_bwd_entries.py` where its queries are few and scores read a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,10 @@ from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime.target import Target
 
+if TYPE_CHECKING:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
+
 # queries and keys of a tile (`sm90/flash_bwd_shared.py`)
 TILE = 128
 # With one entry, no two scores add to an element.
@@ -32,20 +38,36 @@ LEAST_ENTRIES = 16
 # Of wider heads, the main kernel sums along lines in less time: 2500 clocks of 128 queries and keys
 # by the main kernel, 1300 by this one at d=32 and 5200 at d=128.
 MOST_DIM_BEFORE_LINES = 32
+# Short sequences of all heads for each SM, to walk over: with fewer, the main kernel has as much to
+# do for a CTA.
+LEAST_SHORT = 4
+# Keys of a tile where an entry has several, and columns of heads that it may have.
+KEYS_OF_ENTRIES, MOST_COLUMNS_OF_ENTRIES = 64, 64
 # Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
 # as, and clocks for which an SM writes and reads a byte of a part's sums.
 ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
 
 
+class ShortTile(NamedTuple):
+    """Queries and keys of a tile. It has all queries of a batch entry, and all keys, or
+    several_keys: there are more tiles, whose CTAs add to dQ."""
+
+    tile_m: int
+    tile_n: int
+    several_keys: bool = False
+
+
 class SharedSums(NamedTuple):
     """numbers: of the aux tensors. parts: of the batch. once: those of which no two scores of an
     entry read the same element: they have one owner, and sums for each part. The others have sums
-    to which CTAs add; exact: those of them with exact sums (`mods/exact_words.py`)."""
+    to which CTAs add; exact: those of them with exact sums (`mods/exact_words.py`). short: the
+    kernel makes all gradients, and no other one runs after the preprocess."""
 
     numbers: tuple[int, ...]
     parts: int
     once: tuple[int, ...]
     exact: tuple[int, ...] = ()
+    short: ShortTile | None = None
 
     def num_bytes(self, aux_tensors: Sequence[Tensor]) -> int:
         """Of the sums of gradients that are like these tensors."""
@@ -76,8 +98,13 @@ def choose_shared_sums(
     masks: ResolvedMasks,
     choice: BwdChoice,
     target: Target,
+    may_be_short: bool = False,
 ) -> SharedSums | None:
-    """None: the main kernel sums all gradients."""
+    """None: the main kernel sums all gradients. may_be_short: the caller asked for no tiles."""
+    if may_be_short:
+        short = _choose_short(problem, shapes, masks, choice, target)
+        if short is not None:
+            return short
     score_mod = masks.score_mod
     if score_mod is None or not problem.wants_aux or not _is_possible(problem, choice, target):
         return None
@@ -101,6 +128,100 @@ def choose_shared_sums(
     return SharedSums(numbers, parts, once, exact) if numbers else None
 
 
+def _choose_short(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    masks: ResolvedMasks,
+    choice: BwdChoice,
+    target: Target,
+) -> SharedSums | None:
+    """The kernel of short sequences; None: it cannot compute the call, or there are few of them."""
+    from flash_mask_cute.sm90.flash_bwd_short_traits import MOST_ROWS, QUERY_TILES
+
+    if not arch_spec(target).backward.owns_shared or _has_lengths_or_lists(problem):
+        return None
+    has_few = shapes.batch * shapes.heads_q < LEAST_SHORT * target.num_sms
+    has_groups = shapes.heads_q != shapes.heads_kv
+    if has_few or has_groups or problem.reads_mask_bits:
+        return None
+    numbers = problem.wants_aux
+    once: tuple[int, ...] = ()
+    if masks.score_mod is not None:
+        reads = find_reads(masks.score_mod, problem, problem.wants_aux)
+        if not reads.adds_alike or not set(reads.shared) >= set(numbers):
+            return None
+        once = reads.shared_once
+    exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
+    if max(shapes.seqlen_q, shapes.seqlen_k) <= MOST_ROWS:
+        tile = ShortTile(
+            next(rows for rows, _ in QUERY_TILES if rows >= shapes.seqlen_q),
+            -(-shapes.seqlen_k // 16) * 16,
+        )
+        traits = short_traits(problem, tile, choice, bool(numbers))
+        if traits.fits:
+            ctas = target.num_sms * traits.ctas_of_sm
+            parts = min(max(ctas // shapes.heads_q, 1), shapes.batch)
+            return SharedSums(numbers, parts, once, exact, tile)
+    if masks.score_mod is None or once or problem.deterministic:
+        return None
+    return _choose_entries(problem, shapes, choice, target, numbers)
+
+
+def _choose_entries(
+    problem: AttentionProblem,
+    shapes: FwdShapes,
+    choice: BwdChoice,
+    target: Target,
+    numbers: tuple[int, ...],
+) -> SharedSums | None:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import MOST_QUERIES, QUERIES_OF_BOTH
+
+    queries = -(-shapes.seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
+    if queries > MOST_QUERIES or shapes.seqlen_k > MOST_QUERIES:
+        return None
+    traits = entry_traits(problem, ShortTile(queries, KEYS_OF_ENTRIES, True), bool(numbers))
+    # as the postprocess reads the sums of dQ
+    is_alike = (choice.tiles.tile_m, choice.tile_d) == (traits.block_m, traits.cols[0])
+    if not (traits.fits and is_alike and max(traits.cols) <= MOST_COLUMNS_OF_ENTRIES):
+        return None
+    tile = ShortTile(queries, KEYS_OF_ENTRIES, True)
+    return SharedSums(numbers, target.num_sms, (), (), tile)
+
+
+def entry_traits(problem: AttentionProblem, tile: ShortTile, has_sums: bool) -> EntryTraits:
+    """As `short_traits`, of a tile with some of the keys."""
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+
+    return EntryTraits(
+        cutlass_dtype(problem.dtype),
+        *(problem.head_dim, problem.head_dim_v, tile.tile_m),
+        has_score_mod=True,
+        sums=has_sums,
+        has_marks=problem.may_empty_rows,
+        is_banded=problem.is_causal or problem.is_local,
+    )
+
+
+def short_traits(
+    problem: AttentionProblem, tile: ShortTile, choice: BwdChoice, has_sums: bool
+) -> ShortTraits:
+    """has_sums: gradients of aux tensors are wanted."""
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
+
+    has_score_mod = problem.score_mod is not None
+    return ShortTraits(
+        cutlass_dtype(problem.dtype),
+        *(problem.head_dim, problem.head_dim_v, tile.tile_m, tile.tile_n, choice.tiles.tile_m),
+        has_score_mod=has_score_mod,
+        adds=has_score_mod or problem.is_causal or problem.is_local,
+        sums=has_sums,
+        has_marks=problem.may_empty_rows,
+        is_banded=problem.is_causal or problem.is_local,
+    )
+
+
 # Classes of which the main kernel adds scores, or lines of scores, one by one.
 _ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 
@@ -109,13 +230,7 @@ def _is_possible(problem: AttentionProblem, choice: BwdChoice, target: Target) -
     """Whether the kernel can compute the scores of a problem."""
     if not arch_spec(target).backward.owns_shared or choice.tile_n != TILE:
         return False
-    others = (
-        *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
-        *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),
-        *(problem.common_kv, problem.tables, problem.summed, problem.token_lists),
-    )
-    absent = problem.intervals, problem.mask_mod, problem.score_mod_bwd, problem.q_start
-    if any(others) or any(x is not None for x in absent):
+    if _has_lengths_or_lists(problem):
         return False
     from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
     from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
@@ -125,6 +240,18 @@ def _is_possible(problem: AttentionProblem, choice: BwdChoice, target: Target) -
         cutlass_dtype(problem.dtype), *dims, choice.tiles.tile_m, problem.may_empty_rows
     )
     return traits.fits
+
+
+def _has_lengths_or_lists(problem: AttentionProblem) -> bool:
+    """Whether sequences have lengths of their own, or a mask hides other scores of each of them,
+    unless its bits are stored."""
+    others = (
+        *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
+        *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),
+        *(problem.common_kv, problem.tables, problem.summed, problem.token_lists),
+    )
+    absent = problem.intervals, problem.mask_mod, problem.score_mod_bwd, problem.q_start
+    return any(others) or any(x is not None for x in absent)
 
 
 def num_parts(shapes: FwdShapes, num_sms: int) -> int:

@@ -11,6 +11,13 @@ from flash_mask_cute.call.problem import TuningClass
 
 SM90_FWD = (
     FwdRow(
+        *(64, 64, 64, 64, 6, 2, False),
+        "one tile has all queries and keys, and no columns that are not there",
+        masks=(TuningClass.FULL, TuningClass.CAUSAL, TuningClass.SCORE_MOD),
+        max_seqlen_q=64,
+        max_seqlen_k=64,
+    ),
+    FwdRow(
         *(64, 64, 64, 64, 8, 2, False),
         "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
         for_decode=True,

@@ -152,7 +152,9 @@ class KernelBackward:
         if self._make_tables is not None and aux_tensors is not None:
             aux_tensors = self._make_tables(aux_tensors)
         stats = q.new_empty(self._stats_shape, dtype=torch.float32)
-        dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
+        dq_accum = None
+        if self._accum_shape is not None:
+            dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
         if self._parts_shape is None:
             sink = None
         else:
@@ -178,18 +180,21 @@ class KernelBackward:
             out, dout, lse, dlse, stats, cleared, semaphores, sink, parts, cu_seqlens_q, seqused_q,
             q if self._reads_query_early else None, lse_low,
         )  # fmt: skip
-        main(
-            q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale, cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k, self._window_left, self._window_right, aux_tensors,
-            self._softcap, tile_counter(q, index), columns, bits, aux_grads, mask_bits,
-            q_starts if self._reads_q_starts else self._q_start,
-        )  # fmt: skip
-        if self._make_shared is not None and daux is not None and aux_sums is not None:
-            aux_sums |= self._make_shared(
-                daux, (q, k, v, dout, stats), own_aux, self._scale, self._window_left,
-                self._window_right, mask_bits,
+        if main is not None:
+            main(
+                q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale,
+                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, self._window_left,
+                self._window_right, aux_tensors, self._softcap, tile_counter(q, index), columns,
+                bits, aux_grads, mask_bits, q_starts if self._reads_q_starts else self._q_start,
             )  # fmt: skip
-        postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
+        if self._make_shared is not None and (aux_sums is not None or main is None):
+            dq_sums = dq if dq_accum is None else dq_accum
+            aux_sums = (aux_sums or {}) | self._make_shared(
+                daux or (), (q, k, v, dout, stats), (dq_sums, dk, dv), own_aux,
+                (self._scale, self._scale_dq), self._window_left, self._window_right, mask_bits,
+            )  # fmt: skip
+        if postprocess is not None:
+            postprocess(dq_accum, semaphores, dq, self._scale_dq, cu_seqlens_q, seqused_q)
         if add_parts is not None:
             add_parts(dk_sums, dv_sums, dk, dv, cu_seqlens_k, seqused_k)
         if zero_padding is not None:

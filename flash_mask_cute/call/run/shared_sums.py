@@ -1,4 +1,4 @@
-"""Gradients of aux tensors that a kernel of its own sums over the batch, each time a call runs."""
+"""What a kernel that walks over batch entries makes, each time a call runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from flash_mask_cute.call.run.forward import count_writing
 
 
 class MakeSharedSums:
-    """Makes the sums of a plan. function: `call/build/shared_sums.py`."""
+    """Makes the sums of a plan, and all gradients of short sequences. function:
+    `call/build/shared_sums.py`."""
 
     __slots__ = "_count", "_function", "shared"
 
@@ -27,14 +28,16 @@ class MakeSharedSums:
         self,
         daux: Sequence[Tensor | None],
         operands: tuple[Tensor | None, ...],
+        gradients: tuple[Tensor, ...],
         aux_tensors: Sequence[Tensor] | None,
-        scale: float,
+        scales: tuple[float, float],
         *more: Any,
     ) -> dict[int, Tensor]:
         """The sums by number of the tensor, with the parts as the first dimension, or as
         `new_sums` makes them; of one part in the gradient itself, if it can have them. operands:
-        q, k, v, dout, stats; more: both sides of the window, and mask bits."""
-        numbers, parts, once, exact = self.shared
+        q, k, v, dout, stats; gradients: dq or sums of dq, dk, dv; scales: of scores and dk, and of
+        dq; more: both sides of the window, and mask bits."""
+        numbers, parts, once, exact, short = self.shared
         others = tuple(i for i in numbers if i not in once)
         sums = new_sums(daux, others, torch.float32, exact)
         for i in once:
@@ -50,5 +53,10 @@ class MakeSharedSums:
             new = gradient.new_empty if is_written else gradient.new_zeros
             sums[i] = new((parts, *gradient.shape), dtype=torch.float32)
         in_order = tuple(sums[i] for i in numbers)
-        self._function(*operands, in_order, tuple(aux_tensors or ()), scale, parts, *more)
+        aux = tuple(aux_tensors or ())
+        if short is None:
+            self._function(*operands, in_order, aux, scales[0], parts, *more)
+        else:
+            given = (*operands, *gradients, in_order or None, aux or None, *scales, parts)
+            self._function(*given, *more[:2])
         return sums

@@ -195,7 +195,7 @@ def test_what_the_variants_cover() -> None:
     kinds = {re.split(r"[-\d]", name.removeprefix("sm100-"))[0] for name in preparing}
     assert kinds == {
         *("preprocess", "postprocess", "add_parts", "zero_padding", "mask_bits"),
-        *("column_bounds", "document_split", "block_scan", "bwd_shared"),
+        *("column_bounds", "document_split", "block_scan", "bwd_shared", "bwd_short"),
     }
 
 

@@ -260,7 +260,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         row.max_dim - 8 * row.splits_sectors,
         row.max_dim_v,
         seqlen_q=row.max_seqlen_q or (1000 if fills_no_wave else FULL_WAVES),
-        seqlen_k=row.min_seqlen_k or 500,
+        seqlen_k=row.min_seqlen_k or row.max_seqlen_k or 500,
         is_causal="full" not in row.masks and not fills_no_wave,
         has_softcap=row.needs_sfu,
         window=row.max_window,

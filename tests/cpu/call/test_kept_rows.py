@@ -111,7 +111,7 @@ def test_kept(name: str) -> None:
     found = plan_of(operands(), **more)
     assert found.problem.kept_bits == bits
     tiles = found.fwd_choice.tiles
-    assert (tiles.tile_m, tiles.tile_n) == (128, 96)
+    assert (tiles.tile_m, tiles.tile_n) == (128, 128)
     assert "tables that batch entries share" in found.fwd_choice.reason
 
 

@@ -16,6 +16,7 @@ from cases import BF16, FP32, FP64, Case
 from compiled_code import SWEEP, check_code
 from functional_calls import OPERATORS, RTOL, Arguments
 from gradient_oracle import assert_gradients_close, make_output_gradients
+from planned import backward_call, planned
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trained_mods import (
@@ -427,6 +428,28 @@ def test_wrong_daux(daux: Any, more: dict[str, Any], error: type[Exception], mes
     aux_tensors = [torch.zeros(1, dtype=torch.int32), TABLE]
     with pytest.raises(error, match=message):
         _flash_attn_bwd(q, k, v, q, q, torch.zeros(1, 2, 12), aux_tensors=aux_tensors, **keywords)
+
+
+def _pairs(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[0][h[0], q[0], k[0]] + aux[1][b[0], h[0], q[0], k[0]]
+
+
+@pytest.mark.parametrize("q_start", [-20, torch.tensor([-20, 4], dtype=torch.int32)])
+def test_sums_in_a_fixed_order_of_queries_before_the_first_position(q_start: Any) -> None:
+    """All of them read what the query at position 0 reads: sums of many scores are exact."""
+    q = torch.zeros(2, 30, 2, 64, dtype=BF16)
+    tables = [torch.zeros(2, 64, 64), torch.zeros(2, 2, 64, 64)]
+    keywords: dict[str, Any] = {"score_mod": _pairs, "aux_tensors": tables, "daux": tables}
+    keywords["deterministic"] = True
+
+    def sums(**more: Any) -> tuple[Any, Any]:
+        call = backward_call(*[q] * 5, torch.zeros(2, 2, 30), **keywords, **more)
+        found = planned(call, Target("sm_90a", num_sms=132))
+        return found.problem.exact_aux, found.problem.entry_aux
+
+    # a sum of one batch entry, and an element that one score reads, have an order anyway
+    assert sums() == ((), (0,))
+    assert sums(q_start=q_start) == ((0, 1), ())
 
 
 # -- the kernel ---------------------------------------------------------------------------------

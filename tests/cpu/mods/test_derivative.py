@@ -302,6 +302,14 @@ def _stores_element(score, b, h, q, k, aux):
     return score
 
 
+@cute.jit
+def _chooses_a_table(score, b, h, q, k, aux):
+    table = aux[0]
+    if h[0] > 1:
+        table = aux[0]
+    return score + table[k[0]]
+
+
 def _two_elements(score, b, h, q, k, aux):
     return score.broadcast_to((2,))[1]
 
@@ -335,6 +343,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda s, b, h, q, k, aux: s + cute.make_tensor(aux[0].iterator + k[0], 1)[0],
         "by its pointer",
     ),
+    "chosen": (_chooses_a_table, "chooses it by a branch on a run-time condition"),
     "one coordinate of two": (lambda s, b, h, q, k, aux: s * aux[1][k[0]], r"its coordinates"),
 }
 

@@ -79,6 +79,20 @@ def test_an_index_that_depends_on_the_score_is_other(name: str, index: Callable[
     check_claims(found, name)
 
 
+@pytest.mark.parametrize(("place", "expected"), [(1, "key"), (2, "other")], ids=["head", "query"])
+def test_numbers_of_a_tensor_that_a_branch_chose(place: int, expected: str) -> None:
+    @cute.jit
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        numbers = aux[1]
+        if (b, h, q, k)[place][0] > 1:
+            numbers = aux[2]
+        return score + aux[0][numbers[k[0]]]
+
+    found = evaluate_reads(score_mod, [TABLE, IDS, IDS.flip(0)], (0,))
+    assert found.told.tensors[0].read_class.value == expected
+    check_claims(found, "")
+
+
 # -- random ones --------------------------------------------------------------------------------
 
 

@@ -301,6 +301,13 @@ def test_which_tables_all_batch_entries_share(name: str) -> None:
     assert reads.shared_once == ((0,) if name in SHARED else ())
 
 
+def _many_steps(x: Any) -> Any:
+    """Each of which uses the one before twice."""
+    for _ in range(40):
+        x = x * 0.5 + x * 0.25
+    return x
+
+
 def test_which_derivatives_are_finite_and_which_constant() -> None:
     """Where a score is hidden, anything else times a gradient of 0 might be NaN."""
 
@@ -318,6 +325,7 @@ def test_which_derivatives_are_finite_and_which_constant() -> None:
     assert factor_of(lambda x, y: -0.5) == (-0.5, True)
     assert factor_of(lambda x, y: -x * x * 0.125) == (None, True)
     assert factor_of(lambda x, y: cute.where(x > 3.0, x - 1.0, 2.0)) == (None, True)
+    assert factor_of(lambda x, y: _many_steps(x)) == (None, True)
     assert factor_of(lambda x, y: 1.0 / x) == (None, False)
     assert factor_of(lambda x, y: x * y) == (None, False)
     assert factor_of(lambda x, y: x * x * x * x * x) == (None, False)

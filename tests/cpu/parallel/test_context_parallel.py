@@ -154,6 +154,8 @@ def _call(**changed: Any) -> Tensor:
     [
         ({"plan": interleaved(64, 2)}, ValueError, "plan is for 2 ranks, and the group has 1"),
         ({"plan": [[(0, 32)]]}, TypeError, "plan is a list, not a Plan"),
+        ({"group": "world"}, TypeError, "group must be a ProcessGroup or None, got 'world'"),
+        ({"group": -100}, ValueError, "group does not have this process"),
         ({"method": "rings"}, ValueError, "method='rings' is none of 'all_gather', 'ring', 'ul"),
         ({"q": X[:, :31]}, ValueError, r"q must be .* with the 32 rows of rank 0, \(\(0, 32\),\)"),
         ({"k": X[:, :31]}, ValueError, r"k must be \(batch, rows, heads, head_dim\)"),

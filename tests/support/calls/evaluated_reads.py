@@ -105,6 +105,7 @@ def evaluate_reads(
             _evaluate_all,
             score_mod,
             tuple(wants),
+            len(ranks),
             tuple(reads),
             *map(fake_tensor, tensors),
             *(None if x is None else tuple(map(fake_tensor, x)) for x in lists),
@@ -131,6 +132,7 @@ def evaluate_reads(
 def _evaluate_all(
     score_mod: cutlass.Constexpr,
     wants: cutlass.Constexpr,
+    num_terms: cutlass.Constexpr,
     reads: cutlass.Constexpr,
     scores: Any,
     places: Any,
@@ -150,7 +152,7 @@ def _evaluate_all(
                     for k in range(cols):
                         place = places[b], places[h], places[q], places[k]
                         arguments = score_mod, scores[s], *place, aux_tensors
-                        _keep(arguments, wants, reads, (ints, floats), at)
+                        _keep(arguments, wants, num_terms, reads, (ints, floats), at)
                         at += 1
     for i in cutlass.range_constexpr(len(reads)):
         for b in range(batch):
@@ -163,9 +165,10 @@ def _evaluate_all(
                         tables[i][b, h, d, c] = found[c]
 
 
-def _keep(arguments: tuple, wants: Any, reads: Any, kept: tuple, at: Int32) -> None:
+def _keep(arguments: tuple, wants: Any, num_terms: int, reads: Any, kept: tuple, at: Int32) -> None:
     ints, floats = kept
     value, slope, terms = differentiate(*arguments, wants)
+    assert len(terms) == num_terms, "as many as the analysis has found"
     for i, number in enumerate((value, slope, *(by_element for _, _, by_element in terms))):
         floats[at, i] = Float32(number)
     found = [x for _, coordinates, _ in terms for x in coordinates]

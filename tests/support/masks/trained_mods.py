@@ -116,6 +116,15 @@ def _far(distance: Tensor) -> Tensor:
     return (size.log2() * 2).to(torch.int32).clamp(max=20)
 
 
+def _distances(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """Of two tensors, with the same elements far from the diagonal; heads share one of them."""
+    import cutlass
+
+    near = aux[-1][cutlass.min(abs(q[0] - k[0]), 12)]
+    step = cutlass.max(cutlass.min((k[0] - q[0]) // 8, 3), -3) + 3
+    return score + (near - 0.5 * aux[-2][h[0], step])
+
+
 def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[-1][h[0], q[0], k[0]]
 
@@ -248,6 +257,14 @@ TRAINED_MODS = {
         ),
         lambda x: [((21, x.heads_q), FP32), ((x.seqlen_k,), FP32)],
     ),
+    "distances": TrainedRecipe(
+        _distances,
+        lambda score, b, h, q, k, steps, near: (
+            score
+            + (near[(q - k).abs().clamp(max=12)] - 0.5 * steps[h][((k - q) // 8).clamp(-3, 3) + 3])
+        ),
+        lambda x: [((x.heads_q, 7), FP32), ((13,), FP16)],
+    ),
     "pair": TrainedRecipe(
         _pair,
         lambda score, b, h, q, k, bias: score + bias[h][q, k],
@@ -279,6 +296,23 @@ TRAINED_MODS = {
         lambda x: [((max(x.heads_q, 2),), FP32)],
     ),
 }
+
+
+def _in_grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    """A table of the distances in rows and columns of a grid."""
+    i, j = q[0], k[0]
+    rows, cols = i // GRID - j // GRID, (i - i // GRID * GRID) - (j - j // GRID * GRID)
+    return score + aux[-1][h[0], (rows + GRID - 1) * (2 * GRID - 1) + cols + GRID - 1]
+
+
+def _dense_in_grid(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+    rows, cols = q // GRID - k // GRID, q % GRID - k % GRID
+    return score + table[h][(rows + GRID - 1) * (2 * GRID - 1) + cols + GRID - 1]
+
+
+IN_GRID = TrainedRecipe(
+    _in_grid, _dense_in_grid, lambda x: [((x.heads_q, (2 * GRID - 1) ** 2), FP32)]
+)
 
 # Each with the name of a modifier. Of several key blocks and row blocks, some of them hidden, cut
 # and whole; sequences without queries, and without keys, first and last.
@@ -354,6 +388,7 @@ LINE_CASES = (
     (Case("t5-window", 1, 200, 330, 2, 2, window_left=70, window_right=20), "t5"),
     (Case("t5-varlen-d32", heads_q=2, heads_kv=2, head_dim=32, lengths_q=(150, 0, 33, 1),
           lengths_k=(97, 60, 0, 129)), "t5"),
+    (Case("distances-gqa3", 1, 200, 270, 3, 1, causal=True), "distances"),
     (Case("t5-d256", 1, 70, 140, 2, 1, head_dim=256, causal=True), "t5"),
     (Case("buckets", 2, 140, 150, 2, 2, head_dim=64, window_left=100), "buckets"),
     (Case("buckets-softcap", 1, 100, 129, 1, 1, causal=True, softcap=12.0), "buckets"),

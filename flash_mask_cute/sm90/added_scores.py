@@ -1,0 +1,169 @@
+"""P and dS of a block of queries, where what is added to scores stays in shared memory.
+
+Each thread reads what it has written: the values for two neighbouring queries and two keys, in 16
+bytes. -inf hides a score.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.marked_rows import clear_row
+from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
+from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
+from flash_mask_cute.rules.band import Band
+from flash_mask_cute.rules.mask_rules import WindowArgs
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
+from flash_mask_cute.sm90.warpgroups import Role
+
+
+class BlockTraits(Protocol):
+    """What the arithmetic of a block knows. block_m: its queries. adds: something is added to
+    scores. sums: dS is summed over batch entries. is_banded: causal masking or a window hides
+    scores."""
+
+    dtype: type[cutlass.Numeric]
+    has_score_mod: bool
+    adds: bool
+    sums: bool
+    is_banded: bool
+
+    @property
+    def block_m(self) -> int: ...
+
+
+class ScoreArgs(NamedTuple):
+    """scale_dq: of dQ; scale_dk: of dK, the scale of the Q that the kernel reads."""
+
+    scales: ScoreScales
+    scale_dq: Float32
+    scale_dk: Float32
+    window: WindowArgs
+    aux_tensors: tuple | None
+
+
+def band_of(window: WindowArgs, is_causal: bool, seqlen_q: Int32, seqlen_k: Int32) -> Band:
+    right = Int32(0) if is_causal else window.right
+    return Band(seqlen_q, seqlen_k, window.left, right)
+
+
+def evaluate(
+    places: Places,
+    band: Band,
+    summed: SummedTensors | None,
+    aux_tensors: tuple | None,
+    added: cute.Tensor,
+) -> None:
+    """Write what is added to each score of a thread in a block, (4, groups of 8 queries)."""
+    ranges = [band.q_range(places.of(r, 0)[1]) for r in range(wgmma.ROWS_PER_THREAD)]
+    for g in range(cute.size(added, mode=[1])):
+        values = cute.make_rmem_tensor(4, Float32)
+        for r, (lo, hi) in enumerate(ranges):
+            for j in range(2):
+                q_idx, _ = places.of(r, 2 * g + j)
+                is_visible = places.exists(r, 2 * g + j) & (q_idx >= lo) & (q_idx < hi)
+                value = Float32(0.0)
+                if summed is not None:
+                    value = summed.added(places, r, 2 * g + j, aux_tensors)
+                values[j + 2 * r] = cutlass.select_(is_visible, value, -Float32.inf)
+        cute.autovec_copy(values, added[None, g])
+
+
+def statistic(first: cute.Pointer, block_m: int) -> cute.Tensor:
+    """A statistic of the queries of a thread's columns, in pairs. first: that of a block's first
+    query."""
+    start = first + wgmma.first_col_of(thread_in_warpgroup())
+    layout = cute.make_layout((2, block_m // 8), stride=(1, 8))
+    return cute.make_tensor(start.align(8), layout)
+
+
+@cute.jit
+def differentiate(
+    traits: cutlass.Constexpr[Any],
+    statistics: tuple,
+    added: cute.Tensor | None,
+    exist: tuple,
+    scales: ScoreScales,
+    accs: tuple,
+    words: tuple,
+):
+    """Round P and dS of a block into words, and add dS to its sums.
+
+    traits: `BlockTraits`. statistics: LSE, delta and, with a score_mod, reference, as `statistic`
+    has them. added: as `evaluate` has written it. exist: whether each of the thread's keys does.
+    accs: S, dP and, if there are any, the sums.
+    """
+    scores, dprobs = (wgmma.rows_by_cols(x) for x in accs[:2])
+    for g in cutlass.range_constexpr(traits.block_m // 8):
+        lse, delta, *reference = (x[None, g].load() for x in statistics)
+        own = cute.make_rmem_tensor(4, Float32)
+        if const_expr(traits.adds):
+            cute.autovec_copy(added[None, g], own)
+        for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
+            probs, grads = [], []
+            for j in cutlass.range_constexpr(2):
+                c, more = 2 * g + j, own[j + 2 * r]
+                if const_expr(traits.has_score_mod):
+                    score = cute.math.fma(scores[r, c], scales.scale_mod, more)
+                    score = rounded_difference(score, reference[0][j])
+                    exponent = cute.math.fma(score, scales.scale_log2, -lse[j])
+                else:
+                    low = more - lse[j] if const_expr(traits.adds) else -lse[j]
+                    exponent = cute.math.fma(scores[r, c], scales.scale_log2, low)
+                prob = cute.math.exp2(exponent, fastmath=True)
+                if const_expr(not traits.adds):
+                    prob = cutlass.select_(exist[r], prob, Float32(0.0))
+                grad = prob * (dprobs[r, c] - delta[j])
+                if const_expr(traits.is_banded):
+                    # what is hidden may be anything, and 0 times NaN is NaN
+                    grad = cutlass.select_(prob > 0.0, grad, Float32(0.0))
+                if const_expr(traits.sums):
+                    total = wgmma.rows_by_cols(accs[2])
+                    total[r, c] = total[r, c] + grad
+                probs.append(prob)
+                grads.append(grad)
+            for kept, pair in zip(words, (probs, grads), strict=True):
+                wgmma.keep_pair(kept, traits.dtype, r, 2 * g, *pair)
+
+
+@cute.jit
+def clear_marked(
+    words: tuple,
+    rows: tuple,
+    num_rows: cutlass.Constexpr[int],
+    warps: tuple,
+    sync: cutlass.Constexpr[Callable[[], None]],
+):
+    """Clear rows of marked queries (`core.row_blocks`) by some warps, which `sync` waits for.
+
+    words: of marks. rows: Q and dO, (row, column). warps: the number of this one, and how many.
+    """
+    some = Int32(0)
+    for word in words:
+        some = some | word
+    if some != 0:
+        for j in cutlass.range_constexpr(-(-num_rows // MARKS_PER_WORD)):
+            first, count = j * MARKS_PER_WORD, min(MARKS_PER_WORD, num_rows - j * MARKS_PER_WORD)
+            for row in cutlass.range(warps[0], count, warps[1], unroll=1):
+                if (words[j] >> row) & 1 != 0:
+                    for tensor in rows:
+                        clear_row(tensor[first + row, None])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync()
+
+
+def mma_warp() -> Int32:
+    """The number of this warp among the MMA warps."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+
+
+def keys_exist(first_key: Int32, seqlen_k: Int32) -> tuple[Boolean, ...]:
+    """Of this thread's keys in a tile of this warpgroup."""
+    thread = thread_in_warpgroup()
+    rows = range(wgmma.ROWS_PER_THREAD)
+    return tuple(first_key + wgmma.row_of(thread, r) < seqlen_k for r in rows)

@@ -1,0 +1,90 @@
+"""Sums of dS over batch entries in registers: what a score_mod adds to scores, and how the sums
+reach the gradients of the tensors that it reads.
+
+A thread has some places, each of a query and a key, and the same ones in every batch entry.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
+from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.derivative import differentiate
+
+
+class Places(NamedTuple):
+    """The places of a thread's tile of a head. of(r, c): the query and the key of row r and column
+    c. seqlen_q, seqlen_k: places behind these are not there."""
+
+    of: Callable[[int, int], tuple[Int32, Int32]]
+    head_idx: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+    def exists(self, r: int, c: int) -> Boolean:
+        q_idx, k_idx = self.of(r, c)
+        return (q_idx < self.seqlen_q) & (k_idx < self.seqlen_k)
+
+    def arguments(self, r: int, c: int) -> tuple[Int32, Int32, Int32, Int32]:
+        """Batch entry, head, query and key for a callable: of what is not there, the nearest that
+        is."""
+        q_idx, k_idx = self.of(r, c)
+        q_idx = cutlass.min(q_idx, self.seqlen_q - 1)
+        return Int32(0), self.head_idx, q_idx, cutlass.min(k_idx, self.seqlen_k - 1)
+
+
+class SummedTensors(NamedTuple):
+    """numbers: of the aux tensors with sums. once: those of which no two scores of an entry read
+    the same element; their sums have the part of the batch as their first mode."""
+
+    score_mod: Callable[..., Any]
+    numbers: tuple[int, ...]
+    once: tuple[int, ...]
+
+    def added(self, places: Places, r: int, c: int, aux_tensors: tuple) -> Float32:
+        """What the score_mod adds to a score."""
+        arguments = places.arguments(r, c)
+        return call_score_mod(self.score_mod, Float32(0.0), *arguments, aux_tensors)
+
+    def store(
+        self,
+        tiles: Sequence[tuple[Places, cute.Tensor]],
+        part: Int32,
+        sums: tuple,
+        aux_tensors: tuple,
+    ) -> None:
+        """Write the sums of dS of some tiles, times the derivatives by the elements, or add
+        them. All threads of the warp must call it."""
+        targets = dict(zip(self.numbers, sums, strict=True))
+        added = AuxSums({i: x for i, x in targets.items() if i not in self.once})
+        for places, values in tiles:
+            rows, cols = (cute.size(values, mode=[i]) for i in range(2))
+            for c in range(cols):
+                for r in range(rows):
+                    _, _, terms = differentiate(
+                        self.score_mod,
+                        Float32(0.0),
+                        *places.arguments(r, c),
+                        aux_tensors,
+                        self.numbers,
+                    )
+                    exists = places.exists(r, c)
+                    added.add([x for x in terms if x[0] not in self.once], values[r, c], exists)
+                    for number, coordinates, factor in terms:
+                        if number in self.once:
+                            target = targets[number]
+                            at = offset_in(target, (part, *coordinates))
+                            _store_if(exists, target.iterator + at, values[r, c] * factor)
+        added.flush()
+
+
+def _store_if(condition: Boolean, place: cute.Pointer, value: Float32) -> None:
+    """Written as PTX: in a branch, each address would be computed anew
+    (docs/facts/compiler.md#memory-accesses)."""
+    cute.arch.inline_ptx(
+        "@{$r2} st.global.f32 [{$r0}], {$r1};", read_only_args=[place, value, condition]
+    )

@@ -1,0 +1,543 @@
+"""FlashAttention backward for Hopper of short sequences whose keys are several tiles.
+
+If a score_mod adds what all batch entries share, a CTA keeps 64 keys of a head, and walks over
+batch entries with all of their queries. What is added is evaluated once for all entries, and stays
+in shared memory; dS is summed over entries in registers (`entry_sums`). Reading elements of a table
+for each score again took as long as everything else.
+
+    S^T = K Q^T        dP^T = V dO^T        P = exp(S - LSE)        dS = P * (dP - delta)
+    dV += P^T dO       dK += scale dS^T Q   dQ = dS K, which is added to scratch memory
+
+| warps             | role | work                                                      |
+|-------------------|------|-----------------------------------------------------------|
+| 0 of warpgroup 0  | load | TMA of K and V of an entry, and of its blocks of queries  |
+| warpgroups 1, 2   | mma  | the same keys, and every second block of 64 queries       |
+
+Each warpgroup has sums of dK and dV of its own blocks. At the end of an entry they exchange these
+through shared memory; one stores dK, the other one dV. Tiles of all heads and their entries are one
+row of work, of which each CTA has an equal part: of two tiles, or of one.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
+from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.rules.mask_rules import WindowArgs
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.added_scores import (
+    ScoreArgs,
+    band_of,
+    clear_marked,
+    differentiate,
+    evaluate,
+    keys_exist,
+    mma_warp,
+    statistic,
+)
+from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
+from flash_mask_cute.sm90.flash_bwd_entries_traits import (
+    HELPER_REGISTERS,
+    MMA_REGISTERS,
+    NUM_MMA_WARPGROUPS,
+    EntryTiles,
+    EntryTraits,
+)
+from flash_mask_cute.sm90.gradient_stores import scale
+from flash_mask_cute.sm90.warpgroups import (
+    Role,
+    mma_warpgroup_idx,
+    send_rows,
+    store_rows,
+    sync_warpgroup,
+)
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+
+class Barrier(IntEnum):
+    """Named barriers (0 is __syncthreads). BOTH: of the MMA warps. OWN and the next: of an MMA
+    warpgroup."""
+
+    BOTH = 1
+    OWN = 2
+
+
+class Sources(NamedTuple):
+    """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads, row_blocks,
+    words)."""
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    do_atom: cute.CopyAtom
+    do: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    stats: cute.Tensor
+
+
+class Outputs(NamedTuple):
+    """dq: sums (heads, row_blocks, 64 * columns), which start as zeros. dk, dv (row, d, head,
+    batch), and the sums of the gradients of aux tensors."""
+
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    sums: tuple | None
+
+
+class Extents(NamedTuple):
+    seqlen_q: Int32
+    seqlen_k: Int32
+    batch: Int32
+    n_tiles: Int32
+    heads: Int32
+
+
+class Stretch(NamedTuple):
+    """Entries of a tile of a head, one after the other. number: of those that a CTA had before."""
+
+    head_idx: Int32
+    n_tile: Int32
+    first: Int32
+    count: Int32
+    number: Int32
+
+
+class EntryBackwardSm90:
+    """Kernel for Hopper, to be passed to `cute.compile`.
+
+    :param traits: that fit
+    :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
+    :param wants_aux: numbers of the tensors to sum for, to whose sums terms are added
+    :param is_causal: as in the main kernel
+    """
+
+    def __init__(
+        self,
+        traits: EntryTraits,
+        score_mod: Callable[..., Any],
+        wants_aux: tuple[int, ...] = (),
+        is_causal: bool = False,
+    ):
+        if not traits.fits:
+            raise ValueError(f"a CTA has no room for {traits}")
+        self.traits = traits
+        self.summed = SummedTensors(score_mod, wants_aux, ())
+        self.is_causal = is_causal
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mStats: cute.Tensor,
+        mdQaccum: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        sums: tuple | None,
+        aux_tensors,
+        softmax_scale: Float32,
+        scale_dq: Float32,
+        num_ctas: Int32,
+        stream,
+        window_size_left: Int32 | None = None,
+        window_size_right: Int32 | None = None,
+    ):
+        """Launch on `stream`.
+
+        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense, as many heads of keys as of
+            queries, and row blocks of 64 queries
+        :param mdQaccum: as in the main kernel, zeros at first
+        :param mdK, mdV: gradients, like mK and mV
+        :param sums: of each wanted tensor, fp32, to which terms are added (`AuxSums`)
+        :param num_ctas: that share the work
+        :param window_size_left, window_size_right: as in the main kernel
+        """
+        traits = self.traits
+        load, operands = cpasync.CopyBulkTensorTileG2SOp(), []
+        for tensor, layout in zip((mQ, mdO, mK, mV), traits.layouts()[:4], strict=True):
+            in_box = tma.one_stage(layout)
+            box = (1, ROWS_PER_WARPGROUP), cute.size(in_box, mode=[1])
+            view = tma.sequence_rows(tensor, False)
+            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        batch, seqlen_q, heads, _ = mQ.shape
+        n_tiles = cute.ceil_div(mK.shape[1], ROWS_PER_WARPGROUP)
+        window = WindowArgs(window_size_left, window_size_right)
+        scales = ScoreScales.create(softmax_scale, None, True)
+        self.kernel(
+            Sources(*operands, mStats),
+            Extents(seqlen_q, mK.shape[1], batch, n_tiles, heads),
+            Outputs(mdQaccum, tma.key_rows(mdK, False), tma.key_rows(mdV, False), sums),
+            ScoreArgs(scales, scale_dq, softmax_scale, window, aux_tensors),
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(traits.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, sources: Sources, extents: Extents, outputs: Outputs, score_args: ScoreArgs):
+        traits = self.traits
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        channels = traits.channels(storage)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        tiles = traits.tiles(storage)
+        if warp_idx < Role.MMA:
+            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
+            if warp_idx == Role.LOAD:
+                self.load(sources, extents, tiles, channels)
+        else:
+            cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            self.mma(extents, tiles, channels, outputs, score_args)
+
+    def _own_work(self, extents: Extents) -> tuple[Int32, Int32]:
+        """The first entry of a CTA, counted over all tiles, and the end of its entries."""
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        total = extents.heads * extents.n_tiles * extents.batch
+        of_cta = cute.ceil_div(total, num_ctas)
+        return cutlass.min(cta * of_cta, total), cutlass.min((cta + 1) * of_cta, total)
+
+    def _stretch(self, extents: Extents, unit: Int32, end: Int32, number: Int32) -> Stretch:
+        tile = unit // extents.batch
+        head_idx = tile // extents.n_tiles
+        first = unit - tile * extents.batch
+        count = cutlass.min(extents.batch - first, end - unit)
+        return Stretch(head_idx, tile - head_idx * extents.n_tiles, first, count, number)
+
+    # -- load -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, sources: Sources, extents: Extents, tiles: EntryTiles, channels: tuple):
+        """The load warp."""
+        traits, (of_keys, of_blocks) = self.traits, channels
+        unit, end = self._own_work(extents)
+        number = Int32(0)
+        while unit < end:
+            stretch = self._stretch(extents, unit, end, number)
+            for i in cutlass.range(stretch.count, unroll=1):
+                entry, batch_idx = number + i, stretch.first + i
+                of_keys.acquire(entry)
+                of_keys.expect(entry, traits.bytes_of_rows)
+                row = stretch.n_tile * ROWS_PER_WARPGROUP
+                place = stretch.head_idx, row, batch_idx
+                stage, barrier = of_keys.index(entry), of_keys.barrier(entry)
+                self._load_rows(sources[4:8], (tiles.k, tiles.v), stage, barrier, place)
+                for block in cutlass.range(traits.num_blocks, unroll=1):
+                    fill = entry * traits.num_blocks + block
+                    of_blocks.acquire(fill)
+                    of_blocks.expect(fill, traits.bytes_of_rows + traits.stats_words * 4)
+                    # TMA takes no box that lies behind the last row
+                    row = cutlass.min(block * traits.block_m, extents.seqlen_q - 1)
+                    place = stretch.head_idx, row, batch_idx
+                    stage, barrier = of_blocks.index(fill), of_blocks.barrier(fill)
+                    self._load_rows(sources[:4], (tiles.q, tiles.do), stage, barrier, place)
+                    of_entry = cute.ceil_div(extents.seqlen_q, traits.block_m)
+                    row_block = batch_idx * of_entry + cutlass.min(block, of_entry - 1)
+                    stats = sources.stats[stretch.head_idx, row_block, None]
+                    tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
+            unit += stretch.count
+            number += stretch.count
+
+    def _load_rows(
+        self,
+        sources: tuple,
+        targets: tuple[cute.Tensor, cute.Tensor],
+        stage: Int32,
+        barrier: cute.Pointer,
+        place: tuple[Int32, Int32, Int32],
+    ) -> None:
+        """64 rows of two tensors."""
+        head_idx, row, batch_idx = place
+        for i, (smem, cols) in enumerate(zip(targets, self.traits.cols, strict=True)):
+            atom, tensor = sources[2 * i : 2 * i + 2]
+            box = (1, ROWS_PER_WARPGROUP), cols
+            gmem = tensor[None, None, batch_idx]
+            src, dst = tma.tile_of(atom, gmem, (head_idx, row), box, smem)
+            cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+
+    # -- mma ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma(
+        self,
+        extents: Extents,
+        tiles: EntryTiles,
+        channels: tuple,
+        outputs: Outputs,
+        score_args: ScoreArgs,
+    ):
+        """MMA warpgroup: every second block of queries."""
+        traits = self.traits
+        unit, end = self._own_work(extents)
+        number = Int32(0)
+        totals = [wgmma.make_accumulator(traits.block_m) for _ in range(traits.turns * traits.sums)]
+        band = band_of(score_args.window, self.is_causal, extents.seqlen_q, extents.seqlen_k)
+        while unit < end:
+            stretch = self._stretch(extents, unit, end, number)
+            for acc in totals:
+                acc.fill(0.0)
+            for turn in cutlass.range_constexpr(traits.turns):
+                of_block = self._places(stretch, extents, turn), band, self.summed
+                evaluate(*of_block, score_args.aux_tensors, self._added(tiles, turn))
+            for i in cutlass.range(stretch.count, unroll=1):
+                self._take(stretch, i, extents, tiles, channels, (outputs, score_args), totals)
+            if const_expr(traits.sums):
+                places = [
+                    (self._places(stretch, extents, turn), wgmma.rows_by_cols(acc))
+                    for turn, acc in enumerate(totals)
+                ]
+                self.summed.store(places, Int32(0), outputs.sums, score_args.aux_tensors)
+            unit += stretch.count
+            number += stretch.count
+
+    @cute.jit
+    def _take(
+        self,
+        stretch: Stretch,
+        i: Int32,
+        extents: Extents,
+        tiles: EntryTiles,
+        channels: tuple,
+        given: tuple,
+        totals: list,
+    ):
+        """Compute the gradients of an entry, the i-th of a stretch."""
+        traits, (of_keys, of_blocks), (outputs, score_args) = self.traits, channels, given
+        group, entry = mma_warpgroup_idx(), stretch.number + i
+        batch_idx = stretch.first + i
+        acc_dK, acc_dV = (wgmma.make_accumulator(x) for x in traits.cols)
+        exist = keys_exist(stretch.n_tile * ROWS_PER_WARPGROUP, extents.seqlen_k)
+        of_keys.wait(entry)
+        unit = of_keys.index(entry)
+        for turn in cutlass.range_constexpr(traits.turns):
+            block = turn * NUM_MMA_WARPGROUPS + group
+            fill = entry * traits.num_blocks + block
+            of_blocks.wait(fill)
+            stage = of_blocks.index(fill)
+            if const_expr(traits.has_marks):
+                self._clear_marked(tiles, stage)
+            acc_S, acc_dP = self._scores(tiles, unit, stage)
+            probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
+            differentiate(
+                traits, self._statistics(tiles, stage), self._added(tiles, turn), exist,
+                score_args.scales, (acc_S, acc_dP, *totals[turn : turn + traits.sums]),
+                (probs, grads),
+            )  # fmt: skip
+            self._store_grads(tiles.ds, grads)
+            self._free_sums()
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_warpgroup(Barrier.OWN)
+            self._add(acc_dV, probs, tiles.do, stage, turn > 0)
+            self._add(acc_dK, grads, tiles.q, stage, turn > 0)
+            acc_dQ = self._dq(tiles, unit)
+            warpgroup.wait_group(0)
+            of_blocks.release(fill)
+            self._stage(acc_dQ, tiles.sums[None, group])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_warpgroup(Barrier.OWN)
+            self._send_sums(outputs.dq, tiles, stretch.head_idx, batch_idx, block, extents)
+        of_keys.release(entry)
+        place = stretch.head_idx, batch_idx, stretch.n_tile * ROWS_PER_WARPGROUP
+        self._store(outputs, tiles, place, extents, score_args.scale_dk, (acc_dK, acc_dV))
+
+    def _scores(self, tiles: EntryTiles, unit: Int32, stage: Int32) -> list[cute.Tensor]:
+        """S and dP of a block."""
+        traits, accs = self.traits, []
+        mma, pairs = traits.mma_scores(), ((tiles.k, tiles.q), (tiles.v, tiles.do))
+        for (keys, queries), steps in zip(pairs, traits.steps, strict=True):
+            a = wgmma.operand_a(mma, keys)[None, None, None, unit]
+            b = wgmma.operand_b(mma, queries)[None, None, None, stage]
+            acc = wgmma.make_accumulator(traits.block_m)
+            wgmma.issue(mma, acc, a, b, False, steps)
+            accs.append(acc)
+        warpgroup.wait_group(0)
+        return accs
+
+    def _add(
+        self, acc: cute.Tensor, words: cute.Tensor, smem: cute.Tensor, stage: Int32, adds: bool
+    ) -> None:
+        """Start adding to dV or dK; words: P or dS."""
+        mma = self.traits.mma_words(wgmma.num_cols(acc))
+        operand = wgmma.words_as_operand_a(words, self.traits.dtype)
+        rows = wgmma.operand_b(mma, wgmma.transposed(smem))[None, None, None, stage]
+        wgmma.issue(mma, acc, operand, rows, adds)
+
+    def _dq(self, tiles: EntryTiles, unit: Int32) -> cute.Tensor:
+        """Start dQ of a block."""
+        mma, acc = self.traits.mma_dq(), wgmma.make_accumulator(self.traits.cols[0])
+        a = wgmma.operand_a(mma, tiles.ds)[None, None, None, mma_warpgroup_idx()]
+        b = wgmma.operand_b(mma, wgmma.transposed(tiles.k))[None, None, None, unit]
+        wgmma.issue(mma, acc, a, b, False)
+        return acc
+
+    def _clear_marked(self, tiles: EntryTiles, stage: Int32) -> None:
+        traits = self.traits
+        marks = marks_of(tiles.stats[None, stage], traits.block_m, traits.num_stats)
+        words = tuple(marks[i] for i in range(traits.block_m // MARKS_PER_WORD))
+        rows = tiles.q[None, None, stage], tiles.do[None, None, stage]
+        warps = mma_warp() % WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP
+        clear_marked(words, rows, traits.block_m, warps, lambda: sync_warpgroup(Barrier.OWN))
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    def _places(self, stretch: Stretch, extents: Extents, turn: int) -> Places:
+        """Of this warpgroup's block of a turn."""
+        thread = thread_in_warpgroup()
+        first = (turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()) * self.traits.block_m
+
+        def of(r: int, c: int) -> tuple[Int32, Int32]:
+            query = first + wgmma.first_col_of(thread) + wgmma.col_offset(c)
+            return query, stretch.n_tile * ROWS_PER_WARPGROUP + wgmma.row_of(thread, r)
+
+        return Places(of, stretch.head_idx, extents.seqlen_q, extents.seqlen_k)
+
+    def _added(self, tiles: EntryTiles, turn: int) -> cute.Tensor:
+        """Shared memory for what is added to scores of this thread in its block of a turn."""
+        warp = mma_warp() % WARPS_PER_WARPGROUP
+        own = tiles.added[None, cute.arch.lane_idx(), warp, None]
+        block = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
+        return cute.local_tile(own, (4, self.traits.block_m // 8), (0, block))
+
+    def _statistics(self, tiles: EntryTiles, stage: Int32) -> tuple[cute.Tensor, ...]:
+        size, base = self.traits.block_m, tiles.stats[None, stage].iterator
+        return tuple(statistic(base + i * size, size) for i in range(self.traits.num_stats))
+
+    def _store_grads(self, smem: cute.Tensor, words: cute.Tensor) -> None:
+        """Write dS^T of a block, with the keys of a query contiguous."""
+        traits = self.traits
+        values = wgmma.rounded_values(words, traits.dtype)
+        by_keys = wgmma.transposed(smem)[None, None, mma_warpgroup_idx()]
+        store_rows(values, traits.mma_words(traits.block_m), by_keys, transposes=True)
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    def _is_sender(self) -> Any:
+        return mma_warp() % WARPS_PER_WARPGROUP == 0
+
+    @cute.jit
+    def _free_sums(self):
+        """The warp that sends sums waits until they have left."""
+        if self._is_sender():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _stage(self, acc: cute.Tensor, sums: cute.Tensor) -> None:
+        """Write sums in the order in which two warpgroups with half of the columns each would
+        (`BwdPostprocess`)."""
+        groups = wgmma.num_cols(acc) // 8
+        shape = 4, 32, groups // 2, WARPS_PER_WARPGROUP, 2
+        staged = cute.make_tensor(sums.iterator, cute.make_layout(shape))
+        warp, quads = mma_warp() % WARPS_PER_WARPGROUP, _quads(acc)
+        for g in range(groups):
+            place = (None, cute.arch.lane_idx(), g % (groups // 2), warp, g // (groups // 2))
+            cute.autovec_copy(quads[None, g], staged[place])
+
+    @cute.jit
+    def _send_sums(
+        self,
+        target: cute.Tensor,
+        tiles: EntryTiles,
+        head_idx: Int32,
+        batch_idx: Int32,
+        block: Int32,
+        extents: Extents,
+    ):
+        """Add this warpgroup's dQ of a block to the others', if it has queries."""
+        size = self.traits.block_m
+        of_entry = cute.ceil_div(extents.seqlen_q, size)
+        if self._is_sender() & (block < of_entry):
+            sums = tiles.sums[None, mma_warpgroup_idx()].iterator
+            added = target[head_idx, batch_idx * of_entry + block, None].iterator
+            tma.add_bulk(sums, added, size * self.traits.cols[0])
+
+    @cute.jit
+    def _store(
+        self,
+        outputs: Outputs,
+        tiles: EntryTiles,
+        place: tuple,
+        extents: Extents,
+        scale_dk: Float32,
+        accs: tuple,
+    ):
+        """Store dK and dV of an entry: the first warpgroup dV, to which the second one gives its
+        sums, and that one dK."""
+        acc_dK, acc_dV = accs
+        head_idx, batch_idx, first = place
+        self._free_sums()
+        self._sync_both()
+        if mma_warpgroup_idx() == 0:
+            self._give(acc_dK, tiles.sums[None, 0])
+        else:
+            self._give(acc_dV, tiles.sums[None, 1])
+        self._sync_both()
+        count = extents.seqlen_k - first
+        if mma_warpgroup_idx() == 0:
+            self._take_over(acc_dV, tiles.sums[None, 1])
+            target = outputs.dv[None, None, head_idx, batch_idx]
+            self._send_rows(acc_dV, tiles.ds[None, None, 0], target, first, count)
+        else:
+            self._take_over(acc_dK, tiles.sums[None, 0])
+            scale(acc_dK, scale_dk)
+            target = outputs.dk[None, None, head_idx, batch_idx]
+            self._send_rows(acc_dK, tiles.ds[None, None, 1], target, first, count)
+        self._sync_both()
+
+    def _sync_both(self) -> None:
+        """Wait for both MMA warpgroups."""
+        num_threads = self.traits.num_threads * NUM_MMA_WARPGROUPS // (1 + NUM_MMA_WARPGROUPS)
+        cute.arch.barrier(barrier_id=Barrier.BOTH, number_of_threads=num_threads)
+
+    def _give(self, acc: cute.Tensor, sums: cute.Tensor) -> None:
+        own, quads = _of_thread(sums), _quads(acc)
+        for g in range(wgmma.num_cols(acc) // 8):
+            cute.autovec_copy(quads[None, g], own[None, g])
+
+    def _take_over(self, acc: cute.Tensor, sums: cute.Tensor) -> None:
+        """Add the sums of the other warpgroup's thread with the same part of the tile."""
+        own, quads = _of_thread(sums), _quads(acc)
+        for g in range(wgmma.num_cols(acc) // 8):
+            values = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(own[None, g], values)
+            for j in range(4):
+                quads[j, g] = quads[j, g] + values[j]
+
+    def _send_rows(
+        self, acc: cute.Tensor, smem: cute.Tensor, target: cute.Tensor, first: Int32, count: Int32
+    ) -> None:
+        """Store 64 rows of a gradient, those there are, by way of this warpgroup's dS."""
+        start, end = 0, wgmma.num_cols(acc)
+        gmem = cute.domain_offset((first, 0), target)
+        while start < end:
+            width = next(n for n in (64, 32, 16) if n <= end - start)
+            values = wgmma.rounded(wgmma.columns(acc, start, start + width), self.traits.dtype)
+            staged = cute.local_tile(smem, (ROWS_PER_WARPGROUP, width), (0, 0))
+            send_rows(values, self.traits.mma_words(width), staged, gmem, count, start)
+            start += width
+
+
+def _quads(acc: cute.Tensor) -> cute.Tensor:
+    """(4, group of 8 columns) of an accumulator."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((4, wgmma.num_cols(acc) // 8)))
+
+
+def _of_thread(sums: cute.Tensor) -> cute.Tensor:
+    """(4, group of 8 columns): this thread's part of exchanged sums."""
+    groups = cute.size(sums) // (4 * 128)
+    layout = cute.make_layout((4, groups), stride=(1, 4 * 128))
+    return cute.make_tensor((sums.iterator + 4 * thread_in_warpgroup()).align(16), layout)

@@ -1,0 +1,220 @@
+"""Static facts of the Hopper backward of short sequences in several key tiles."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    swizzled,
+)
+from flash_mask_cute.core.row_blocks import stats_words
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+NUM_MMA_WARPGROUPS = 2
+# queries of a tile are a multiple of this, up to that
+QUERIES_OF_BOTH, MOST_QUERIES = 128, 384
+MMA_REGISTERS, HELPER_REGISTERS, OTHER_REGISTERS = 240, 24, 24
+KEY_STAGES, MOST_STAGES, LEAST_STAGES = 2, 6, 2
+
+
+class EntryTiles(NamedTuple):
+    """The contents of shared memory: see `EntryTraits`."""
+
+    q: cute.Tensor  # (64, columns, stages)
+    do: cute.Tensor  # (64, columns, stages)
+    k: cute.Tensor  # (64, columns, stages of keys)
+    v: cute.Tensor  # (64, columns, stages of keys)
+    ds: cute.Tensor  # (64 queries, 64 keys, warpgroups)
+    sums: cute.Tensor  # (64 * columns, warpgroups), fp32, on their way out
+    added: cute.Tensor  # (4, lane, warp, group of 8 queries)
+    stats: cute.Tensor  # (words, stages)
+
+
+@dataclass(frozen=True)
+class EntryTraits:
+    """Shape of the work of a CTA: 64 keys of a head, and all queries of batch entries.
+
+    tile_m: queries, in blocks of 64, which two MMA warpgroups take in turn. has_score_mod, sums,
+    has_marks, is_banded: as in `ShortTraits`.
+    """
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    has_score_mod: bool
+    sums: bool
+    has_marks: bool
+    is_banded: bool
+
+    adds = True
+    block_m = ROWS_PER_WARPGROUP
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tile_m // self.block_m
+
+    @property
+    def turns(self) -> int:
+        """Blocks of a warpgroup."""
+        return self.num_blocks // NUM_MMA_WARPGROUPS
+
+    @property
+    def cols(self) -> tuple[int, int]:
+        """Columns of Q and K, and of dO and V, in shared memory."""
+        return wgmma.tile_columns(self.head_dim), wgmma.tile_columns(self.head_dim_v)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps of 16 columns, without those that are zeros."""
+        return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """Of Q and dO, or of K and V, of 64 rows."""
+        return ROWS_PER_WARPGROUP * sum(self.cols) * 2
+
+    @property
+    def num_stats(self) -> int:
+        return 2 + self.has_score_mod
+
+    @property
+    def stats_words(self) -> int:
+        return stats_words(self.block_m, self.num_stats, self.has_marks)
+
+    @property
+    def sums_words(self) -> int:
+        """fp32 sums of dQ of a block, or of dK or dV."""
+        return ROWS_PER_WARPGROUP * max(self.cols)
+
+    @property
+    def added_words(self) -> int:
+        return ROWS_PER_WARPGROUP * self.tile_m
+
+    @property
+    def _bytes_without_blocks(self) -> int:
+        ds = ROWS_PER_WARPGROUP**2 * 2
+        of_warpgroups = NUM_MMA_WARPGROUPS * (ds + self.sums_words * 4)
+        keys = KEY_STAGES * self.bytes_of_rows
+        return keys + of_warpgroups + self.added_words * 4 + SMEM_BOOKKEEPING
+
+    @property
+    def _bytes_of_block(self) -> int:
+        # each stage of statistics is aligned
+        return self.bytes_of_rows + -(-self.stats_words // 32) * 128
+
+    @property
+    def stages(self) -> int:
+        """Blocks of queries in flight, as many as there is room for."""
+        room = SMEM_CAPACITY - self._bytes_without_blocks
+        return min(room // self._bytes_of_block, MOST_STAGES)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self._bytes_without_blocks + self.stages * self._bytes_of_block
+
+    @property
+    def needed_registers(self) -> int:
+        """Of an MMA thread: sums of dS, dK and dV, and S and dP of a block."""
+        sums = self.tile_m // 4 if self.sums else 0
+        return sums + sum(self.cols) // 2 + self.block_m + OTHER_REGISTERS
+
+    @property
+    def fits(self) -> bool:
+        return self.stages >= LEAST_STAGES and self.needed_registers <= MMA_REGISTERS
+
+    @property
+    def num_threads(self) -> int:
+        return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
+
+    def mma(
+        self,
+        n: int,
+        b_major: OperandMajorMode,
+        source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
+    ) -> cute.TiledMma:
+        """64 rows by n columns."""
+        kind = self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32
+        return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP, n), source)
+
+    def mma_scores(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T."""
+        return self.mma(self.block_m, OperandMajorMode.K)
+
+    def mma_words(self, n: int) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
+        return self.mma(n, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K: 64 queries by columns."""
+        return self.mma(self.cols[0], OperandMajorMode.MN)
+
+    def layout(self, cols: int, stages: int) -> cute.ComposedLayout:
+        """(64, cols, stages), columns contiguous."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, cols)
+        atom = hopper.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (ROWS_PER_WARPGROUP, cols, stages), order=(0, 1, 2))
+
+    def layouts(self) -> tuple[cute.ComposedLayout, ...]:
+        """Of Q, dO, K, V and dS."""
+        cols, cols_v = self.cols
+        return (
+            *(self.layout(x, self.stages) for x in (cols, cols_v)),
+            *(self.layout(x, KEY_STAGES) for x in (cols, cols_v)),
+            self.layout(ROWS_PER_WARPGROUP, NUM_MMA_WARPGROUPS),
+        )
+
+    def storage(self) -> cute.struct:
+        def elements(layout: cute.ComposedLayout) -> type:
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        def words(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
+
+        of_q, of_do, of_k, of_v, of_ds = self.layouts()
+
+        @cute.struct
+        class Storage:
+            q: elements(of_q)
+            do: elements(of_do)
+            k: elements(of_k)
+            v: elements(of_v)
+            ds: elements(of_ds)
+            sums: words(self.sums_words * NUM_MMA_WARPGROUPS)
+            added: words(self.added_words)
+            stats: words(self.stats_words * self.stages)
+            key_barriers: cute.struct.MemRange[Int64, 2 * KEY_STAGES]
+            block_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+
+        return Storage
+
+    def tiles(self, storage: Any) -> EntryTiles:
+        members = storage.q, storage.do, storage.k, storage.v, storage.ds
+        pairs = zip(members, self.layouts(), strict=True)
+        added = 4, 32, WARPS_PER_WARPGROUP, self.tile_m // 8
+        return EntryTiles(
+            *(swizzled(memory, layout) for memory, layout in pairs),
+            storage.sums.get_tensor(cute.make_layout((self.sums_words, NUM_MMA_WARPGROUPS))),
+            storage.added.get_tensor(cute.make_layout(added)),
+            storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages))),
+        )
+
+    def channels(self, storage: Any) -> tuple[Channel, Channel]:
+        """Of keys and values of an entry, which both warpgroups read, and of blocks of queries."""
+        warps, keys = WARPS_PER_WARPGROUP, storage.key_barriers.data_ptr()
+        return (
+            Channel.create(keys, KEY_STAGES, 1, NUM_MMA_WARPGROUPS * warps),
+            Channel.create(storage.block_barriers.data_ptr(), self.stages, 1, warps),
+        )

@@ -1,0 +1,532 @@
+"""FlashAttention backward for Hopper of many short sequences, as windows have them.
+
+All queries and keys of a batch entry are one tile. A CTA keeps a head, and walks over batch
+entries. It has all of P and dS of an entry, so it writes dQ, dK and dV once, in 16 bits:
+
+    S^T = K Q^T        dP^T = V dO^T        P = exp(S - LSE)        dS = P * (dP - delta)
+    dV = P^T dO        dK = scale dS^T Q    dQ = scale dS K
+
+What a score_mod adds is the same for all entries. It is evaluated once, and stays in shared memory,
+where each thread reads its own values; -inf hides scores. For the gradients of its tensors, dS is
+summed over entries in registers (`entry_sums`).
+
+| warps             | role | work                                                   |
+|-------------------|------|--------------------------------------------------------|
+| 0 of warpgroup 0  | load | TMA of Q, K, dO, V, and copies of LSE and delta        |
+| warpgroups 1 to 3 | mma  | 64 keys each; of dQ every third, second or each 64 queries |
+
+A batch entry is two fills: Q, K and statistics, and dO and V. The order of an entry, in each
+warpgroup:
+
+    for each block of queries: S, dP -> P, dS; dS to shared memory -> dV
+    barrier of all -> dK, dQ -> barrier of all -> store dV, dK, dQ by way of the place of dS
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from flash_mask_cute.core import tma
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.marked_rows import clear_row
+from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.rules.mask_rules import WindowArgs
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.added_scores import (
+    ScoreArgs,
+    band_of,
+    clear_marked,
+    differentiate,
+    evaluate,
+    keys_exist,
+    mma_warp,
+    statistic,
+)
+from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
+from flash_mask_cute.sm90.flash_bwd_short_traits import (
+    HELPER_REGISTERS,
+    WORDS_OF_MARKS,
+    ShortTiles,
+    ShortTraits,
+)
+from flash_mask_cute.sm90.gradient_stores import scale
+from flash_mask_cute.sm90.warpgroups import (
+    Role,
+    mma_warpgroup_idx,
+    send_rows,
+    store_rows,
+    sync_warpgroup,
+)
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+
+class Barrier(IntEnum):
+    """Named barriers (0 is __syncthreads). ALL: of the MMA warps. SENT and the next: the warps of
+    an MMA warpgroup have sent gradients."""
+
+    ALL = 1
+    SENT = 2
+
+
+class Sources(NamedTuple):
+    """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads, row_blocks,
+    words)."""
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    do_atom: cute.CopyAtom
+    do: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    stats: cute.Tensor
+
+
+class Outputs(NamedTuple):
+    """dq, dk, dv (row, d, head, batch), and the sums of the gradients of aux tensors."""
+
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    sums: tuple
+
+
+class Extents(NamedTuple):
+    seqlen_q: Int32
+    seqlen_k: Int32
+    batch: Int32
+
+
+class Part(NamedTuple):
+    """The work of a CTA: the batch entries of a head that it visits."""
+
+    number: Int32
+    head_idx: Int32
+    first: Int32
+    count: Int32
+
+
+class ShortBackwardSm90:
+    """Kernel for Hopper, to be passed to `cute.compile`.
+
+    :param traits: that fit
+    :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
+    :param wants_aux, once: as in `SharedGradientsSm90`
+    :param is_causal: as in the main kernel
+    """
+
+    def __init__(
+        self,
+        traits: ShortTraits,
+        score_mod: Callable[..., Any] | None = None,
+        wants_aux: tuple[int, ...] = (),
+        once: tuple[int, ...] = (),
+        is_causal: bool = False,
+    ):
+        if not traits.fits:
+            raise ValueError(f"a CTA has no room for {traits}")
+        self.traits = traits
+        self.summed = SummedTensors(score_mod, wants_aux, once) if score_mod is not None else None
+        self.is_causal = is_causal
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mStats: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        sums: tuple,
+        aux_tensors,
+        softmax_scale: Float32,
+        scale_dq: Float32,
+        num_parts: Int32,
+        stream,
+        window_size_left: Int32 | None = None,
+        window_size_right: Int32 | None = None,
+    ):
+        """Launch on `stream`.
+
+        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense, as many heads of keys as of
+            queries
+        :param mdQ, mdK, mdV: gradients, like mQ, mK and mV
+        :param sums: as in `SharedGradientsSm90`
+        :param num_parts: of the batch
+        :param window_size_left, window_size_right: as in the main kernel
+        """
+        traits = self.traits
+        load, operands = cpasync.CopyBulkTensorTileG2SOp(), []
+        for tensor, layout, rows in (
+            (mQ, traits.layout_queries(0), traits.tile_m),
+            (mK, traits.layout_keys(0), ROWS_PER_WARPGROUP),
+            (mdO, traits.layout_queries(1), traits.tile_m),
+            (mV, traits.layout_keys(1), ROWS_PER_WARPGROUP),
+        ):
+            in_box = tma.one_stage(layout)
+            box = (1, rows), cute.size(in_box, mode=[1])
+            view = tma.sequence_rows(tensor, False)
+            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        has_score_mod = self.summed is not None
+        self.kernel(
+            Sources(*operands, mStats),
+            Extents(mQ.shape[1], mK.shape[1], mQ.shape[0]),
+            Outputs(*(tma.key_rows(x, False) for x in (mdQ, mdK, mdV)), sums),
+            ScoreArgs(
+                ScoreScales.create(softmax_scale, None, has_score_mod),
+                scale_dq,
+                softmax_scale,
+                WindowArgs(window_size_left, window_size_right),
+                aux_tensors if const_expr(has_score_mod) else None,
+            ),
+        ).launch(
+            grid=(mQ.shape[2], num_parts, 1),
+            block=(traits.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=traits.ctas_of_sm,
+            # in percent; else the compiler would ask a device
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(self, sources: Sources, extents: Extents, outputs: Outputs, score_args: ScoreArgs):
+        traits = self.traits
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
+        channels = traits.channels(storage)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        tiles = traits.tiles(storage)
+        head_idx, number, _ = cute.arch.block_idx()
+        _, num_parts, _ = cute.arch.grid_dim()
+        of_part = cute.ceil_div(extents.batch, num_parts)
+        first = cutlass.min(number * of_part, extents.batch)
+        part = Part(number, head_idx, first, cutlass.min(of_part, extents.batch - first))
+        if warp_idx < Role.MMA:
+            cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
+            if warp_idx == Role.LOAD:
+                self.load(part, sources, extents, tiles, channels)
+        else:
+            cute.arch.setmaxregister_increase(traits.mma_registers)
+            self.mma(part, extents, tiles, channels, outputs, score_args)
+
+    # -- load -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(
+        self, part: Part, sources: Sources, extents: Extents, tiles: ShortTiles, channels: tuple
+    ):
+        """The load warp."""
+        traits, (for_s, for_dp) = self.traits, channels
+        bytes_s, bytes_dp = traits.bytes_of_operands
+        for i in cutlass.range(part.count, unroll=1):
+            place = part.head_idx, part.first + i
+            for_s.acquire(i)
+            for_s.expect(i, bytes_s + traits.bytes_stats)
+            self._load_operands(0, sources[:4], (tiles.q, tiles.k), for_s, i, place)
+            self._load_stats(sources.stats, tiles.stats, extents, for_s, i, place)
+            for_dp.acquire(i)
+            for_dp.expect(i, bytes_dp)
+            self._load_operands(1, sources[4:8], (tiles.do, tiles.v), for_dp, i, place)
+
+    def _load_operands(
+        self,
+        operand: int,
+        sources: tuple,
+        targets: tuple[cute.Tensor, cute.Tensor],
+        channel: Channel,
+        number: Int32,
+        place: tuple[Int32, Int32],
+    ) -> None:
+        """A box of queries, and one of keys for each warpgroup."""
+        traits, cols = self.traits, self.traits.cols[operand]
+        (of_queries, of_keys), (head_idx, batch_idx) = targets, place
+        stage, barrier = channel.index(number), channel.barrier(number)
+        boxes = [(*sources[:2], of_queries, traits.tile_m, 0, stage)]
+        for group in range(traits.num_warpgroups):
+            unit = stage * traits.num_warpgroups + group
+            first = group * ROWS_PER_WARPGROUP
+            boxes.append((*sources[2:], of_keys, ROWS_PER_WARPGROUP, first, unit))
+        for atom, tensor, smem, rows, first, unit in boxes:
+            gmem = tensor[None, None, batch_idx]
+            src, dst = tma.tile_of(atom, gmem, (head_idx, first), ((1, rows), cols), smem)
+            cute.copy(atom, src, dst[None, unit], tma_bar_ptr=barrier)
+
+    def _load_stats(
+        self,
+        stats: cute.Tensor,
+        smem: cute.Tensor,
+        extents: Extents,
+        channel: Channel,
+        number: Int32,
+        place: tuple[Int32, Int32],
+    ) -> None:
+        """The statistics of 64 queries after another, and the marks of their row blocks."""
+        traits, (head_idx, batch_idx) = self.traits, place
+        stats_m, rows = traits.stats_m, ROWS_PER_WARPGROUP
+        target, barrier = smem[None, channel.index(number)], channel.barrier(number)
+        of_entry = cute.ceil_div(extents.seqlen_q, stats_m)
+        for group in range(traits.row_groups):
+            first = group * rows
+            source = stats[head_idx, batch_idx * of_entry + first // stats_m, None]
+            pieces = [
+                (i * stats_m + first % stats_m, i * traits.stats_rows + first, rows)
+                for i in range(traits.num_stats)
+            ]
+            if traits.has_marks:
+                at = traits.num_stats * traits.stats_rows + group * WORDS_OF_MARKS
+                pieces.append((traits.num_stats * stats_m, at, traits.marks_of_block))
+            for start, at, count in pieces:
+                layout = cute.make_layout(count)
+                src = cute.make_tensor((source.iterator + start).align(16), layout)
+                dst = cute.make_tensor((target.iterator + at).align(16), layout)
+                tma.copy_bulk(src, dst, barrier)
+
+    # -- mma ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma(
+        self,
+        part: Part,
+        extents: Extents,
+        tiles: ShortTiles,
+        channels: tuple,
+        outputs: Outputs,
+        score_args: ScoreArgs,
+    ):
+        """MMA warpgroup: 64 keys."""
+        traits, (for_s, for_dp) = self.traits, channels
+        group = mma_warpgroup_idx()
+        has_keys = mma_warp() < traits.key_warps
+        exist = keys_exist(group * ROWS_PER_WARPGROUP, extents.seqlen_k)
+        mma_scores, mma_dv = traits.mma_scores(), traits.mma_words(traits.cols[1])
+        keys, values = (wgmma.operand_a(mma_scores, x) for x in (tiles.k, tiles.v))
+        do_by_cols = wgmma.operand_b(mma_dv, wgmma.transposed(tiles.do))
+        # sums of dS over entries, of each block
+        totals = [
+            wgmma.make_accumulator(traits.block_m) for _ in range(traits.num_blocks * traits.sums)
+        ]
+        for acc in totals:
+            acc.fill(0.0)
+        if const_expr(traits.has_gaps):
+            self._clear_grads(tiles)
+        if has_keys & (part.count > 0):
+            self._evaluate(part, extents, tiles, score_args)
+        for i in cutlass.range(part.count, unroll=1):
+            stage, dp_stage = for_s.index(i), for_dp.index(i)
+            unit, dp_unit = (x * traits.num_warpgroups + group for x in (stage, dp_stage))
+            for_s.wait(i)
+            for_dp.wait(i)
+            if const_expr(traits.has_marks):
+                self._clear_marked(tiles, (stage, dp_stage))
+            acc_dV = wgmma.make_accumulator(traits.cols[1])
+            for b in cutlass.range_constexpr(traits.num_blocks):
+                own = keys[None, None, None, unit], values[None, None, None, dp_unit]
+                acc_S, acc_dP = self._scores(b, own, tiles, (stage, dp_stage))
+                probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
+                accs = (acc_S, acc_dP, *totals[b : b + traits.sums])
+                if has_keys:
+                    differentiate(
+                        traits, self._statistics(tiles, stage, b), self._added(tiles, b), exist,
+                        score_args.scales, accs, (probs, grads),
+                    )  # fmt: skip
+                    self._store_grads(b, tiles.ds, grads)
+                operand = wgmma.words_as_operand_a(probs, traits.dtype)
+                first_step = b * traits.block_m // 16
+                dO = do_by_cols[None, None, None, dp_stage]
+                wgmma.issue(mma_dv, acc_dV, operand, dO, b > 0, first_step=first_step)
+            warpgroup.wait_group(0)
+            for_dp.release(i)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self._sync_all()
+            acc_dK, accs_dQ = self._sum(tiles, stage)
+            for_s.release(i)
+            # dS has been read
+            self._sync_all()
+            self._send(part, extents, i, tiles, outputs, score_args, (acc_dV, acc_dK, accs_dQ))
+        if const_expr(traits.sums):
+            places = [
+                (self._places(part, extents, b), wgmma.rows_by_cols(acc))
+                for b, acc in enumerate(totals)
+            ]
+            self.summed.store(places, part.number, outputs.sums, score_args.aux_tensors)
+
+    @cute.jit
+    def _clear_grads(self, tiles: ShortTiles):
+        """Clear dS of this warpgroup's keys, of which parts are never written."""
+        warp = thread_in_warpgroup() // WARP
+        for row in cutlass.range(warp, self.traits.rows_ds, WARPS_PER_WARPGROUP, unroll=1):
+            clear_row(tiles.ds[row, None, mma_warpgroup_idx()])
+        self._sync_all()
+
+    def _sync_all(self) -> None:
+        """Wait for all MMA warps."""
+        num_threads = self.traits.num_mma_threads
+        cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=num_threads)
+
+    def _marks(self, tiles: ShortTiles, stage: Int32) -> tuple[Int32, ...]:
+        """Words with a bit for each query of a tile."""
+        traits = self.traits
+        base = tiles.stats[None, stage].iterator + traits.num_stats * traits.stats_rows
+        layout = cute.make_layout(WORDS_OF_MARKS * traits.row_groups)
+        marks, found = cute.recast_tensor(cute.make_tensor(base, layout), Int32), []
+        for group in range(traits.row_groups):
+            # a row block of 128 queries has the marks of both groups
+            second = 2 * (group % 2) if traits.stats_m > ROWS_PER_WARPGROUP else 0
+            first = group * WORDS_OF_MARKS + second
+            found += [marks[first], marks[first + 1]]
+        return tuple(found)
+
+    def _clear_marked(self, tiles: ShortTiles, stages: tuple[Int32, Int32]) -> None:
+        rows = tiles.q[None, None, stages[0]], tiles.do[None, None, stages[1]]
+        warps = mma_warp(), self.traits.num_mma_warps
+        words = self._marks(tiles, stages[0])
+        clear_marked(words, rows, self.traits.tile_m, warps, self._sync_all)
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    def _scores(
+        self,
+        b: int,
+        own: tuple[cute.Tensor, cute.Tensor],
+        tiles: ShortTiles,
+        stages: tuple[Int32, Int32],
+    ) -> list[cute.Tensor]:
+        """S and dP of a block of queries. own: this warpgroup's keys and values."""
+        traits, accs = self.traits, []
+        mma = traits.mma_scores()
+        of_queries = (tiles.q, tiles.do)
+        for a, smem, stage, steps in zip(own, of_queries, stages, traits.steps, strict=True):
+            block = traits.block_m, cute.size(smem, mode=[1])
+            queries = wgmma.operand_b(mma, cute.local_tile(smem, block, (b, 0, None)))
+            acc = wgmma.make_accumulator(traits.block_m)
+            wgmma.issue(mma, acc, a, queries[None, None, None, stage], False, steps)
+            accs.append(acc)
+        warpgroup.wait_group(0)
+        return accs
+
+    def _places(self, part: Part, extents: Extents, b: int) -> Places:
+        """Of a block of queries."""
+        thread = thread_in_warpgroup()
+
+        def of(r: int, c: int) -> tuple[Int32, Int32]:
+            query = b * self.traits.block_m + wgmma.first_col_of(thread) + wgmma.col_offset(c)
+            return query, mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread, r)
+
+        return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
+
+    def _added(self, tiles: ShortTiles, b: int) -> cute.Tensor | None:
+        """Shared memory for what is added to scores of this thread in a block."""
+        if not self.traits.adds:
+            return None
+        groups = self.traits.block_m // 8
+        own = tiles.added[None, cute.arch.lane_idx(), mma_warp(), None]
+        return cute.local_tile(own, (4, groups), (0, b))
+
+    def _evaluate(
+        self, part: Part, extents: Extents, tiles: ShortTiles, score_args: ScoreArgs
+    ) -> None:
+        """Write what is added to each score of this thread."""
+        if not self.traits.adds:
+            return
+        band = band_of(score_args.window, self.is_causal, extents.seqlen_q, extents.seqlen_k)
+        for b in range(self.traits.num_blocks):
+            of_block = self._places(part, extents, b), band, self.summed, score_args.aux_tensors
+            evaluate(*of_block, self._added(tiles, b))
+
+    def _statistics(self, tiles: ShortTiles, stage: Int32, b: int) -> tuple[cute.Tensor, ...]:
+        traits, base = self.traits, tiles.stats[None, stage].iterator
+        starts = (i * traits.stats_rows + b * traits.block_m for i in range(traits.num_stats))
+        return tuple(statistic(base + start, traits.block_m) for start in starts)
+
+    def _store_grads(self, b: int, smem: cute.Tensor, words: cute.Tensor) -> None:
+        """Write dS^T of a block, with the keys of a query contiguous."""
+        traits = self.traits
+        values = wgmma.rounded_values(words, traits.dtype)
+        by_keys = wgmma.transposed(smem)[None, None, mma_warpgroup_idx()]
+        block = cute.local_tile(by_keys, (ROWS_PER_WARPGROUP, traits.block_m), (0, b))
+        store_rows(values, traits.mma_words(traits.block_m), block, transposes=True)
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    def _row_groups(self) -> list[Int32]:
+        """The groups of 64 queries of which this warpgroup sums dQ; the last may not exist."""
+        count, groups = self.traits.num_warpgroups, self.traits.row_groups
+        return [mma_warpgroup_idx() + i for i in range(0, groups, count)]
+
+    def _sum(self, tiles: ShortTiles, stage: Int32) -> tuple[cute.Tensor, list[cute.Tensor]]:
+        """dK of this warpgroup's keys, and dQ of its groups of queries. Of groups that do not exist
+        it is that of the last one."""
+        traits = self.traits
+        mma_dk, mma_dq = traits.mma_dk(), traits.mma_dq()
+        by_keys = wgmma.operand_a(mma_dk, wgmma.transposed(tiles.ds))
+        q_by_cols = wgmma.operand_b(mma_dk, wgmma.transposed(tiles.q))
+        k_by_cols = wgmma.operand_b(mma_dq, wgmma.transposed(tiles.k))
+        acc_dK, accs_dQ = wgmma.make_accumulator(traits.cols[0]), []
+        own = by_keys[None, None, None, mma_warpgroup_idx()]
+        queries = q_by_cols[None, None, None, stage]
+        wgmma.issue(mma_dk, acc_dK, own, queries, False, traits.tile_m // 16)
+        for group in self._row_groups():
+            row = cutlass.min(group, traits.row_groups - 1)
+            by_queries = wgmma.operand_a(mma_dq, traits.rows_of_ds(tiles.ds, row))
+            acc = wgmma.make_accumulator(traits.cols[0])
+            for w, steps in enumerate(traits.key_steps):
+                keys = k_by_cols[None, None, None, stage * traits.num_warpgroups + w]
+                wgmma.issue(mma_dq, acc, by_queries[None, None, None, w], keys, w > 0, steps)
+            accs_dQ.append(acc)
+        warpgroup.wait_group(0)
+        return acc_dK, accs_dQ
+
+    @cute.jit
+    def _send(
+        self,
+        part: Part,
+        extents: Extents,
+        i: Int32,
+        tiles: ShortTiles,
+        outputs: Outputs,
+        score_args: ScoreArgs,
+        accs: tuple,
+    ):
+        """Store gradients of an entry, by way of this warpgroup's dS, warp by warp."""
+        acc_dV, acc_dK, accs_dQ = accs
+        group = mma_warpgroup_idx()
+        smem = tiles.ds[None, None, group]
+        dq, dk, dv = (x[None, None, part.head_idx, part.first + i] for x in outputs[:3])
+        first = group * ROWS_PER_WARPGROUP
+        keys = extents.seqlen_k - first
+        scale(acc_dK, score_args.scale_dk)
+        self._send_rows(acc_dV, smem, dv, first, keys)
+        self._send_rows(acc_dK, smem, dk, first, keys)
+        groups = self._row_groups()
+        for j in cutlass.range_constexpr(len(groups)):
+            scale(accs_dQ[j], score_args.scale_dq)
+            row = groups[j] * ROWS_PER_WARPGROUP
+            # not above 0 for groups that do not exist
+            queries = extents.seqlen_q - row
+            self._send_rows(accs_dQ[j], smem, dq, row, queries)
+        sync_warpgroup(Barrier.SENT)
+
+    def _send_rows(
+        self, acc: cute.Tensor, smem: cute.Tensor, target: cute.Tensor, first: Int32, count: Int32
+    ) -> None:
+        """Store up to 64 rows of a gradient, those there are."""
+        rows, start, end = ROWS_PER_WARPGROUP, 0, wgmma.num_cols(acc)
+        gmem = cute.domain_offset((first, 0), target)
+        while start < end:
+            width = next(n for n in (64, 32, 16) if n <= end - start)
+            values = wgmma.rounded(wgmma.columns(acc, start, start + width), self.traits.dtype)
+            staged = cute.local_tile(smem, (rows, width), (0, 0))
+            send_rows(values, self.traits.mma_words(width), staged, gmem, count, start)
+            start += width

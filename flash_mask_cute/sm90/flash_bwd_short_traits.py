@@ -1,0 +1,327 @@
+"""Static facts of the Hopper backward of short sequences: tiles, shared memory, registers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    REGISTER_FILE,
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WARPS_PER_WARPGROUP,
+    swizzled,
+)
+from flash_mask_cute.core.row_blocks import mark_words
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, SMEM_BOOKKEEPING
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+
+# queries of a tile, and of a block, for which S and dP are computed at a time
+QUERY_TILES = (
+    (16, 16), (32, 32), (48, 48), (64, 64), (96, 48), (128, 64), (144, 48), (192, 48),
+)  # fmt: skip
+MOST_WARPGROUPS = 3
+# the largest sequence
+MOST_ROWS = MOST_WARPGROUPS * ROWS_PER_WARPGROUP
+# of the threads of the load warp's warpgroup, and of an MMA thread for all but the fragments
+HELPER_REGISTERS, OTHER_REGISTERS = 32, 24
+MOST_STAGES = 3
+# of a head: a product of more would need more registers
+MOST_COLUMNS = 128
+# CTAs of one MMA warpgroup that share an SM, `needed_registers` with which they may, and shared
+# memory that each of them may have
+SHARERS = 2
+REGISTERS_OF_SHARER = 200
+SMEM_OF_SHARER = 115712
+# words of the marks of 64 queries, which are copied with those of their row block
+WORDS_OF_MARKS = 4
+
+
+class ShortTiles(NamedTuple):
+    """The contents of shared memory: see `ShortTraits`."""
+
+    q: cute.Tensor  # (tile_m, columns, stages)
+    k: cute.Tensor  # (64, columns, warpgroups * stages)
+    do: cute.Tensor  # (tile_m, columns, stages)
+    v: cute.Tensor  # (64, columns, warpgroups * stages)
+    ds: cute.Tensor  # (queries, 64 keys, warpgroups)
+    added: cute.Tensor | None  # (4, lane, warp, group of 8 queries)
+    stats: cute.Tensor  # (words, stages)
+
+
+@dataclass(frozen=True)
+class ShortTraits:
+    """Shape of the work of a CTA, which has all queries and keys of a batch entry of a head.
+
+    tile_m: queries, of `QUERY_TILES`. tile_n: keys, a multiple of 16. stats_m: queries of a row
+    block of the statistics, 64 or 128. has_score_mod: scores are modified, and have references.
+    adds: something is added to scores, -inf where a mask hides them. sums: dS is summed over batch
+    entries. has_marks: rows of queries that see nothing may be marked. is_banded: causal masking or
+    a window hides scores.
+    """
+
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    stats_m: int
+    has_score_mod: bool
+    adds: bool
+    sums: bool
+    has_marks: bool
+    is_banded: bool
+
+    @property
+    def block_m(self) -> int:
+        """Queries whose S and dP are computed at a time."""
+        return dict(QUERY_TILES)[self.tile_m]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tile_m // self.block_m
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 64 queries, a product of dQ each."""
+        return -(-self.tile_m // ROWS_PER_WARPGROUP)
+
+    @property
+    def num_warpgroups(self) -> int:
+        """MMA warpgroups, with 64 keys each."""
+        return -(-self.tile_n // ROWS_PER_WARPGROUP)
+
+    @property
+    def key_warps(self) -> int:
+        """MMA warps that have keys, 16 each."""
+        return self.tile_n // ROWS_PER_WARP
+
+    @property
+    def num_mma_warps(self) -> int:
+        return self.num_warpgroups * WARPS_PER_WARPGROUP
+
+    @property
+    def num_mma_threads(self) -> int:
+        return self.num_warpgroups * THREADS_PER_WARPGROUP
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether products read parts of dS that no scores have, for rows that are not stored."""
+        return self.tile_m < self.stats_rows or self.key_warps < self.num_mma_warps
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_mma_threads + THREADS_PER_WARPGROUP
+
+    @property
+    def ctas_of_sm(self) -> int:
+        may_share = self.num_warpgroups == 1 and self.needed_registers <= REGISTERS_OF_SHARER
+        return SHARERS if may_share else 1
+
+    @property
+    def mma_registers(self) -> int:
+        of_cta = REGISTER_FILE // self.ctas_of_sm - HELPER_REGISTERS * THREADS_PER_WARPGROUP
+        return min(of_cta // self.num_mma_threads // 8 * 8, 240)
+
+    @property
+    def needed_registers(self) -> int:
+        """Of an MMA thread: sums of dS, dV, and S and dP of a block, or then dK and dQ."""
+        cols, cols_v = self.cols
+        sums = self.tile_m // 2 if self.sums else 0
+        return sums + cols_v // 2 + max(self.block_m, cols) + OTHER_REGISTERS
+
+    @property
+    def cols(self) -> tuple[int, int]:
+        """Columns of Q and K, and of dO and V, in shared memory."""
+        return wgmma.tile_columns(self.head_dim), wgmma.tile_columns(self.head_dim_v)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps of 16 columns, without those that are zeros."""
+        return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
+
+    @property
+    def key_steps(self) -> tuple[int, ...]:
+        """Steps of 16 keys of each warpgroup."""
+        warps = WARPS_PER_WARPGROUP
+        return tuple(min(warps, self.key_warps - i * warps) for i in range(self.num_warpgroups))
+
+    @property
+    def bytes_of_operands(self) -> tuple[int, int]:
+        """Of an entry: Q and K, dO and V."""
+        rows = self.tile_m + self.num_warpgroups * ROWS_PER_WARPGROUP
+        cols, cols_v = self.cols
+        return rows * cols * 2, rows * cols_v * 2
+
+    @property
+    def num_stats(self) -> int:
+        """Of a query: LSE, delta and, with a score_mod, reference."""
+        return 2 + self.has_score_mod
+
+    @property
+    def stats_rows(self) -> int:
+        return self.row_groups * ROWS_PER_WARPGROUP
+
+    @property
+    def stats_words(self) -> int:
+        marks = WORDS_OF_MARKS * self.row_groups if self.has_marks else 0
+        return self.num_stats * self.stats_rows + marks
+
+    @property
+    def bytes_stats(self) -> int:
+        return self.stats_words * 4
+
+    @property
+    def marks_of_block(self) -> int:
+        """Words of marks of a row block."""
+        return mark_words(self.stats_m) if self.has_marks else 0
+
+    @property
+    def added_words(self) -> int:
+        return self.tile_m * self.tile_n if self.adds else 0
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Of Q and K, and of dO and V: as many as there is room for; 0: none."""
+        capacity = SMEM_CAPACITY if self.ctas_of_sm == 1 else SMEM_OF_SHARER
+        room = capacity - self._bytes_without_operands
+        for_s, for_dp = self.bytes_of_operands
+        fitting = (
+            (a, b)
+            for a in range(MOST_STAGES, 0, -1)
+            for b in (a, a - 1)
+            if b > 0 and a * for_s + b * for_dp <= room
+        )
+        return next(fitting, (0, 0))
+
+    @property
+    def _bytes_without_operands(self) -> int:
+        ds = self.rows_ds * self.num_warpgroups * ROWS_PER_WARPGROUP * 2
+        stats = MOST_STAGES * self.bytes_stats
+        return ds + self.added_words * 4 + stats + SMEM_BOOKKEEPING
+
+    @property
+    def smem_bytes(self) -> int:
+        operands = zip(self.stages, self.bytes_of_operands, strict=True)
+        return self._bytes_without_operands + sum(count * size for count, size in operands)
+
+    @property
+    def fits(self) -> bool:
+        is_narrow = max(self.cols) <= MOST_COLUMNS
+        return is_narrow and min(self.stages) > 0 and self.needed_registers <= self.mma_registers
+
+    def mma(
+        self,
+        n: int,
+        a_major: OperandMajorMode,
+        b_major: OperandMajorMode,
+        source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
+    ) -> cute.TiledMma:
+        """64 rows by n columns."""
+        kind = self.dtype, self.dtype, a_major, b_major, Float32
+        return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP, n), source)
+
+    def mma_scores(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: 64 keys by the queries of a block."""
+        return self.mma(self.block_m, OperandMajorMode.K, OperandMajorMode.K)
+
+    def mma_words(self, n: int) -> cute.TiledMma:
+        """dV = P^T dO: 64 keys by n columns, P in registers."""
+        source = warpgroup.OperandSource.RMEM
+        return self.mma(n, OperandMajorMode.K, OperandMajorMode.MN, source)
+
+    def mma_dk(self) -> cute.TiledMma:
+        """dK = dS^T Q: 64 keys by columns; keys of a query are contiguous."""
+        return self.mma(self.cols[0], OperandMajorMode.MN, OperandMajorMode.MN)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K: 64 queries by columns."""
+        return self.mma(self.cols[0], OperandMajorMode.K, OperandMajorMode.MN)
+
+    def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
+        """(rows, cols, stages), columns contiguous."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, cols)
+        atom = hopper.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+
+    def layout_queries(self, i: int) -> cute.ComposedLayout:
+        """Of Q (0) or dO (1)."""
+        return self._rows(self.tile_m, self.cols[i], self.stages[i])
+
+    def layout_keys(self, i: int) -> cute.ComposedLayout:
+        """Of K (0) or V (1)."""
+        count = self.num_warpgroups * self.stages[i]
+        return self._rows(ROWS_PER_WARPGROUP, self.cols[i], count)
+
+    @property
+    def rows_ds(self) -> int:
+        """Queries of dS. A product reads 64 of them at a time. Behind the last ones it finds what
+        comes next in memory, for rows of dQ that are not stored."""
+        return max(self.tile_m, ROWS_PER_WARPGROUP)
+
+    def layout_ds(self) -> cute.ComposedLayout:
+        return self._rows(self.rows_ds, ROWS_PER_WARPGROUP, self.num_warpgroups)
+
+    def rows_of_ds(self, ds: cute.Tensor, group: Int32) -> cute.Tensor:
+        """64 queries of dS, (64, 64 keys, warpgroups)."""
+        size = ROWS_PER_WARPGROUP
+        block = self._rows(size, size, 1).outer
+        shape = *block.shape[:2], self.num_warpgroups
+        stride = *block.stride[:2], self.rows_ds * size
+        start = ds.iterator + group * size * size
+        return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
+
+    def storage(self) -> cute.struct:
+        def elements(layout: cute.ComposedLayout) -> type:
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        def words(count: int) -> type:
+            return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
+
+        for_s, for_dp = self.stages
+
+        @cute.struct
+        class Storage:
+            q: elements(self.layout_queries(0))
+            k: elements(self.layout_keys(0))
+            do: elements(self.layout_queries(1))
+            v: elements(self.layout_keys(1))
+            ds: elements(self.layout_ds())
+            added: words(self.added_words)
+            stats: words(self.stats_words * for_s)
+            s_barriers: cute.struct.MemRange[Int64, 2 * for_s]
+            dp_barriers: cute.struct.MemRange[Int64, 2 * for_dp]
+
+        return Storage
+
+    def tiles(self, storage: Any) -> ShortTiles:
+        added = None
+        if self.adds:
+            shape = 4, 32, self.key_warps, self.tile_m // 8
+            added = storage.added.get_tensor(cute.make_layout(shape))
+        return ShortTiles(
+            swizzled(storage.q, self.layout_queries(0)),
+            swizzled(storage.k, self.layout_keys(0)),
+            swizzled(storage.do, self.layout_queries(1)),
+            swizzled(storage.v, self.layout_keys(1)),
+            swizzled(storage.ds, self.layout_ds()),
+            added,
+            storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages[0]))),
+        )
+
+    def channels(self, storage: Any) -> tuple[Channel, Channel]:
+        """Of Q, K and statistics, and of dO and V."""
+        create: Callable[..., Channel] = Channel.create
+        readers = 1, self.num_mma_warps
+        return (
+            create(storage.s_barriers.data_ptr(), self.stages[0], *readers),
+            create(storage.dp_barriers.data_ptr(), self.stages[1], *readers),
+        )

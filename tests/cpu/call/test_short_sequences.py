@@ -1,0 +1,114 @@
+"""Which backwards the kernel of short sequences computes, and what is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import FP32, Case
+from planned import planned
+from trained_mods import make_trained
+
+from flash_mask_cute import explain
+from flash_mask_cute.call.arguments import Direction
+from flash_mask_cute.call.build.shared_sums import build_short
+from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.shared_sums import LEAST_SHORT, short_traits
+from flash_mask_cute.runtime.cache import compile_lock
+from flash_mask_cute.runtime.target import Target
+from flash_mask_cute.sm90.flash_bwd_short_traits import QUERY_TILES, ShortTraits
+
+SMS = 2
+HOPPER, BLACKWELL = Target("sm_90a", SMS), Target("sm_100a", SMS)
+
+
+def short_case(**more: Any) -> Case:
+    fields: dict[str, Any] = {"batch": 4, "seqlen_q": 49, "seqlen_k": 49, "head_dim": 32}
+    return Case("short", **fields | {"heads_q": 2, "heads_kv": 2} | more)
+
+
+def plan_of(target: Target = HOPPER, **more: Any) -> ExecutionPlan:
+    keywords = {x: more.pop(x) for x in ("config", "deterministic") if x in more}
+    return planned(short_case(**more), target, direction=Direction.BACKWARD, **keywords)
+
+
+SHORT = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_left": 5, "window_right": 3},
+    "sink": {"sink": FP32},
+    "in order": {"deterministic": True},
+    "other lengths": {"seqlen_q": 9, "seqlen_k": 190},
+    "wide": {"head_dim": 128},
+}
+OTHERS = {
+    "long": {"seqlen_k": 193},
+    "few": {"batch": 3},
+    "groups": {"heads_kv": 1},
+    "lengths": {"seqused_k": (1, 2, 3, 4)},
+    "softcap": {"softcap": 10.0},
+    "mask_mod": {"mask_mod": "documents"},
+    "intervals": {"column": "stepped2"},
+    "more than 128 columns": {"head_dim": 136},
+    "tiles that were asked for": {"config": {"skip_blocks": True}},
+    "no room": {"seqlen_q": 192, "seqlen_k": 192, "head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("name", [*SHORT, *OTHERS])
+def test_which_calls(name: str) -> None:
+    fields = (SHORT | OTHERS)[name]
+    assert plan_of(**fields).is_short == (name in SHORT)
+    assert not plan_of(BLACKWELL, **fields).is_short
+    assert LEAST_SHORT * SMS == 8
+
+
+def plan_of_table(name: str, **more: Any) -> ExecutionPlan:
+    given = make_trained(short_case(**more), name)
+    daux = [torch.empty_like(x) for x in given.aux_tensors]
+    return planned(given.inputs, HOPPER, direction=Direction.BACKWARD, daux=daux)
+
+
+def test_gradients_of_tables() -> None:
+    """Those that batch entries share are summed beside; of others, the main kernel knows more."""
+    for name, once in (("swin", ()), ("pair", (0,))):
+        found = plan_of_table(name)
+        assert found.is_short and found.shared is not None and found.tables is None
+        assert (found.shared.numbers, found.shared.once) == ((0,), once)
+        assert not found.problem.wants_aux
+    for name in ("key_bias", "slopes", "pair_minus_slope", "gain"):
+        assert not plan_of_table(name).is_short
+
+
+def test_every_tile_has_its_statistics() -> None:
+    """64 queries a row block, or 128: those of a tile end with the last block that has queries."""
+    for rows in range(1, QUERY_TILES[-1][0] + 1):
+        tile_m = next(x for x, _ in QUERY_TILES if x >= rows)
+        assert -(-tile_m // 64) == -(-rows // 64)
+
+
+def test_explanation_and_scratch() -> None:
+    q = torch.empty(4 * 132, 49, 8, 32, dtype=torch.bfloat16)
+    told = explain(q, q, q, target="sm_90a").backward
+    assert told is not None and told.kernel == "ShortBackwardSm90"
+    assert (told.tiles.tile_m, told.tile_n) == (64, 64)
+    # LSE and delta, of row blocks of 128 queries
+    assert told.scratch_bytes == 2 * 4 * 128 * 4 * 132 * 8
+    assert "all queries and keys of a batch entry" in str(explain(q, q, q, target="sm_90a"))
+
+
+@pytest.mark.parametrize("fields", [
+    {"seqlen_q": 64, "seqlen_k": 64, "head_dim": 64},
+    {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 128},
+    {"seqlen_q": 144, "seqlen_k": 144, "head_dim": 32, "causal": True},
+], ids=["one", "two", "three"])  # fmt: skip
+def test_nothing_is_spilled(fields: dict[str, Any]) -> None:
+    found = plan_of(**fields)
+    assert found.shared is not None and found.shared.short is not None
+    traits = short_traits(found.problem, found.shared.short, found.bwd_choice, False)
+    assert isinstance(traits, ShortTraits) and traits.num_warpgroups == -(-fields["seqlen_k"] // 64)
+    arguments = found.problem, found.bwd_choice, found.shared, found.target
+    with compile_lock():
+        compiled = build_short(None, *arguments)
+    assert compiled.meta["spill_bytes"] == 0 and not compiled.meta["warnings"]
