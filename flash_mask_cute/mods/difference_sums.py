@@ -72,13 +72,9 @@ def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[Summe
     return tuple(found)
 
 
-# Mask warps take longer for a block than MMA warps for two, and sum one of so many.
-BLOCKS_OF_TURNS = 3
-
-
 def is_mma_turn(block: Int32) -> Boolean:
     """Whether MMA warps sum a query block, if mask warps take turns with them."""
-    return block % BLOCKS_OF_TURNS != BLOCKS_OF_TURNS - 1
+    return block % 2 == 0
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:

@@ -199,7 +199,7 @@ class SummedBy(Enum):
 
     SCORES: MMA warps, score by score: those of different keys and one query have different
     differences. LINES: MMA warps, along diagonals between cuts. MASKS: mask warps, which do that
-    from dS in shared memory. TURNS: MMA warps in two query blocks, and mask warps in the next one.
+    from dS in shared memory. TURNS: MMA warps in one query block, and mask warps in the next one.
     """
 
     SCORES = "scores"

@@ -13,7 +13,7 @@ from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods import ir_analysis
+from flash_mask_cute.mods import ir_analysis, line_sums
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
@@ -450,17 +450,29 @@ class ScoreChain:
         group: cutlass.Constexpr[LineGroup],
         grads: cute.Tensor,
     ) -> None:
-        """`_send_lines` of a group with cuts: of each rectangle between cuts."""
+        """`_send_lines` of a group with cuts, by the warps whose turn it is."""
+        if True if self.takes_lines is None else self.takes_lines:
+            self._send_moved(block, first_col, group, self.lines.along_diagonals(grads))
+
+    @cute.jit
+    def _send_moved(
+        self,
+        block: tuple,
+        first_col: cutlass.Constexpr[int],
+        group: cutlass.Constexpr[LineGroup],
+        grads: cute.Tensor,
+    ) -> None:
+        """The sums along the lines of each rectangle between cuts. grads: moved along diagonals,
+        once for all rectangles."""
         work = block[0]
         q_idx, k_idx = self._first_of(block, first_col)
         k_idx = k_idx + self.lines.first_row()
         # the threads of a row have all columns of each eight
-        end_q = q_idx + cute.size(grads, mode=[1]) * self.elements.lanes_per_row
+        cols = cute.size(grads, mode=[1]) - self.lines.more_cols
+        end_q = q_idx + cols * self.elements.lanes_per_row
         end_q = cutlass.min(end_q, work.seqlen_q)
         behind = k_idx + self.lines.rows_of_warp
         end_k = cutlass.min(behind, work.seqlen_k)
-        if const_expr(self.takes_lines is not None):
-            end_k = cutlass.select_(self.takes_lines, end_k, k_idx)
         while k_idx < end_k:
             next_k = next_cut(group.cuts, True, k_idx, end_k)
             last_k = next_k
@@ -490,7 +502,7 @@ class ScoreChain:
     ) -> None:
         """Send the sums along the lines of some rectangles; sides: see `_between`."""
         parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
-        totals = [self.lines.totals(group.line, x) for x in parts]
+        totals = [self.lines.totals(group.line, x, are_moved=True) for x in parts]
         for found, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
             self._send_totals(block, first_col, group, found, (from_q, from_k))
 
@@ -505,22 +517,14 @@ class ScoreChain:
         """A thread's parts of the lines in a rectangle. sides: its first query, the one behind its
         last, and the same of keys; None: it has all keys of the warp."""
         first_q, end_q, first_k, end_k = sides
-        elements, thread, cols = self.elements, thread_in_warpgroup(), cute.size(grads, mode=[1])
         q_idx, k_idx = self._first_of(block, first_col)
-        parts = [Float32(0.0)] * self.lines.num_parts(group.line, cols)
-        queries = (
-            q_idx + elements.first_col_of(thread) + elements.col_offset(c) for c in range(cols)
-        )
+        queries = (q_idx + x for x in self.lines.moved_cols(cute.size(grads, mode=[1])))
         has_query = [(q >= first_q) & (q < end_q) for q in queries]
-        for r in range(elements.num_rows):
-            key = k_idx + elements.row_of(thread, r)
-            has_key = None if end_k is None else (key >= first_k) & (key < end_k)
-            for c in range(cols):
-                i = self.lines.part_of(group.line, r, c)
-                is_inside = has_query[c] if has_key is None else has_key & has_query[c]
-                more = cutlass.select_(is_inside, grads[r, c], Float32(0.0))
-                parts[i] = parts[i] + more
-        return parts
+        has_key: list[Boolean | None] = [None] * self.elements.num_rows
+        if end_k is not None:
+            rows = (self.elements.row_of(thread_in_warpgroup(), r) for r in range(len(has_key)))
+            has_key = [(k_idx + r >= first_k) & (k_idx + r < end_k) for r in rows]
+        return line_sums.parts_between(self.lines, group.line, grads, has_key, has_query)
 
     def _send_totals(
         self,

@@ -3,7 +3,7 @@
 Gradients of elements that differences determine are such sums, between cuts
 (`mods/difference_sums.py`). dS of a block lies in shared memory in 16 bits, where dQ reads it. So
 the mask warps, which make bits of few blocks or none, can sum while the MMA warps go on: every
-third block, or all (`SummedBy`).
+second block, or all (`SummedBy`).
 
 A warp adds squares of 8 queries by 8 keys, element by element: four diagonals of squares at a time,
 each by eight lanes. A lane has a query of a square, whose keys are 16 bytes. Element (r, c) of the
