@@ -14,6 +14,7 @@ from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, T
 from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.check.validate import check_head_dims, check_inputs
 from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.aux_order import sums_in_order
 from flash_mask_cute.call.choose.config import (
     ROWS_OF_LISTS,
     BwdChoice,
@@ -89,8 +90,7 @@ from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
-from flash_mask_cute.mods.exact_words import MOST_ENTRIES
-from flash_mask_cute.mods.traits import computes_functions, find_reads
+from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -364,21 +364,13 @@ def _bwd_problem(
     """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
     problem = _problem(call, masks, window)
     score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.gradients.daux
+    exact_aux: tuple[int, ...] = ()
+    entry_aux: tuple[int, ...] = ()
     wants_aux: tuple[int, ...] = ()
     if daux is not None and masks.score_mod is not None:
         wants_aux = tuple(i for i, x in enumerate(daux) if x is not None)
-    exact_aux: tuple[int, ...] = ()
-    entry_aux: tuple[int, ...] = ()
-    if wants_aux and masks.score_mod is not None and call.backward.deterministic:
-        # sums in a fixed order are those of which the order does not matter
-        reads = find_reads(masks.score_mod, problem, wants_aux)
-        of_many = reads.of_many
-        if call.options.q_start.is_given:
-            # queries before position 0 are all at 0, and read the same elements
-            of_many = reads.of_any
-        elif not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
-            entry_aux = tuple(i for i in of_many if reads.tensors[i].is_once_an_entry)
-        exact_aux = tuple(i for i in of_many if i not in entry_aux)
+        if wants_aux and call.backward.deterministic:
+            exact_aux, entry_aux = sums_in_order(call, masks.score_mod, problem, wants_aux)
     return replace(
         problem,
         score_mod_bwd=None if score_mod_bwd is None else callable_key(score_mod_bwd),
