@@ -503,8 +503,16 @@ class ScoreChain:
         """Send the sums along the lines of some rectangles; sides: see `_between`."""
         parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
         totals = [self.lines.totals(group.line, x, are_moved=True) for x in parts]
-        for found, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
-            self._send_totals(block, first_col, group, found, (from_q, from_k))
+        q_idx, first_k = self._first_of(block, first_col)
+        found = []
+        for lines, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
+            self._send_totals(block, first_col, group, lines, (from_q, from_k))
+            apart = (q_idx - from_q) - (first_k - from_k)
+            found.append((tuple((x, number + apart) for x, number in lines), (from_q, from_k)))
+        for i, read in enumerate(self.by_difference.reads if self.by_difference else ()):
+            of_lines = read.summed.by is not SummedBy.SCORES
+            if of_lines and read.number in {x.number for x in group.reads}:
+                self.by_difference.add(i, tuple(found))
 
     def _between(
         self,
@@ -553,14 +561,6 @@ class ScoreChain:
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
-        if self.by_difference is not None:
-            q_idx, first_k = self._first_of(block, first_col)
-            apart = (q_idx - corner[0]) - (first_k - corner[1])
-            lines = tuple((total, number + apart) for total, number in totals)
-            numbers = {read.number for read in group.reads if group.cuts}
-            for i, summed in enumerate(self.by_difference.reads):
-                if summed.number in numbers and summed.summed.by is not SummedBy.SCORES:
-                    self.by_difference.add(i, lines, corner)
 
     @property
     def _summed_by_score(self) -> tuple[int, ...]:
