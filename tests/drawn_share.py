@@ -27,7 +27,7 @@ class Deal(NamedTuple):
 
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
 # takes ten times as long as running it.
-ON_SIMULATOR = Deal(16, together=4)
+ON_SIMULATOR = Deal(20, together=4)
 ALL = Deal(1)
 
 

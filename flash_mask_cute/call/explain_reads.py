@@ -93,7 +93,7 @@ def _reads_of(
     if is_long and reads.read_class is ReadClass.DIFFERENCE:
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")
     costs = _COSTS
-    if arch_spec(run.target).backward.orders_aux:
+    if arch_spec(run.target).backward.orders_aux and run.problem.walks_by_head:
         costs = _COSTS | _COSTS_OF_SUMS
         if reads.is_diagonal and reads.is_of_lines and run.problem.q_start is None:
             sizes = " and ".join(str(size) for size in sorted({cut.size for cut in reads.cuts}))

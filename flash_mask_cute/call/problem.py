@@ -197,6 +197,13 @@ class AttentionProblem:
         return is_plain and (self.has_lists or self.has_bits)
 
     @property
+    def walks_by_head(self) -> bool:
+        """Whether work tiles of a backward visit the queries of one head of one sequence after
+        another, so that gradients of aux tensors can be summed along them. Keys in common have
+        several sequences, and listed queries have all heads at once."""
+        return not (self.common_kv or self.token_lists)
+
+    @property
     def listed_rows(self) -> int:
         """Rows of a query in a block of listed queries, with token lists."""
         return rows_of_listed(self.packed_heads)

@@ -26,7 +26,7 @@ from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.warp_scan import WARP, running
 
 # Of work tiles in turn, the part that CTAs have from the start, as a fraction.
-OWN_TILES = 3, 4
+OWN_TILES = 7, 8
 
 
 class WorkTile(NamedTuple):
@@ -52,6 +52,16 @@ class ScheduleParams(NamedTuple):
     num_batch: Int32
     heads_per_group: Int32
     first_block: Int32 | None = None
+
+
+def params_in_turn(params: ScheduleParams) -> ScheduleParams:
+    """For tiles in turn: a group has as many heads as a CTA begins with tiles, which are then the
+    same block of all of them, and CTAs with other blocks read the same keys at the same time."""
+    ctas, _, _ = cute.arch.grid_dim()
+    share, of_all = OWN_TILES
+    tiles = params.num_blocks * params.num_heads * params.num_batch
+    own = cutlass.max(tiles // of_all * share // ctas, 1)
+    return params._replace(heads_per_group=own)
 
 
 class Search(NamedTuple):
@@ -83,8 +93,8 @@ class TileScheduler:
     theirs then all end, also if they claim a tile while they compute another one: the first tile
     that is not done waits for none, and its CTA has done those that it claimed before.
     entries_first: of dense launches, groups have a head of several sequences, then of others.
-    in_turn: with entries_first, a CTA begins with neighbouring tiles, its part of `OWN_TILES` of
-    all, and claims tiles later.
+    in_turn: with entries_first, a CTA begins with neighbouring tiles, those of a block of a group
+    (`params_in_turn`), and claims tiles later.
     """
 
     params: ScheduleParams
@@ -107,7 +117,9 @@ class TileScheduler:
     def before_start(self) -> Search:
         """Where no tile has been claimed."""
         if self.in_turn:
-            return Search(cute.arch.block_idx()[0] * self._own_tiles(), Int32(0), Int32(0))
+            return Search(
+                cute.arch.block_idx()[0] * self.params.heads_per_group, Int32(0), Int32(0)
+            )
         return Search(cute.arch.block_idx()[0] // self.ctas_per_tile, Int32(0), Int32(0))
 
     def own_block(self, block: Int32) -> Int32:
@@ -144,18 +156,11 @@ class TileScheduler:
                 index = cutlass.select_(self.mirrored, later, index)
         return search._replace(index=index)
 
-    def _own_tiles(self) -> Int32:
-        """Neighbouring tiles with which a CTA begins, if tiles are in turn."""
-        ctas, _, _ = cute.arch.grid_dim()
-        share, of_all = OWN_TILES
-        tiles = self.params.num_blocks * self.params.num_heads * self.params.num_batch
-        return cutlass.max(tiles // of_all * share // ctas, 1)
-
     @cute.jit
     def _next_in_turn(self, index: Int32, number: Int32) -> Int32:
         """The tile with this number, from 0, of a CTA whose last one is `index`."""
         ctas, _, _ = cute.arch.grid_dim()
-        own = self._own_tiles()
+        own = self.params.heads_per_group
         claimed = (number - own) * ctas + cute.arch.block_idx()[0]
         if const_expr(self.counter is not None):
             claimed = Int32(0)

@@ -28,7 +28,12 @@ from flash_mask_cute.core.shares import (
     slot_of_first,
     slot_of_later,
 )
-from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler, WorkTile
+from flash_mask_cute.core.tile_scheduler import (
+    ScheduleParams,
+    TileScheduler,
+    WorkTile,
+    params_in_turn,
+)
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
@@ -277,8 +282,8 @@ def schedule_forward(
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
-    kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: head
-    by head, the same block of all sequences is in turn (`TileScheduler`).
+    kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: see
+    `TileScheduler`.
     """
     params = schedule.params
     if const_expr(isinstance(partials, Partials)):
@@ -297,7 +302,7 @@ def schedule_forward(
             mirrored = _has_few_tiles(params)
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if in_turn:
-            params = params._replace(heads_per_group=params.num_batch)
+            params = params_in_turn(params)
         scheduler = TileScheduler(
             params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored,
             entries_first=in_turn, in_turn=in_turn,

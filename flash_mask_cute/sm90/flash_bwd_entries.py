@@ -14,8 +14,8 @@ for each score again took as long as everything else.
 | warpgroups 1, 2   | mma  | the same keys, and every second block of 64 queries       |
 
 Each warpgroup has sums of dK and dV of its own blocks. At the end of an entry they exchange these
-through shared memory; one stores dK, the other one dV. Tiles of all heads and their entries are one
-row of work, of which each CTA has an equal part: of two tiles, or of one.
+through shared memory; one stores dK, the other one dV. CTAs have equal numbers of entries
+(`EntryBackwardSm90._own_work`), most of them of one tile.
 """
 
 from collections.abc import Callable
@@ -101,6 +101,16 @@ class Extents(NamedTuple):
     batch: Int32
     n_tiles: Int32
     heads: Int32
+
+
+class Work(NamedTuple):
+    """Of a CTA: from unit to end, numbers of an entry of a tile, tile by tile with so many entries,
+    of which the batch's are the ones from first on."""
+
+    unit: Int32
+    end: Int32
+    entries: Int32
+    first: Int32
 
 
 class Stretch(NamedTuple):
@@ -205,20 +215,42 @@ class EntryBackwardSm90:
             cute.arch.setmaxregister_increase(MMA_REGISTERS)
             self.mma(extents, tiles, channels, outputs, score_args)
 
-    def _own_work(self, extents: Extents) -> tuple[Int32, Int32]:
-        """The first entry of a CTA, counted over all tiles, and the end of its entries."""
+    @cute.jit
+    def _own_work(self, extents: Extents) -> Work:
+        """The entries of a CTA. CTAs with the tiles of an entry visit it at the same time, so that
+        its rows and sums of dQ are in L2: each has one tile, and a part of the batch that is as
+        large as its share of all entries. What is left of the batch then is less than a part. Its
+        tiles follow each other, and the CTAs that are left divide them."""
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
-        total = extents.heads * extents.n_tiles * extents.batch
-        of_cta = cute.ceil_div(total, num_ctas)
-        return cutlass.min(cta * of_cta, total), cutlass.min((cta + 1) * of_cta, total)
+        tiles = extents.heads * extents.n_tiles
+        size = cute.ceil_div(tiles * extents.batch, num_ctas)
+        num_parts = extents.batch // size
+        part = cta // tiles
+        unit = (cta - part * tiles) * size
+        work = Work(unit, unit + size, size, part * size)
+        if part >= num_parts:
+            rest = extents.batch - num_parts * size
+            others = cutlass.max(num_ctas - num_parts * tiles, 1)
+            of_cta = cute.ceil_div(tiles * rest, others)
+            unit = cutlass.min((cta - num_parts * tiles) * of_cta, tiles * rest)
+            end = cutlass.min(unit + of_cta, tiles * rest)
+            work = Work(unit, end, cutlass.max(rest, 1), num_parts * size)
+        return work
 
-    def _stretch(self, extents: Extents, unit: Int32, end: Int32, number: Int32) -> Stretch:
-        tile = unit // extents.batch
+    def _stretch(self, extents: Extents, work: Work, unit: Int32, number: Int32) -> Stretch:
+        tile = unit // work.entries
         head_idx = tile // extents.n_tiles
-        first = unit - tile * extents.batch
-        count = cutlass.min(extents.batch - first, end - unit)
-        return Stretch(head_idx, tile - head_idx * extents.n_tiles, first, count, number)
+        first = unit - tile * work.entries
+        count = cutlass.min(work.entries - first, work.end - unit)
+        n_tile = tile - head_idx * extents.n_tiles
+        return Stretch(head_idx, n_tile, work.first + first, count, number)
+
+    def _block(self, stretch: Stretch, slot: Int32) -> Int32:
+        """The block of queries that comes in a place. CTAs with other keys of an entry begin with
+        other blocks, because not all can add to the same sums of dQ at once."""
+        pair, own = slot // NUM_MMA_WARPGROUPS, slot % NUM_MMA_WARPGROUPS
+        return (pair + stretch.n_tile) % self.traits.turns * NUM_MMA_WARPGROUPS + own
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -226,10 +258,10 @@ class EntryBackwardSm90:
     def load(self, sources: Sources, extents: Extents, tiles: EntryTiles, channels: tuple):
         """The load warp."""
         traits, (of_keys, of_blocks) = self.traits, channels
-        unit, end = self._own_work(extents)
-        number = Int32(0)
-        while unit < end:
-            stretch = self._stretch(extents, unit, end, number)
+        work = self._own_work(extents)
+        unit, number = work.unit, Int32(0)
+        while unit < work.end:
+            stretch = self._stretch(extents, work, unit, number)
             for i in cutlass.range(stretch.count, unroll=1):
                 entry, batch_idx = number + i, stretch.first + i
                 of_keys.acquire(entry)
@@ -238,8 +270,9 @@ class EntryBackwardSm90:
                 place = stretch.head_idx, row, batch_idx
                 stage, barrier = of_keys.index(entry), of_keys.barrier(entry)
                 self._load_rows(sources[4:8], (tiles.k, tiles.v), stage, barrier, place)
-                for block in cutlass.range(traits.num_blocks, unroll=1):
-                    fill = entry * traits.num_blocks + block
+                for slot in cutlass.range(traits.num_blocks, unroll=1):
+                    block = self._block(stretch, slot)
+                    fill = entry * traits.num_blocks + slot
                     of_blocks.acquire(fill)
                     of_blocks.expect(fill, traits.bytes_of_rows + traits.stats_words * 4)
                     # TMA takes no box that lies behind the last row
@@ -284,12 +317,12 @@ class EntryBackwardSm90:
     ):
         """MMA warpgroup: every second block of queries."""
         traits = self.traits
-        unit, end = self._own_work(extents)
-        number = Int32(0)
+        work = self._own_work(extents)
+        unit, number = work.unit, Int32(0)
         totals = [wgmma.make_accumulator(traits.block_m) for _ in range(traits.turns * traits.sums)]
         band = band_of(score_args.window, self.is_causal, extents.seqlen_q, extents.seqlen_k)
-        while unit < end:
-            stretch = self._stretch(extents, unit, end, number)
+        while unit < work.end:
+            stretch = self._stretch(extents, work, unit, number)
             for acc in totals:
                 acc.fill(0.0)
             for turn in cutlass.range_constexpr(traits.turns):
@@ -326,8 +359,8 @@ class EntryBackwardSm90:
         of_keys.wait(entry)
         unit = of_keys.index(entry)
         for turn in cutlass.range_constexpr(traits.turns):
-            block = turn * NUM_MMA_WARPGROUPS + group
-            fill = entry * traits.num_blocks + block
+            slot = turn * NUM_MMA_WARPGROUPS + group
+            block, fill = self._block(stretch, slot), entry * traits.num_blocks + slot
             of_blocks.wait(fill)
             stage = of_blocks.index(fill)
             if const_expr(traits.has_marks):
@@ -399,7 +432,8 @@ class EntryBackwardSm90:
     def _places(self, stretch: Stretch, extents: Extents, turn: int) -> Places:
         """Of this warpgroup's block of a turn."""
         thread = thread_in_warpgroup()
-        first = (turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()) * self.traits.block_m
+        slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
+        first = self._block(stretch, slot) * self.traits.block_m
 
         def of(r: int, c: int) -> tuple[Int32, Int32]:
             query = first + wgmma.first_col_of(thread) + wgmma.col_offset(c)
@@ -408,11 +442,12 @@ class EntryBackwardSm90:
         return Places(of, stretch.head_idx, extents.seqlen_q, extents.seqlen_k)
 
     def _added(self, tiles: EntryTiles, turn: int) -> cute.Tensor:
-        """Shared memory for what is added to scores of this thread in its block of a turn."""
+        """Shared memory for what is added to scores of this thread in its block of a turn,
+        whichever that is."""
         warp = mma_warp() % WARPS_PER_WARPGROUP
         own = tiles.added[None, cute.arch.lane_idx(), warp, None]
-        block = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
-        return cute.local_tile(own, (4, self.traits.block_m // 8), (0, block))
+        slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
+        return cute.local_tile(own, (4, self.traits.block_m // 8), (0, slot))
 
     def _statistics(self, tiles: EntryTiles, stage: Int32) -> tuple[cute.Tensor, ...]:
         size, base = self.traits.block_m, tiles.stats[None, stage].iterator

@@ -263,9 +263,9 @@ class ShortTraits:
 
     @property
     def rows_ds(self) -> int:
-        """Queries of dS. A product reads 64 of them at a time. Behind the last ones it finds what
-        comes next in memory, for rows of dQ that are not stored."""
-        return max(self.tile_m, ROWS_PER_WARPGROUP)
+        """Queries of dS. A product reads 64 of them at a time, for rows of dQ that are not stored.
+        Behind the last ones it may find what is added to scores, which is longer than they."""
+        return max(self.tile_m, ROWS_PER_WARPGROUP) if self.adds else self.stats_rows
 
     def layout_ds(self) -> cute.ComposedLayout:
         return self._rows(self.rows_ds, ROWS_PER_WARPGROUP, self.num_warpgroups)

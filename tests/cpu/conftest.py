@@ -7,6 +7,8 @@ import torch
 from launch_recorder import Recorder
 
 from flash_mask_cute import interface
+from flash_mask_cute.call import explain
+from flash_mask_cute.runtime.cache import Compiled
 
 
 @pytest.fixture
@@ -16,6 +18,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(interface, "_prepared_fwd", {})
     monkeypatch.setattr(interface, "prepare_fwd", recorder.prepare)
     return recorder
+
+
+@pytest.fixture
+def explained_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`explain` does not ask the compiler, which takes seconds for each kernel: for tests that look
+    at nothing that it says (registers, spills, refusals of a mod)."""
+    monkeypatch.setattr(explain, "compiled_fwd", lambda run: Compiled(None, {}))
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from flash_mask_cute.masks.builders import causal_document, document
 from flash_mask_cute.rules.band import Band, right_side
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 INT = torch.int32
 
 

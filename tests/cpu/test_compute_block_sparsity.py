@@ -273,8 +273,9 @@ def sampled_states(mod: Any, seqlen_q: int, seqlen_k: int, block: int) -> Tensor
 @pytest.mark.parametrize("block", [1, 17, 64, 128])
 def test_sampling_is_exact_for_monotone_masks(name: str, block: int) -> None:
     mod, mask, _ = MASKS[name]
-    expected = expected_states(ask(mask, (1, 1, 300, 257)), block, block)
-    assert torch.equal(sampled_states(mod, 300, 257, block), expected)
+    shape = (300, 257) if block > 1 else (75, 64)
+    expected = expected_states(ask(mask, (1, 1, *shape)), block, block)
+    assert torch.equal(sampled_states(mod, *shape, block), expected)
 
 
 def test_sampling_sees_five_points_only() -> None:

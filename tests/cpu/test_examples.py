@@ -84,6 +84,7 @@ def in_a_process(*arguments: str | Path, **variables: str) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("name", ON_SOFTWARE_GPU)
 def test_runs_on_the_software_gpu_and_notices_a_wrong_result(name: str) -> None:
     child = in_a_process("-c", TWICE, name, ON_SOFTWARE_GPU[name])

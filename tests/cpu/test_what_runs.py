@@ -32,7 +32,7 @@ def test_other(i):
 def simulator():
     pass
 
-@pytest.mark.parametrize("i", range(64))
+@pytest.mark.parametrize("i", range(80))
 def test_kernel(simulator, i):
     print(f"kernel {i}")
 
@@ -56,18 +56,18 @@ def run(folder: Path, seed: str, *arguments: str) -> tuple[list[str], str]:
 
 def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
     ran, said = run(tmp_path, "5")
-    assert "FLASH_MASK_SIM_SEED=5 draws one share of 16" in said
+    assert "FLASH_MASK_SIM_SEED=5 draws one share of 20" in said
     counts = {kind: sum(x.startswith(kind) for x in ran) for kind in ("slow", "kernel", "quick")}
     assert counts["slow"] in (2, 3) and counts["kernel"] == 4 and counts["quick"] == 1, ran
     named, _ = run(tmp_path, "5", "test_sample.py::test_slow")
     assert len(named) == 7, "who names a test gets it"
     everything, _ = run(tmp_path, "all")
-    assert len(everything) == 7 + 2 + 64 + 1
+    assert len(everything) == 7 + 2 + 80 + 1
     _, said = run(tmp_path, "today")
     assert "FLASH_MASK_SIM_SEED=today is neither a number nor 'all'" in said
 
 
-@pytest.mark.parametrize("deal", [Deal(1), Deal(3), Deal(16, together=4)])
+@pytest.mark.parametrize("deal", [Deal(1), Deal(3), Deal(20, together=4)])
 @pytest.mark.parametrize("first", [0, 20783])
 def test_consecutive_seeds_run_every_case_once(deal: Deal, first: int) -> None:
     seeds = range(first, first + deal.shares)

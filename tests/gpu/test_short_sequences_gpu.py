@@ -24,6 +24,8 @@ CASES = (
     Case("190-30-sink", MANY, 190, 30, 8, 8, head_dim=64, sink=FP32),
     Case("20-190-window", MANY, 20, 190, 8, 8, head_dim=32, window_left=40, window_right=50),
 )
+# of whole warps and warpgroups, one more, and one less
+LENGTHS = (1, 16, 17, 48, 63, 65, 80, 96, 97, 127, 128, 129, 144, 145, 160, 176, 191, 192, 193, 256)
 TRAINED_CASES = (
     (Case("swin-49", MANY, 49, 49, 8, 8, head_dim=32), "swin"),
     (Case("swin-144", MANY, 144, 144, 8, 8, head_dim=32), "swin"),
@@ -41,6 +43,16 @@ TRAINED_CASES = (
 def test_against_oracle(case: Case) -> None:
     assert planned(call_of(case, Direction.BACKWARD)).is_short
     check_plain(make_inputs(case, "cuda"))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(length: int) -> None:
+    """Of both kernels, and of the main one."""
+    for seqlen_q, seqlen_k in ((length, length), (length, 70), (70, length)):
+        for head_dim in (32, 64):
+            shape = MANY, seqlen_q, seqlen_k, 8, 8
+            case = Case(f"{seqlen_q}-{seqlen_k}-{head_dim}", *shape, head_dim=head_dim)
+            check_plain(make_inputs(case, "cuda"))
 
 
 @pytest.mark.skipif(

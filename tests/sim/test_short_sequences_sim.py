@@ -31,6 +31,8 @@ PLAIN_CASES = (
     Case("64", 5, 64, 64, 2, 2, head_dim=64),
     Case("49-d32", 4, 49, 49, 3, 3, head_dim=32),
     Case("9-130-causal", 4, 9, 130, 2, 2, head_dim=40, causal=True, dtype=FP16),
+    Case("144", 4, 144, 144, 2, 2, head_dim=32),
+    Case("90-d64", 4, 90, 80, 2, 2, head_dim=64),
     Case("100-d128", 4, 100, 128, 2, 2, head_dim=128),
     Case("160-70-window", 5, 160, 70, 2, 2, head_dim=32, window_left=30, window_right=20),
     Case("144-causal-sink", 4, 144, 144, 2, 2, head_dim=32, causal=True, sink=FP32),

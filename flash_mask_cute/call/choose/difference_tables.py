@@ -125,10 +125,10 @@ def choose_tables(
     if max(batch * len(found), heads) > MOST_CTAS:
         found = []
     summed: tuple[SummedDifference, ...] = ()
-    if problem.wants_aux and few and not problem.common_kv:
+    if problem.wants_aux and few and problem.walks_by_head:
         wanted = find_reads(score_mod, problem, problem.wants_aux)
         # along diagonals from dS in shared memory
-        has_dscores = wanted.is_shift and not (problem.has_softcap or problem.token_lists)
+        has_dscores = wanted.is_shift and not problem.has_softcap
         ways: tuple[SummedBy, ...] = BETWEEN_CUTS if has_dscores else (SummedBy.LINES,)
         spare, may_loop = _spare_smem(choice, target)
         if not may_loop:

@@ -19,6 +19,8 @@ from flash_mask_cute.runtime.target import Target
 # Entries for which rows are loaded once; and query blocks of QUERY_BLOCK rows for each SM, of which
 # the first one loads.
 LEAST_BATCH, LEAST_TILES, QUERY_BLOCK = 16, 4, 128
+# So few queries fill smaller tiles better.
+SHORT_QUERIES = 64
 # Of elements of a score: more would be spilled. Beside wider heads there is no room.
 MOST_BITS, MOST_DIM = 32, 64
 
@@ -53,4 +55,5 @@ def with_row_bits(
 
 def _has_many(shapes: FwdShapes, target: Target) -> bool:
     tiles = shapes.batch * shapes.heads_q * -(-shapes.seqlen_q // QUERY_BLOCK)
-    return shapes.batch >= LEAST_BATCH and tiles >= LEAST_TILES * target.num_sms
+    are_many = shapes.batch >= LEAST_BATCH and tiles >= LEAST_TILES * target.num_sms
+    return are_many and shapes.seqlen_q > SHORT_QUERIES

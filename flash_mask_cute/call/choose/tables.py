@@ -110,6 +110,13 @@ SM90_FWD = (
         keeps_rows=True,
     ),
     FwdRow(
+        *(64, 64, 192, 80, 4, 2, False),
+        "two blocks with fewer columns that are not there; registers for what a score_mod computes",
+        masks=(TuningClass.SCORE_MOD,),
+        min_seqlen_k=129,
+        max_seqlen_k=160,
+    ),
+    FwdRow(
         *(64, 64, 192, 96, 4, 2, False),
         "three warpgroups, with registers for what a score_mod computes",
         masks=(TuningClass.SCORE_MOD,),

@@ -173,6 +173,7 @@ def test_callables_of_the_post_compile_as_printed(name: str, tmp_path: Path) -> 
     assert meta["registers"]
 
 
+@SWEEP
 @pytest.mark.parametrize("dim", [192, 256])
 def test_a_mask_mod_compiles_for_wide_heads(dim: int, tmp_path: Path) -> None:
     """Above 192 without a warpgroup of mask warps, beside which a product would be too wide."""
@@ -320,6 +321,7 @@ def test_a_key_tile_on_blackwell_costs_no_more_than_a_peers(tmp_path: Path) -> N
     assert counts["R2P"] >= 16 and counts["LOP3"] <= 24
 
 
+@SWEEP
 def test_exponentials_by_polynomial_where_they_are_scarce(tmp_path: Path) -> None:
     """A B300 computes exponentials at twice the rate of a B200. A caller may say another share."""
     exponentials = []

@@ -25,6 +25,8 @@ from flash_mask_cute.call.choose.copies import (
 from flash_mask_cute.call.run import forward as host_launch
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 SHAPE = (2, 24, 6, 64)
 
 

@@ -34,6 +34,8 @@ from flash_mask_cute.mask_prep.mask_bits import (
 )
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 TARGET = Target.default()
 DOCUMENTS = Case("documents", 2, 700, 700, 4, 2, mask_mod="documents")
 # its place in a launch of a forward, after that of the mask bits

@@ -11,12 +11,14 @@ from cutlass import Float32
 from planned import backward_call, planned
 from torch import Tensor
 
-from flash_mask_cute import create_block_mask, explain
+from flash_mask_cute import SelectedBlocks, create_block_mask, explain
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.choose.difference_tables import MARGIN
 from flash_mask_cute.call.run.backward import KernelBackward
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.runtime.target import Target
+
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
 GROUP = {"heads_q": 8, "heads_kv": 1, "seqlen": 4096, "head_dim": 64}
 
@@ -222,6 +224,30 @@ def test_what_a_class_costs_on_each_target() -> None:
 
 def _grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][h[0], abs(q[0] // 20 - k[0] // 20)]
+
+
+def test_without_walks_by_head_nothing_is_summed_along_them() -> None:
+    """With listed queries, and with keys that sequences have in common."""
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        rows = q[0] // 30 - k[0] // 30
+        return score + (aux[0][h[0], k[0]] + aux[1][h[0], rows + 40])
+
+    q, k, v = qkv(1024)
+    tables = [torch.zeros(4, 1024, requires_grad=True), torch.zeros(4, 80, requires_grad=True)]
+    choice = SelectedBlocks(torch.zeros(1, 2, 1024, 8, dtype=torch.int32), 64)
+    ends = torch.tensor([0, 500, 1024], dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "max_seqlen_q": 524}
+    for operands, more, sums in (
+        ((q, k, v), {}, True),
+        ((q, k, v), {"block_sparse_tensors": choice}, False),
+        ((q[0], k, v), packed, False),
+    ):
+        keywords: dict[str, Any] = {"score_mod": score_mod, "aux_tensors": tables, **more}
+        told = explain(*operands, **keywords, target="sm_90a").backward
+        assert told is not None
+        of_key, of_rows = (x.cost for x in told.aux_gradients)
+        assert ("8 queries" not in of_key, "shared memory" in of_rows) == (sums, sums)
 
 
 def test_tables_of_differences_are_told() -> None:

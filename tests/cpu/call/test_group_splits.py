@@ -14,6 +14,8 @@ from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.tile_order import heads_in_turn
 from flash_mask_cute.interface import _flash_attn_bwd
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 SMS = 132
 
 

@@ -17,6 +17,8 @@ from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 BATCH, HEADS, SEQLEN, HEAD_DIM = 48, 4, 320, 32
 
 
@@ -123,6 +125,7 @@ def test_not_kept(name: str) -> None:
 def test_few_entries_wide_heads_and_blackwell_keep_none() -> None:
     assert plan_of(operands(15)).problem.kept_bits == 0
     assert plan_of(operands(seqlen=120)).problem.kept_bits == 0
+    assert plan_of(operands(384, seqlen=64)).problem.kept_bits == 0
     assert plan_of(operands(head_dim=96)).problem.kept_bits == 0
     assert plan_of(operands(), "sm_100a").problem.kept_bits == 0
 

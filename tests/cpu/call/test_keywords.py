@@ -27,6 +27,8 @@ from flash_mask_cute import (
 from flash_mask_cute.call.check import keywords
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 ROOT = Path(flash_mask_cute.__file__).parent
 Call = Callable[..., Any]
 ATTENTION: tuple[Call, ...] = (

@@ -34,6 +34,8 @@ from flash_mask_cute.runtime.cache import DIRECTORY_VARIABLE, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 TARGET = Target.default()
 INT32 = "int32"
 
@@ -63,6 +65,10 @@ def by_many_powers_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 def idly_by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     _ = h + 1
     return k <= q
+
+
+def by_key(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return k > 3
 
 
 def unaware(*arguments: Any) -> Any:
@@ -112,16 +118,17 @@ def problem_of(mask_mod: Any, aux: tuple[tuple[str, int], ...]) -> AttentionProb
         (by_head_in_a_loop, 0, False, True),
         (by_many_powers_of_head, 0, False, True),
         (idly_by_head, 0, False, True),
+        (by_key, 0, False, False),
     ],
 )
 def test_what_a_callable_relies_on(mask_mod: Any, rank: int, batch: bool, head: bool) -> None:
     """Seen in its operations; what is used for nothing counts as used."""
-    aux = ((INT32, rank),) if rank else ()
-    assert find_reliance(mask_mod, problem_of(mask_mod, aux)) == (batch, head)
+    aux, query = ((INT32, rank),) if rank else (), mask_mod is not by_key
+    assert find_reliance(mask_mod, problem_of(mask_mod, aux)) == (batch, head, query)
 
 
 def test_a_callable_that_cannot_be_traced_relies_on_all() -> None:
-    assert find_reliance(by_batch, problem_of(by_batch, ())) == (True, True)
+    assert find_reliance(by_batch, problem_of(by_batch, ())) == (True, True, True)
 
 
 def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +144,7 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traits, "_trace_mask_mod", count)
     for dtype in (INT32, INT32, "int64"):
         found = find_reliance(by_batch, problem_of(by_batch, ((dtype, 2),)))
-        assert found == (True, False)
+        assert found == (True, False, True)
     assert len(traced) == 2
 
 

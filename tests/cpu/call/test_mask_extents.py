@@ -25,6 +25,8 @@ from flash_mask_cute import (
 from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 MADE = "startend_row_indices was made for "
 LISTED = "block_sparse_tensors was made for "
 ANSWER = "q_start=0 says that its first query is row 0 of the mask"

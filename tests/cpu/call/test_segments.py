@@ -23,6 +23,8 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 HOPPER = Target("sm_90a", num_sms=132)
 FUNCTIONS = (
     flash_mask_cute.flash_attn_func,

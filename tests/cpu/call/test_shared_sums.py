@@ -24,6 +24,8 @@ from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 HOPPER, BLACKWELL = Target("sm_90a", 132), Target("sm_100a", 148)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import pytest
 import torch
 from cases import FP32, Case
@@ -86,6 +87,17 @@ def test_every_tile_has_its_statistics() -> None:
     for rows in range(1, QUERY_TILES[-1][0] + 1):
         tile_m = next(x for x, _ in QUERY_TILES if x >= rows)
         assert -(-tile_m // 64) == -(-rows // 64)
+
+
+def test_products_read_what_is_there() -> None:
+    """Of dS and, behind it, of what is added to scores."""
+    for tile_m, _ in QUERY_TILES:
+        for tile_n in range(16, 193, 16):
+            for adds in (False, True):
+                fields = adds, adds, False, False, False
+                traits = ShortTraits(cutlass.BFloat16, 32, 32, tile_m, tile_n, 64, *fields)
+                behind = (traits.stats_rows - traits.rows_ds) * 64 * 2
+                assert 0 <= behind <= traits.added_words * 4
 
 
 def test_explanation_and_scratch() -> None:

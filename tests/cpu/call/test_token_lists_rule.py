@@ -12,6 +12,8 @@ from flash_mask_cute import SelectedBlocks, explain
 from flash_mask_cute.call.choose import token_lists
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 
 def choice_of(
     heads: tuple[int, int, int] = (16, 2, 2),

@@ -18,6 +18,8 @@ from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 SEQLEN = 1300
 INDICES = builders.causal_document([700, 600]).startend_row_indices
 

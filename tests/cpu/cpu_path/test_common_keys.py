@@ -17,6 +17,8 @@ from flash_mask_cute.call.choose.copies import FirstEntry
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 HOPPER, INT = Target.named("sm_90a"), torch.int32
 
 

@@ -14,6 +14,8 @@ from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varle
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import explain as explain_module
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 
 @pytest.mark.parametrize("earliest", [0, -200])
 @pytest.mark.parametrize("seed", range(3))

@@ -8,6 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varlen_func
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 
 def inputs(head_dim: int, head_dim_v: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(head_dim)

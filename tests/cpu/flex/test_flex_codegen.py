@@ -123,6 +123,7 @@ def _alibi_of(heads: int) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + torch.exp2(-((h + 1) * 8.0 / heads)) * (k - q)
 
 
+@SWEEP
 def test_what_a_head_alone_decides_is_not_computed_for_each_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

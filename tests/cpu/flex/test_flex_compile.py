@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 import pytest
 import torch
+from compiled_code import SWEEP
 from torch import Tensor
 
 from flash_mask_cute.call.build.forward import build_fwd
@@ -56,6 +57,7 @@ def code_facts(kind: str, mod: Callable[..., Any], aux: tuple[Tensor, ...]) -> t
     return meta["registers"], meta["spill_bytes"]
 
 
+@SWEEP
 @pytest.mark.parametrize(
     ("kind", "mod", "by_hand"),
     [("mask_mod", documents, documents_by_hand), ("score_mod", alibi, alibi_by_hand)],

@@ -27,6 +27,8 @@ from flash_mask_cute import (
 from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 from flash_mask_cute.interface import _flash_attn_fwd
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 SEQLEN, BLOCK = 150, 64
 IDS = (torch.arange(SEQLEN) * 7) // 300
 

@@ -143,6 +143,7 @@ def draw(seed: int) -> Drawn:
         return drawn
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + DRAWS, IN_TEST))
 def test_drawn_masks(first: int) -> None:
     for seed in range(first, first + IN_TEST):
@@ -176,6 +177,7 @@ NEAR_5 = {
 }  # fmt: skip
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("kind", NEAR_5)
 @pytest.mark.parametrize("text", INTERVALS)
 def test_bounds_become_intervals(text: str, kind: str) -> None:

@@ -20,6 +20,8 @@ from flash_mask_cute import (
 )
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 B, H, S, D = 2, 4, 90, 16
 IDS = torch.stack([torch.arange(S) // 40, torch.arange(S) // 23])
 

@@ -29,6 +29,8 @@ from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 LENGTHS = [700, 600, 300, 448]
 MASKS: dict[str, Callable[[], ColumnMask]] = {
     "causal_document": lambda: builders.causal_document(LENGTHS),

@@ -20,6 +20,8 @@ from flash_mask_cute import (
 )
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
 DRAWS, PARTS = 200, 8
 
 

@@ -17,6 +17,8 @@ from trained_mods import TRAINED_MODS, WINDOW, TrainedRecipe, make_trained, refe
 MOST = 200
 # with a score of an infinite bias, which only some masks hide, all gradients are NaN
 NAMES = sorted(set(TRAINED_MODS) - {"two_of_key"})
+# which read nothing by batch entry
+OF_PLACES = ("axial", "grid", "pair", "pair", "pair_minus_slope", "swin", "swin", "t5", "windows")
 
 
 class DrawnLearned(NamedTuple):
@@ -29,16 +31,31 @@ def draw_learned(seed: int, dims: tuple[tuple[int, int], ...]) -> DrawnLearned:
     one pair is drawn."""
     rng = random.Random(seed)
     while True:
-        names = rng.sample(NAMES, rng.choice((1, 1, 2)))
+        has_many = rng.random() < 0.4
+        # one kernel takes what one sum adds to scores
+        names = rng.sample(*((OF_PLACES, 1) if has_many else (NAMES, rng.choice((1, 1, 2)))))
         most = WINDOW * WINDOW if "swin" in names else MOST
         case = replace(small_case(rng, dims, most), score_mod=None)
-        case = replace(case, sink=case.sink and FP32)
+        case = replace(case, sink=case.sink and FP32).packed_if_supported()
         case = replace(case, id=f"{seed}-{'+'.join(names)}-{case.id}")
         recipe = TRAINED_MODS[names[0]]
         if len(names) == 2:
             recipe = one_after_the_other(recipe, TRAINED_MODS[names[1]])
+        if has_many:
+            case = _of_many_entries(case, rng)
         if min(case.seqlen_q, case.seqlen_k) > 0 and _matters(case, recipe):
             return DrawnLearned(case, recipe)
+
+
+def _of_many_entries(case: Case, rng: random.Random) -> Case:
+    """Short sequences that share all tables of pairs and of distances."""
+    heads = rng.choice((1, 2))
+    lengths = {name: rng.choice((1, 7, 49, 60, 96, 129, 144)) for name in ("seqlen_q", "seqlen_k")}
+    absent = ["lengths_q", "lengths_k", "seqused_q", "seqused_k", "blocks", "strided"]
+    absent += ["column", "mask_mod"] if rng.random() < 0.7 else []
+    fields: dict[str, Any] = {**lengths, **dict.fromkeys(absent)}
+    fields |= {"batch": rng.choice((4, 5, 17)), "heads_q": heads, "heads_kv": heads}
+    return replace(case, softcap=rng.choice((0.0, 0.0, case.softcap)), **fields)
 
 
 def _matters(case: Case, recipe: TrainedRecipe) -> bool:

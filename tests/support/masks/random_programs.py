@@ -426,14 +426,15 @@ def dsl_rules(score: Any, place: Sequence[Any], numbers: Any, branch: Callable[.
         "extent": lambda n: Int32(cute.size(numbers[1], mode=[n])),
         "widen": lambda x, n: Int64(x),
         "low_bits": lambda x, n: Int32(x),
-        "where": lambda c, x, y, n: cutlass.select_(c, x, y),
+        # of equal numbers it is one without a dtype
+        "where": lambda c, x, y, n: Int32(cutlass.select_(c, x, y)),
         "branch": lambda c, x, y, n: branch(c, x, y),
         "bit": lambda c, n: Int32(c),
         "clamp": lambda x: clamp(x, 2 * SIZE),
         "negative": lambda x: clamp(x, 2 * SIZE),
         "rest": lambda x, n=None: x % n if n is not None else (x % SIZE + SIZE) % SIZE,
         "element": lambda table, i: Float32(table[i]),
-        "choose": lambda c, x, y: cutlass.select_(c, x, y),
+        "choose": lambda c, x, y: Float32(cutlass.select_(c, x, y)),
         "tanh": cute.math.tanh,
         "exp2": cute.math.exp2,
     }
