@@ -72,9 +72,11 @@ def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[Summe
     return tuple(found)
 
 
-def is_mma_turn(block: Int32) -> Boolean:
-    """Whether MMA warps sum a query block, if mask warps take turns with them."""
-    return block % 2 == 0
+def is_mma_turn(m_block: Int32) -> Boolean:
+    """Whether MMA warps sum a block of queries, if mask warps take turns with them: by its number
+    in the sequence, because mask warps sum rounded dS, and bits must not depend on what else a CTA
+    computes."""
+    return m_block % 2 == 0
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:

@@ -433,7 +433,7 @@ class ScoreChain:
         """`_send_lines` of the whole block, of the group with number i in `even`."""
         even, ahead = self.even[i], self.ahead[i]
         if ahead.is_even:
-            even.add(ahead, total_of(parts))
+            even.add(ahead, block[1], total_of(parts))
         else:
             totals = self.lines.in_order(parts)
             offsets = self._offsets_of_diagonals(block, even.group)
