@@ -251,6 +251,12 @@ class EntryBackwardSm90:
         n_tile = tile - head_idx * extents.n_tiles
         return Stretch(head_idx, n_tile, work.first + first, count, number)
 
+    def _block(self, stretch: Stretch, slot: Int32) -> Int32:
+        """The block of queries that comes in a place. CTAs with other keys of an entry begin with
+        other blocks, because not all can add to the same sums of dQ at once."""
+        pair, own = slot // NUM_MMA_WARPGROUPS, slot % NUM_MMA_WARPGROUPS
+        return (pair + stretch.n_tile) % self.traits.turns * NUM_MMA_WARPGROUPS + own
+
     # -- load -----------------------------------------------------------------------------------
 
     @cute.jit
@@ -269,8 +275,9 @@ class EntryBackwardSm90:
                 place = stretch.head_idx, row, batch_idx
                 stage, barrier = of_keys.index(entry), of_keys.barrier(entry)
                 self._load_rows(sources[4:8], (tiles.k, tiles.v), stage, barrier, place)
-                for block in cutlass.range(traits.num_blocks, unroll=1):
-                    fill = entry * traits.num_blocks + block
+                for slot in cutlass.range(traits.num_blocks, unroll=1):
+                    block = self._block(stretch, slot)
+                    fill = entry * traits.num_blocks + slot
                     of_blocks.acquire(fill)
                     of_blocks.expect(fill, traits.bytes_of_rows + traits.stats_words * 4)
                     # TMA takes no box that lies behind the last row
@@ -357,8 +364,8 @@ class EntryBackwardSm90:
         of_keys.wait(entry)
         unit = of_keys.index(entry)
         for turn in cutlass.range_constexpr(traits.turns):
-            block = turn * NUM_MMA_WARPGROUPS + group
-            fill = entry * traits.num_blocks + block
+            slot = turn * NUM_MMA_WARPGROUPS + group
+            block, fill = self._block(stretch, slot), entry * traits.num_blocks + slot
             of_blocks.wait(fill)
             stage = of_blocks.index(fill)
             if const_expr(traits.has_marks):
@@ -435,7 +442,8 @@ class EntryBackwardSm90:
     def _places(self, stretch: Stretch, extents: Extents, turn: int) -> Places:
         """Of this warpgroup's block of a turn."""
         thread = thread_in_warpgroup()
-        first = (turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()) * self.traits.block_m
+        slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
+        first = self._block(stretch, slot) * self.traits.block_m
 
         def of(r: int, c: int) -> tuple[Int32, Int32]:
             query = first + wgmma.first_col_of(thread) + wgmma.col_offset(c)
@@ -444,11 +452,12 @@ class EntryBackwardSm90:
         return Places(of, stretch.head_idx, extents.seqlen_q, extents.seqlen_k)
 
     def _added(self, tiles: EntryTiles, turn: int) -> cute.Tensor:
-        """Shared memory for what is added to scores of this thread in its block of a turn."""
+        """Shared memory for what is added to scores of this thread in its block of a turn,
+        whichever that is."""
         warp = mma_warp() % WARPS_PER_WARPGROUP
         own = tiles.added[None, cute.arch.lane_idx(), warp, None]
-        block = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
-        return cute.local_tile(own, (4, self.traits.block_m // 8), (0, block))
+        slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
+        return cute.local_tile(own, (4, self.traits.block_m // 8), (0, slot))
 
     def _statistics(self, tiles: EntryTiles, stage: Int32) -> tuple[cute.Tensor, ...]:
         size, base = self.traits.block_m, tiles.stats[None, stage].iterator

@@ -29,7 +29,7 @@ from flash_mask_cute.call.choose import difference_tables
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 
-DRAWS = int(os.environ.get("FLASH_MASK_LEARNED_DRAWS", "2"))
+DRAWS = int(os.environ.get("FLASH_MASK_LEARNED_DRAWS", "1"))
 SEED = int(os.environ.get("FLASH_MASK_LEARNED_SEED", str(int(time.time() // 86400))))
 DIMS = ((64, 64), (128, 128), (32, 32), (80, 80), (40, 40), (96, 64), (192, 128), (256, 256))
 

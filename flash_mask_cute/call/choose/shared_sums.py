@@ -177,7 +177,9 @@ def _choose_entries(
     from flash_mask_cute.sm90.flash_bwd_entries_traits import MOST_QUERIES, QUERIES_OF_BOTH
 
     queries = -(-shapes.seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
-    if queries > MOST_QUERIES or shapes.seqlen_k > MOST_QUERIES:
+    tiles = -(-shapes.seqlen_k // KEYS_OF_ENTRIES) * shapes.heads_q
+    # the kernel numbers entries of tiles in 32 bits
+    if max(queries, shapes.seqlen_k) > MOST_QUERIES or tiles * shapes.batch >= 2**30:
         return None
     traits = entry_traits(problem, ShortTile(queries, KEYS_OF_ENTRIES, True), bool(numbers))
     # as the postprocess reads the sums of dQ
