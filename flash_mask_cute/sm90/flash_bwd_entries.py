@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import tma
@@ -101,6 +101,11 @@ class Extents(NamedTuple):
     batch: Int32
     n_tiles: Int32
     heads: Int32
+
+    @property
+    def blocks_of_entry(self) -> Int32:
+        """Blocks with queries."""
+        return cute.ceil_div(self.seqlen_q, ROWS_PER_WARPGROUP)
 
 
 class Work(NamedTuple):
@@ -280,7 +285,7 @@ class EntryBackwardSm90:
                     place = stretch.head_idx, row, batch_idx
                     stage, barrier = of_blocks.index(fill), of_blocks.barrier(fill)
                     self._load_rows(sources[:4], (tiles.q, tiles.do), stage, barrier, place)
-                    of_entry = cute.ceil_div(extents.seqlen_q, traits.block_m)
+                    of_entry = extents.blocks_of_entry
                     row_block = batch_idx * of_entry + cutlass.min(block, of_entry - 1)
                     stats = sources.stats[stretch.head_idx, row_block, None]
                     tma.copy_bulk(stats, tiles.stats[None, stage], barrier)
@@ -364,7 +369,7 @@ class EntryBackwardSm90:
             of_blocks.wait(fill)
             stage = of_blocks.index(fill)
             if const_expr(traits.has_marks):
-                self._clear_marked(tiles, stage)
+                self._clear_marked(tiles, stage, block < extents.blocks_of_entry)
             acc_S, acc_dP = self._scores(tiles, unit, stage)
             probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
             differentiate(
@@ -419,10 +424,15 @@ class EntryBackwardSm90:
         wgmma.issue(mma, acc, a, b, False)
         return acc
 
-    def _clear_marked(self, tiles: EntryTiles, stage: Int32) -> None:
+    def _clear_marked(self, tiles: EntryTiles, stage: Int32, has_queries: Boolean) -> None:
+        """Clear rows of Q and dO of queries that see nothing, in a block without queries all rows:
+        the last query may be there."""
         traits = self.traits
         marks = marks_of(tiles.stats[None, stage], traits.block_m, traits.num_stats)
-        words = tuple(marks[i] for i in range(traits.block_m // MARKS_PER_WORD))
+        words = tuple(
+            cutlass.select_(has_queries, marks[i], Int32(-1))
+            for i in range(traits.block_m // MARKS_PER_WORD)
+        )
         rows = tiles.q[None, None, stage], tiles.do[None, None, stage]
         warps = mma_warp() % WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP
         clear_marked(words, rows, traits.block_m, warps, lambda: sync_warpgroup(Barrier.OWN))
@@ -493,8 +503,7 @@ class EntryBackwardSm90:
         extents: Extents,
     ):
         """Add this warpgroup's dQ of a block to the others', if it has queries."""
-        size = self.traits.block_m
-        of_entry = cute.ceil_div(extents.seqlen_q, size)
+        size, of_entry = self.traits.block_m, extents.blocks_of_entry
         if self._is_sender() & (block < of_entry):
             sums = tiles.sums[None, mma_warpgroup_idx()].iterator
             added = target[head_idx, batch_idx * of_entry + block, None].iterator

@@ -133,10 +133,12 @@ class ShortTraits:
 
     @property
     def needed_registers(self) -> int:
-        """Of an MMA thread: sums of dS, dV, and S and dP of a block, or then dK and dQ."""
+        """Of an MMA thread: sums of dS, dV, and S and dP of a block, or then dK and dQ of its
+        groups of queries."""
         cols, cols_v = self.cols
         sums = self.tile_m // 2 if self.sums else 0
-        return sums + cols_v // 2 + max(self.block_m, cols) + OTHER_REGISTERS
+        products = 1 + -(-self.row_groups // self.num_warpgroups)
+        return sums + cols_v // 2 + max(self.block_m, products * cols // 2) + OTHER_REGISTERS
 
     @property
     def cols(self) -> tuple[int, int]:

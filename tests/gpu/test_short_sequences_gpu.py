@@ -24,6 +24,7 @@ CASES = (
     Case("128-d64-causal", MANY, 128, 128, 8, 8, head_dim=64, causal=True),
     Case("190-30-sink", MANY, 190, 30, 8, 8, head_dim=64, sink=FP32),
     Case("20-190-window", MANY, 20, 190, 8, 8, head_dim=32, window_left=40, window_right=50),
+    Case("100-transposed", MANY, 100, 100, 8, 8, head_dim=32, strided="transposed"),
 )
 # of whole warps and warpgroups, one more, and one less
 LENGTHS = (1, 16, 17, 48, 63, 65, 80, 96, 97, 127, 128, 129, 144, 145, 160, 176, 191, 192, 193, 256)

@@ -68,7 +68,7 @@ def test_equal_bits_whatever_a_cta_computed_before(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mask warps sum dS that is rounded: of which blocks must not depend on the work tiles that a
-    CTA had before. Three tiles have three blocks each. CTAs run one by one, or together."""
+    CTA had before. Three tiles have three blocks each; CTAs run one by one, or together."""
     monkeypatch.setattr(difference_tables, "LEAST_SCORES", 0)
     given = make_trained(Case("grid-3-blocks", 1, 130, 260, 1, 1), "grid")
     runs = []

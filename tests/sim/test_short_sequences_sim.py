@@ -38,6 +38,7 @@ PLAIN_CASES = (
     Case("144-causal-sink", 4, 144, 144, 2, 2, head_dim=32, causal=True, sink=FP32),
     Case("40-190-d80-64", 4, 40, 190, 2, 2, head_dim=80, head_dim_v=64),
     Case("90-17-empty-rows", 4, 90, 17, 2, 2, head_dim=32, causal=True),
+    Case("70-80-transposed", 4, 70, 80, 2, 2, head_dim=32, strided="transposed"),
 )
 
 
@@ -97,6 +98,7 @@ ENTRY_CASES = (
     Case("grid-343", 4, 343, 343, 2, 2, head_dim=32),
     Case("grid-200-330-causal", 4, 200, 330, 2, 2, head_dim=32, causal=True),
     Case("grid-250-70-fp16-d64", 4, 250, 70, 2, 2, head_dim=64, dtype=FP16),
+    Case("grid-256-fused", 4, 256, 256, 2, 2, head_dim=32, strided="fused_qkv"),
 )
 
 
@@ -118,6 +120,8 @@ def test_the_order_is_fixed(simulator: ModuleType) -> None:
 NOT_FINITE = (
     Case("nan-short", 4, 120, 70, 2, 2, head_dim=32, causal=True),
     Case("nan-entries", 4, 250, 70, 2, 2, head_dim=32, causal=True),
+    # the last queries, before a block without any
+    Case("nan-last-of-entries", 4, 132, 200, 2, 2, head_dim=32, window_left=-2),
 )
 
 

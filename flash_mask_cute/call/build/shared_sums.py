@@ -112,10 +112,12 @@ def build_short(
     else:
         traits = short_traits(problem, shared.short, choice, has_sums)
         kernel = ShortBackwardSm90(traits, score_mod, shared.numbers, shared.once, is_causal)
-    of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
+    # gradients may have other strides than their tensors
+    of, like = ({row.argument: row.fake(problem, choice) for row in BACKWARD} for _ in range(2))
     target_of_dq = "dq_accum" if shared.short.several_keys else "q"
     arguments = [
-        *(of[name] for name in ("q", "k", "v", "dout", "stats", target_of_dq, "k", "v")),
+        *(of[name] for name in ("q", "k", "v", "dout", "stats")),
+        *(like[name] for name in (target_of_dq, "k", "v")),
         *(_sums(problem, shared) or None, of["aux_tensors"], of["scale"], of["scale"]),
         *(cutlass.Int32(1), of["stream"], of["window_left"], of["window_right"]),
     ]

@@ -54,6 +54,7 @@ OTHERS = {
     "more than 128 columns": {"head_dim": 136},
     "tiles that were asked for": {"config": {"skip_blocks": True}},
     "no room": {"seqlen_q": 192, "seqlen_k": 192, "head_dim": 128},
+    "no registers for dQ": {"seqlen_q": 192, "seqlen_k": 64, "head_dim": 128},
 }
 
 
@@ -114,7 +115,9 @@ def test_explanation_and_scratch() -> None:
     {"seqlen_q": 64, "seqlen_k": 64, "head_dim": 64},
     {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 128},
     {"seqlen_q": 144, "seqlen_k": 144, "head_dim": 32, "causal": True},
-], ids=["one", "two", "three"])  # fmt: skip
+    {"seqlen_q": 192, "seqlen_k": 64, "head_dim": 64},
+    {"seqlen_q": 96, "seqlen_k": 64, "head_dim": 96},
+], ids=["one", "two", "three", "groups", "wide groups"])  # fmt: skip
 def test_nothing_is_spilled(fields: dict[str, Any]) -> None:
     found = plan_of(**fields)
     assert found.shared is not None and found.shared.short is not None
