@@ -493,7 +493,7 @@ def test_compiles_well(name: str, head_dim: int, in_order: bool, tmp_path: Path)
     meta, counts = dict(compiled.meta), count_sass(disassembly(function.__cubin__, tmp_path))
     # Calls of some size get these sums by tables of differences. Without them, the sums along lines
     # of two reads at a time have no registers beside P and dS.
-    check_code(f"{meta}, {counts}", meta, counts, 400 if name == "axial" else 0)
+    check_code(f"{meta}, {counts}", meta, counts, 512 if name == "axial" else 0)
     if counts and name == "slopes" and not in_order:
         # where a walk turns to another head, in its cut blocks and whole ones, and at its end
         assert counts["REDG"] == 3, counts
