@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import FP32, Case
 from planned import planned
-from trained_mods import make_trained
+from trained_mods import TRAINED_MODS, make_trained
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
@@ -109,6 +109,19 @@ def test_explanation_and_scratch() -> None:
     # LSE and delta, of row blocks of 128 queries
     assert told.scratch_bytes == 2 * 4 * 128 * 4 * 132 * 8
     assert "all queries and keys of a batch entry" in str(explain(q, q, q, target="sm_90a"))
+
+
+def test_costs_of_gradients() -> None:
+    """Those of the kernel that makes them, also where nothing requires grad."""
+    for length, parts in ((49, "in each of 132 parts"), (343, "of a part")):
+        q = torch.empty(264, length, 2, 32, dtype=torch.bfloat16)
+        for is_wanted in (True, False):
+            table = torch.zeros(2, 23**2 + 1000, requires_grad=is_wanted)
+            keywords = {"score_mod": TRAINED_MODS["swin"].cute, "aux_tensors": [table]}
+            told = explain(q, q, q, **keywords, target="sm_90a").backward
+            assert told is not None and "walks over" in told.reason
+            expected = f"an addition to memory for each query and key {parts} of the batch"
+            assert told.aux_gradients[0].cost == expected
 
 
 @pytest.mark.parametrize("fields", [
