@@ -72,9 +72,11 @@ def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[Summe
     return tuple(found)
 
 
-def is_mma_turn(block: Int32) -> Boolean:
-    """Whether MMA warps sum a query block, if mask warps take turns with them."""
-    return block % 2 == 0
+def is_mma_turn(m_block: Int32) -> Boolean:
+    """Whether MMA warps sum a block of queries, if mask warps take turns with them: by its number
+    in the sequence, because mask warps sum rounded dS, and bits must not depend on what else a CTA
+    computes."""
+    return m_block % 2 == 0
 
 
 def difference_at(read: DifferenceRead, q_idx: Int32, k_idx: Int32) -> Int32:
@@ -127,36 +129,65 @@ class DifferenceSums:
             self.sums[at] = Float32(0.0)
 
     @cute.jit
-    def add(
-        self,
-        i: cutlass.Constexpr[int],
-        lines: tuple[tuple[Float32, Int32, Int32], ...],
-        corner: tuple[Int32, Int32],
-    ) -> None:
-        """Add sums of lines to read i. lines: of this lane, a sum, and a query and a key on the
-        line, any if the sum is 0. corner: a query and a key of the rectangle that lines are of."""
+    def add(self, i: cutlass.Constexpr[int], rectangles: tuple) -> None:
+        """Add sums of lines of one or two rectangles to read i.
+
+        rectangles: of each, the lines that this lane has, and a query and a key of its corner. A
+        line is a sum, and how much farther queries are from keys than there; any number if the sum
+        is 0.
+        """
         read = self.reads[i]
+        firsts = [difference_at(read.read, *corner) for _, corner in rectangles]
         if cutlass.const_expr(read.summed.step == 0):
-            total = Float32(0.0)
-            for value, _, _ in lines:
-                total = total + value
-            total = cute.arch.warp_reduction_sum(total)
-            self.add_one(i, total, difference_at(read.read, *corner))
+            totals = []
+            for lines, _ in rectangles:
+                total = Float32(0.0)
+                for value, _ in lines:
+                    total = total + value
+                totals.append(total)
+            if cutlass.const_expr(len(totals) == 1):
+                self.add_one(i, cute.arch.warp_reduction_sum(totals[0]), firsts[0])
+            else:
+                self._add_two(i, tuple(totals), tuple(firsts))
         else:
-            cute.arch.sync_warp()
-            # differences of a lane's lines differ, so its sums are read before any is written
-            ways = [
-                cutlass.select_(
-                    value != 0.0,
-                    read.middle + difference_at(read.read, q_idx, k_idx),
-                    Int32(read.start),
-                )
-                for value, q_idx, k_idx in lines
-            ]
-            before = [self.sums[at] for at in ways]
-            for (value, _, _), at, known in zip(lines, ways, before, strict=True):
-                if value != 0.0:
-                    self.sums[at] = known + value
+            for n in cutlass.range_constexpr(len(rectangles)):
+                self._add_lines(i, rectangles[n][0], firsts[n])
+
+    @cute.jit
+    def _add_lines(self, i: cutlass.Constexpr[int], lines: tuple, first: Int32) -> None:
+        read = self.reads[i]
+        cute.arch.sync_warp()
+        # differences of a lane's lines differ, so its sums are read before any is written
+        ways = [
+            cutlass.select_(
+                value != 0.0, read.middle + first - apart * read.summed.step, Int32(read.start)
+            )
+            for value, apart in lines
+        ]
+        before = [self.sums[at] for at in ways]
+        for (value, _), at, known in zip(lines, ways, before, strict=True):
+            if value != 0.0:
+                self.sums[at] = known + value
+
+    @cute.jit
+    def _add_two(self, i: cutlass.Constexpr[int], totals: tuple, differences: tuple) -> None:
+        """Add the warp's sums of two values of each lane, by a half of the warp each."""
+        half = cute.arch.WARP_SIZE // 2
+        lane = cute.arch.lane_idx()
+        is_second = lane >= half
+        kept = cutlass.select_(is_second, totals[1], totals[0])
+        sent = cutlass.select_(is_second, totals[0], totals[1])
+        total = kept + cute.arch.shuffle_sync_bfly(sent, half)
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=half)
+        # a difference that both have is added to by the first half alone
+        other = cute.arch.shuffle_sync_bfly(total, half)
+        is_same = differences[0] == differences[1]
+        total = cutlass.select_(is_same, total + other, total)
+        is_adder = (lane == 0) | ((lane == half) & (differences[0] != differences[1]))
+        cute.arch.sync_warp()
+        if is_adder & (total != 0.0):
+            at = self.reads[i].middle + cutlass.select_(is_second, differences[1], differences[0])
+            self.sums[at] = self.sums[at] + total
 
     def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
         """Add sums of neighbouring diagonals, of which each lane has its own, to read i of a mask
@@ -174,9 +205,9 @@ class DifferenceSums:
 
     @cute.jit
     def add_one(self, i: cutlass.Constexpr[int], value: Float32, difference: Int32) -> None:
-        """Add the first lane's value to the sum of a difference of read i."""
+        """Add the first lane's value to the sum of a difference of read i, any if it is 0."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
+        if (cute.arch.lane_idx() == 0) & (value != 0.0):
             at = self.reads[i].middle + difference
             self.sums[at] = self.sums[at] + value
 

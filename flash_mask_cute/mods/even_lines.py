@@ -2,8 +2,9 @@
 same: buckets of distances, and clipped ones.
 
 Far from the diagonal, all of a block that a warp has is of one element. Then its sum stays in a
-register of each thread, from block to block, until the element is another one (`EvenLines`). Which
-blocks these are does not depend on scores: a warp finds it out while it waits for a product.
+register of each thread, from block to block, until the element or the head is another one
+(`EvenLines`). Which blocks these are does not depend on scores: a warp finds it out while it waits
+for a product. So its bits do not depend on how many heads a CTA walks over.
 Elsewhere, a warp adds to memory once for each run of diagonals with the same element (`add_runs`),
 because additions to the same element wait for each other.
 """
@@ -18,6 +19,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from flash_mask_cute.mods.aux_gradients import FULL_WARP, add_to_memory
 from flash_mask_cute.mods.line_sums import LineGroup
+from flash_mask_cute.mods.walk_sums import NO_HEAD
 
 WARP = 32
 
@@ -32,24 +34,26 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class EvenLines:
-    """The sum over blocks with one element of each read of a group.
+    """The sum over a head's blocks with one element of each read of a group.
 
-    targets: of each read, the sums of its tensor (`AuxSums`). total: of this thread, and offsets:
-    of the elements, in registers.
+    targets: of each read, the sums of its tensor (`AuxSums`). total: of this thread, offsets: of
+    the elements, and head: of the blocks, in registers.
     """
 
     group: cutlass.Constexpr[LineGroup]
     targets: tuple
     total: cute.Tensor
     offsets: cute.Tensor
+    head: cute.Tensor
 
     @staticmethod
     def create(group: LineGroup, targets: tuple) -> "EvenLines":
         count = len(group.reads)
-        registers = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(count, Int64)
-        found = EvenLines(group, targets, *registers)
+        sizes = (1, Float32), (count, Int64), (1, Int32)
+        found = EvenLines(group, targets, *(cute.make_rmem_tensor(*x) for x in sizes))
         found.total.fill(0.0)
         found.offsets.fill(0)
+        found.head.fill(NO_HEAD)
         return found
 
     def ahead(self, offsets: Sequence[Sequence[Int64]]) -> Ahead:
@@ -64,13 +68,14 @@ class EvenLines:
         return Ahead(is_even, tuple(of_read[0] for of_read in offsets))
 
     @cute.jit
-    def add(self, ahead: Ahead, total: Float32) -> None:
+    def add(self, ahead: Ahead, head_idx: Int32, total: Float32) -> None:
         """Add this thread's sum of an even block."""
-        is_other = Boolean(False)
+        is_other = self.head[0] != head_idx
         for i in cutlass.range_constexpr(len(self.targets)):
             is_other = is_other | (self.offsets[i] != ahead.offsets[i])
         if is_other:
             self.send()
+            self.head[0] = head_idx
             for i in cutlass.range_constexpr(len(self.targets)):
                 self.offsets[i] = ahead.offsets[i]
         self.total[0] = self.total[0] + total

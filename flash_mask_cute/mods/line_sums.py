@@ -11,7 +11,8 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 import cutlass
-from cutlass import Float32, Int32
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.mods.read_classes import Cut, Factor, ModReads
 
@@ -46,9 +47,11 @@ class LineGroup(NamedTuple):
 
 
 class Lines(Protocol):
-    """The lines of a tile that a warp holds. rows_of_warp: consecutive ones."""
+    """The lines of a tile that a warp holds. rows_of_warp: consecutive ones. more_cols: columns
+    that moved scores have besides (`along_diagonals`)."""
 
     rows_of_warp: int
+    more_cols: int
 
     def first_row(self) -> Int32:
         """The first row of this warp, among those of the warpgroup."""
@@ -62,9 +65,21 @@ class Lines(Protocol):
         """The part to which a thread's score in row r and column c belongs."""
         ...
 
-    def totals(self, line: Line, parts: list[Float32]) -> list[tuple[Float32, Int32]]:
+    def totals(
+        self, line: Line, parts: list[Float32], are_moved: bool = False
+    ) -> list[tuple[Float32, Int32]]:
         """The sums over the warp that this thread has, and of which lines: columns, counted from
-        the tile's first one, or distances of columns from rows. A line is nobody else's."""
+        the tile's first one, or distances of columns from rows. A line is nobody else's. are_moved:
+        parts of what `along_diagonals` has moved."""
+        ...
+
+    def along_diagonals(self, scores: cute.Tensor) -> cute.Tensor:
+        """A thread's scores, rows by columns, moved within their rows to the threads that sum their
+        diagonals; zeros where a row has none."""
+        ...
+
+    def moved_cols(self, count: int) -> list[Int32]:
+        """Where a thread's moved scores come from, in its first row; of zeros, places outside."""
         ...
 
     def in_order(self, parts: list[Float32]) -> list[Float32]:
@@ -74,6 +89,23 @@ class Lines(Protocol):
     def diagonals(self, cols: int) -> list[Int32]:
         """Of `in_order`, distances of columns from rows; that of a neighbour where nothing is."""
         ...
+
+
+def parts_between(
+    lines: Lines,
+    line: Line,
+    moved: cute.Tensor,
+    has_row: list[Boolean | None],
+    has_col: list[Boolean],
+) -> list[Float32]:
+    """A thread's parts of the lines, of the moved scores of some rows and columns; None: of all."""
+    parts = [Float32(0.0)] * lines.num_parts(line, len(has_col))
+    for r, in_row in enumerate(has_row):
+        for c, in_col in enumerate(has_col):
+            i = lines.part_of(line, r, c)
+            is_inside = in_col if in_row is None else in_row & in_col
+            parts[i] = parts[i] + cutlass.select_(is_inside, moved[r, c], Float32(0.0))
+    return parts
 
 
 def line_reads(reads: ModReads, has_diagonals: bool) -> tuple[LineRead, ...]:

@@ -201,7 +201,7 @@ class Values:
 
     def classify_one(self, indices: tuple[_Value, ...]) -> tuple[ReadClass, str]:
         if any(x.kind is Kind.UNKNOWN for x in indices):
-            why = "an index is no function of one difference of query and key, or depends on the score"
+            why = "an index is no function of one difference of query and key, or needs the score"
             return ReadClass.OTHER, why
         places = {self._terms[i].place for x in indices for i, _ in x.terms}
         if not places:

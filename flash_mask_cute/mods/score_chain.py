@@ -13,7 +13,7 @@ from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.score_gradients import Statistics
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods import ir_analysis
+from flash_mask_cute.mods import ir_analysis, line_sums
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
@@ -433,7 +433,7 @@ class ScoreChain:
         """`_send_lines` of the whole block, of the group with number i in `even`."""
         even, ahead = self.even[i], self.ahead[i]
         if ahead.is_even:
-            even.add(ahead, total_of(parts))
+            even.add(ahead, block[1], total_of(parts))
         else:
             totals = self.lines.in_order(parts)
             offsets = self._offsets_of_diagonals(block, even.group)
@@ -450,16 +450,29 @@ class ScoreChain:
         group: cutlass.Constexpr[LineGroup],
         grads: cute.Tensor,
     ) -> None:
-        """`_send_lines` of a group with cuts: of each rectangle between cuts."""
+        """`_send_lines` of a group with cuts, by the warps whose turn it is."""
+        if True if self.takes_lines is None else self.takes_lines:
+            self._send_moved(block, first_col, group, self.lines.along_diagonals(grads))
+
+    @cute.jit
+    def _send_moved(
+        self,
+        block: tuple,
+        first_col: cutlass.Constexpr[int],
+        group: cutlass.Constexpr[LineGroup],
+        grads: cute.Tensor,
+    ) -> None:
+        """The sums along the lines of each rectangle between cuts. grads: moved along diagonals,
+        once for all rectangles."""
         work = block[0]
         q_idx, k_idx = self._first_of(block, first_col)
         k_idx = k_idx + self.lines.first_row()
         # the threads of a row have all columns of each eight
-        end_q = q_idx + cute.size(grads, mode=[1]) * self.elements.lanes_per_row
+        cols = cute.size(grads, mode=[1]) - self.lines.more_cols
+        end_q = q_idx + cols * self.elements.lanes_per_row
         end_q = cutlass.min(end_q, work.seqlen_q)
-        end_k = cutlass.min(k_idx + self.lines.rows_of_warp, work.seqlen_k)
-        if const_expr(self.takes_lines is not None):
-            end_k = cutlass.select_(self.takes_lines, end_k, k_idx)
+        behind = k_idx + self.lines.rows_of_warp
+        end_k = cutlass.min(behind, work.seqlen_k)
         while k_idx < end_k:
             next_k = next_cut(group.cuts, True, k_idx, end_k)
             last_k = next_k
@@ -471,11 +484,11 @@ class ScoreChain:
                 first, second = (from_q, next_q, k_idx, next_k), (from_q, next_q, next_k, last_k)
                 if const_expr(self.by_difference is None):
                     self._send_rectangles(block, first_col, group, grads, (first,))
-                elif next_k < last_k:
+                elif next_k == behind:
+                    self._send_rectangles(block, first_col, group, grads, ((*first[:3], None),))
+                else:
                     # two at once: a warp's steps wait for each other, and all warps for the slowest
                     self._send_rectangles(block, first_col, group, grads, (first, second))
-                else:
-                    self._send_rectangles(block, first_col, group, grads, (first,))
                 from_q = next_q
             k_idx = last_k
 
@@ -485,13 +498,21 @@ class ScoreChain:
         first_col: int,
         group: LineGroup,
         grads: cute.Tensor,
-        rectangles: tuple[tuple[Int32, Int32, Int32, Int32], ...],
+        rectangles: tuple[tuple[Int32, Int32, Int32, Int32 | None], ...],
     ) -> None:
         """Send the sums along the lines of some rectangles; sides: see `_between`."""
         parts = [self._between(block, first_col, group, grads, sides) for sides in rectangles]
-        totals = [self.lines.totals(group.line, x) for x in parts]
-        for found, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
-            self._send_totals(block, first_col, group, found, (from_q, from_k))
+        totals = [self.lines.totals(group.line, x, are_moved=True) for x in parts]
+        q_idx, first_k = self._first_of(block, first_col)
+        found = []
+        for lines, (from_q, _, from_k, _) in zip(totals, rectangles, strict=True):
+            self._send_totals(block, first_col, group, lines, (from_q, from_k))
+            apart = (q_idx - from_q) - (first_k - from_k)
+            found.append((tuple((x, number + apart) for x, number in lines), (from_q, from_k)))
+        for i, read in enumerate(self.by_difference.reads if self.by_difference else ()):
+            of_lines = read.summed.by is not SummedBy.SCORES
+            if of_lines and read.number in {x.number for x in group.reads}:
+                self.by_difference.add(i, tuple(found))
 
     def _between(
         self,
@@ -499,26 +520,19 @@ class ScoreChain:
         first_col: int,
         group: LineGroup,
         grads: cute.Tensor,
-        sides: tuple[Int32, Int32, Int32, Int32],
+        sides: tuple[Int32, Int32, Int32, Int32 | None],
     ) -> list[Float32]:
         """A thread's parts of the lines in a rectangle. sides: its first query, the one behind its
-        last, and the same of keys."""
+        last, and the same of keys; None: it has all keys of the warp."""
         first_q, end_q, first_k, end_k = sides
-        elements, thread, cols = self.elements, thread_in_warpgroup(), cute.size(grads, mode=[1])
         q_idx, k_idx = self._first_of(block, first_col)
-        parts = [Float32(0.0)] * self.lines.num_parts(group.line, cols)
-        queries = (
-            q_idx + elements.first_col_of(thread) + elements.col_offset(c) for c in range(cols)
-        )
+        queries = (q_idx + x for x in self.lines.moved_cols(cute.size(grads, mode=[1])))
         has_query = [(q >= first_q) & (q < end_q) for q in queries]
-        for r in range(elements.num_rows):
-            key = k_idx + elements.row_of(thread, r)
-            has_key = (key >= first_k) & (key < end_k)
-            for c in range(cols):
-                i = self.lines.part_of(group.line, r, c)
-                more = cutlass.select_(has_key & has_query[c], grads[r, c], Float32(0.0))
-                parts[i] = parts[i] + more
-        return parts
+        has_key: list[Boolean | None] = [None] * self.elements.num_rows
+        if end_k is not None:
+            rows = (self.elements.row_of(thread_in_warpgroup(), r) for r in range(len(has_key)))
+            has_key = [(k_idx + r >= first_k) & (k_idx + r < end_k) for r in rows]
+        return line_sums.parts_between(self.lines, group.line, grads, has_key, has_query)
 
     def _send_totals(
         self,
@@ -536,12 +550,10 @@ class ScoreChain:
             summed = self.by_difference.reads
             others = tuple(x for x in others if all(x.number != y.number for y in summed))
         sums = [AuxSums({read.number: targets[read.number]}) for read in others]
-        lines = []
         for total, number in totals:
-            place = self._place_on_line(block, group.line, first_col, number, corner)
-            lines.append((total, *place[2:]))
             if not others:
-                continue
+                break
+            place = self._place_on_line(block, group.line, first_col, number, corner)
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
             for own, read in zip(sums, others, strict=True):
                 tensor, coordinates, _ = terms[read.term]
@@ -549,17 +561,6 @@ class ScoreChain:
                 own.add([(tensor, coordinates, factor)], total, Boolean(True))
         for own in sums:
             own.flush()
-        self._add_by_difference(group, tuple(lines), corner)
-
-    def _add_by_difference(
-        self, group: LineGroup, lines: tuple, corner: tuple[Int32, Int32]
-    ) -> None:
-        if self.by_difference is None:
-            return
-        numbers = {read.number for read in group.reads if group.cuts}
-        for i, summed in enumerate(self.by_difference.reads):
-            if summed.number in numbers and summed.summed.by is not SummedBy.SCORES:
-                self.by_difference.add(i, lines, corner)
 
     @property
     def _summed_by_score(self) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class DiagonalSums:
         channel.wait(pending.number)
         is_own = work.has_scores
         if const_expr(self.sums.takes_turns):
-            is_own = is_own & (is_mma_turn(pending.number) == Boolean(False))
+            is_own = is_own & (is_mma_turn(pending.m_block) == Boolean(False))
         if is_own:
             stage = traits.ds_stage(pending.number)
             first, step = (self.warp, self._warps) if const_expr(self._has_units) else (0, 1)

@@ -592,7 +592,8 @@ class BlockScores:
     def _chain_of(self, block: Int32) -> ScoreChain:
         """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
-            return replace(self.chain, takes_lines=is_mma_turn(block))
+            m_block = self.tiles.words[1, self.channels.q.index(block)]
+            return replace(self.chain, takes_lines=is_mma_turn(m_block))
         if not self.traits.tells_queries:
             return self.chain
         words = self.tiles.words[None, self.channels.q.index(block)].iterator + QUERY_WORDS

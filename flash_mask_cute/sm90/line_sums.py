@@ -19,6 +19,7 @@ class AccumulatorLines:
     """`Lines` of accumulators."""
 
     rows_of_warp = 16
+    more_cols = 2
 
     def first_row(self) -> Int32:
         warp = cute.arch.make_warp_uniform(thread_in_warpgroup() // cute.arch.WARP_SIZE)
@@ -30,13 +31,15 @@ class AccumulatorLines:
     def part_of(self, line: Line, r: int, c: int) -> int:
         return c if line is Line.COLUMN else c + 2 * (wgmma.ROWS_PER_THREAD - 1 - r)
 
-    def totals(self, line: Line, parts: list[Float32]) -> list[tuple[Float32, Int32]]:
+    def totals(
+        self, line: Line, parts: list[Float32], are_moved: bool = False
+    ) -> list[tuple[Float32, Int32]]:
         lane = cute.arch.lane_idx()
         first = wgmma.first_col_of(lane)
         if line is Line.COLUMN:
             sums, number = _over_rows(lane, parts)
         else:
-            sums, number = _over_rows(lane, _distances(lane, parts))
+            sums, number = _over_rows(lane, parts if are_moved else _distances(lane, parts))
             # number 0 is 8 columns before the distance of column 0 from the thread's last row
             first -= 8 * wgmma.ROWS_PER_THREAD + self.first_row()
         found = []
@@ -44,6 +47,20 @@ class AccumulatorLines:
             c = number + i
             found.append((total, first + (c // 2) * 8 + c % 2))
         return found
+
+    def along_diagonals(self, scores: cute.Tensor) -> cute.Tensor:
+        rows, cols = cute.size(scores, mode=[0]), cute.size(scores, mode=[1])
+        moved = cute.make_rmem_tensor((rows, cols + self.more_cols), Float32)
+        for r in range(rows):
+            values = _distances(cute.arch.lane_idx(), [scores[r, c] for c in range(cols)])
+            for i, value in enumerate(values):
+                moved[r, i] = value
+        return moved
+
+    def moved_cols(self, count: int) -> list[Int32]:
+        lane = cute.arch.lane_idx()
+        first = wgmma.first_col_of(lane) + lane // 4 - 8
+        return [first + (i // 2) * 8 + i % 2 for i in range(count)]
 
     def in_order(self, parts: list[Float32]) -> list[Float32]:
         """The sums over the warp along its diagonals, those of neighbours in neighbouring lanes, 32

@@ -60,7 +60,8 @@ CASES = (
     ),
     (Case("grid-softcap", 1, 100, 129, 1, 1, head_dim=64, causal=True, softcap=12.0), "grid", 2),
     (Case("grid-d192", 1, 70, 140, 1, 1, head_dim=192, head_dim_v=64), "grid", 2),
-    (Case("axial-d80", 1, 100, 150, 1, 1, head_dim=80, causal=True), "axial", 3),
+    # two of its three reads take no function of the difference: they are not worth a table
+    (Case("axial-d80", 1, 100, 150, 1, 1, head_dim=80, causal=True), "axial", 1),
     (
         Case(
             "grid-and-slopes-varlen", heads_q=2, heads_kv=1, head_dim=64,
