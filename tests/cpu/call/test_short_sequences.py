@@ -30,7 +30,8 @@ def short_case(**more: Any) -> Case:
 
 
 def plan_of(target: Target = HOPPER, **more: Any) -> ExecutionPlan:
-    keywords = {x: more.pop(x) for x in ("config", "deterministic") if x in more}
+    names = "config", "deterministic", "q_start"
+    keywords = {x: more.pop(x) for x in names if x in more}
     return planned(short_case(**more), target, direction=Direction.BACKWARD, **keywords)
 
 
@@ -48,6 +49,10 @@ OTHERS = {
     "few": {"batch": 3},
     "groups": {"heads_kv": 1},
     "lengths": {"seqused_k": (1, 2, 3, 4)},
+    "packed": {"lengths_q": (49,) * 4, "lengths_k": (49,) * 4},
+    "first positions": {"causal": True, "q_start": 5},
+    "block lists": {"blocks": (16, 16)},
+    "scores times a number": {"score_mod": "scale"},
     "softcap": {"softcap": 10.0},
     "mask_mod": {"mask_mod": "documents"},
     "intervals": {"column": "stepped2"},
