@@ -82,7 +82,8 @@ def explain_reads(
             if alone.read_class is not ReadClass.UNREAD:
                 problem = replace(run.problem, wants_aux=(i,))
                 facts = run.shapes, run.masks, run.bwd_choice, run.target
-                found.append(_reads_of(run, i, alone, False, choose_shared_sums(problem, *facts)))
+                shared_then = choose_shared_sums(problem, *facts, may_be_short=run.is_short)
+                found.append(_reads_of(run, i, alone, False, shared_then))
     return tuple(found)
 
 
@@ -110,7 +111,10 @@ def _reads_of(
             if number in shared.once
             else "an addition to memory for each query and key"
         )
-        if shared.parts > 1:
+        if shared.short is not None and shared.short.several_keys:
+            # parts are CTAs
+            cost += " of a part of the batch"
+        elif shared.parts > 1:
             cost += f" in each of {shared.parts} parts of the batch"
     if number in run.problem.exact_aux or (shared is not None and number in shared.exact):
         cost += ", each as two of integers, in any order"

@@ -51,11 +51,10 @@ from flash_mask_cute.sm90.flash_bwd_entries_traits import (
     EntryTiles,
     EntryTraits,
 )
-from flash_mask_cute.sm90.gradient_stores import scale
+from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    send_rows,
     store_rows,
     sync_warpgroup,
 )
@@ -534,12 +533,12 @@ class EntryBackwardSm90:
         if mma_warpgroup_idx() == 0:
             self._take_over(acc_dV, tiles.sums[None, 1])
             target = outputs.dv[None, None, head_idx, batch_idx]
-            self._send_rows(acc_dV, tiles.ds[None, None, 0], target, first, count)
+            send_gradient(self.traits, acc_dV, tiles.ds[None, None, 0], target, first, count)
         else:
             self._take_over(acc_dK, tiles.sums[None, 0])
             scale(acc_dK, scale_dk)
             target = outputs.dk[None, None, head_idx, batch_idx]
-            self._send_rows(acc_dK, tiles.ds[None, None, 1], target, first, count)
+            send_gradient(self.traits, acc_dK, tiles.ds[None, None, 1], target, first, count)
         self._sync_both()
 
     def _sync_both(self) -> None:
@@ -560,19 +559,6 @@ class EntryBackwardSm90:
             cute.autovec_copy(own[None, g], values)
             for j in range(4):
                 quads[j, g] = quads[j, g] + values[j]
-
-    def _send_rows(
-        self, acc: cute.Tensor, smem: cute.Tensor, target: cute.Tensor, first: Int32, count: Int32
-    ) -> None:
-        """Store 64 rows of a gradient, those there are, by way of this warpgroup's dS."""
-        start, end = 0, wgmma.num_cols(acc)
-        gmem = cute.domain_offset((first, 0), target)
-        while start < end:
-            width = next(n for n in (64, 32, 16) if n <= end - start)
-            values = wgmma.rounded(wgmma.columns(acc, start, start + width), self.traits.dtype)
-            staged = cute.local_tile(smem, (ROWS_PER_WARPGROUP, width), (0, 0))
-            send_rows(values, self.traits.mma_words(width), staged, gmem, count, start)
-            start += width
 
 
 def _quads(acc: cute.Tensor) -> cute.Tensor:

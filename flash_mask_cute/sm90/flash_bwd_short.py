@@ -56,11 +56,10 @@ from flash_mask_cute.sm90.flash_bwd_short_traits import (
     ShortTiles,
     ShortTraits,
 )
-from flash_mask_cute.sm90.gradient_stores import scale
+from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    send_rows,
     store_rows,
     sync_warpgroup,
 )
@@ -500,33 +499,20 @@ class ShortBackwardSm90:
         accs: tuple,
     ):
         """Store gradients of an entry, by way of this warpgroup's dS, warp by warp."""
-        acc_dV, acc_dK, accs_dQ = accs
+        traits, (acc_dV, acc_dK, accs_dQ) = self.traits, accs
         group = mma_warpgroup_idx()
         smem = tiles.ds[None, None, group]
         dq, dk, dv = (x[None, None, part.head_idx, part.first + i] for x in outputs[:3])
         first = group * ROWS_PER_WARPGROUP
         keys = extents.seqlen_k - first
         scale(acc_dK, score_args.scale_dk)
-        self._send_rows(acc_dV, smem, dv, first, keys)
-        self._send_rows(acc_dK, smem, dk, first, keys)
+        send_gradient(traits, acc_dV, smem, dv, first, keys)
+        send_gradient(traits, acc_dK, smem, dk, first, keys)
         groups = self._row_groups()
         for j in cutlass.range_constexpr(len(groups)):
             scale(accs_dQ[j], score_args.scale_dq)
             row = groups[j] * ROWS_PER_WARPGROUP
             # not above 0 for groups that do not exist
             queries = extents.seqlen_q - row
-            self._send_rows(accs_dQ[j], smem, dq, row, queries)
+            send_gradient(traits, accs_dQ[j], smem, dq, row, queries)
         sync_warpgroup(Barrier.SENT)
-
-    def _send_rows(
-        self, acc: cute.Tensor, smem: cute.Tensor, target: cute.Tensor, first: Int32, count: Int32
-    ) -> None:
-        """Store up to 64 rows of a gradient, those there are."""
-        rows, start, end = ROWS_PER_WARPGROUP, 0, wgmma.num_cols(acc)
-        gmem = cute.domain_offset((first, 0), target)
-        while start < end:
-            width = next(n for n in (64, 32, 16) if n <= end - start)
-            values = wgmma.rounded(wgmma.columns(acc, start, start + width), self.traits.dtype)
-            staged = cute.local_tile(smem, (rows, width), (0, 0))
-            send_rows(values, self.traits.mma_words(width), staged, gmem, count, start)
-            start += width

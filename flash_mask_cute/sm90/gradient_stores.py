@@ -1,6 +1,6 @@
 """Stores of gradients from MMA registers: dK and dV to memory, dQ to its staging memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,6 +34,29 @@ def scale(acc: cute.Tensor, factor: Float32) -> None:
     """Multiply sums by a factor."""
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * factor
+
+
+def send_gradient(
+    traits: Any,
+    acc: cute.Tensor,
+    smem: cute.Tensor,
+    target: cute.Tensor,
+    first: Int32,
+    count: Int32,
+) -> None:
+    """Store 64 rows of a gradient, the first `count` of them, by way of this warpgroup's `smem`.
+
+    traits: `ShortTraits` or `EntryTraits`. smem: (rows, columns), at least 64 each. target: (row,
+    d). first: where in it the rows begin.
+    """
+    start, end = 0, wgmma.num_cols(acc)
+    gmem = cute.domain_offset((first, 0), target)
+    while start < end:
+        width = next(n for n in (64, 32, 16) if n <= end - start)
+        values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
+        staged = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, 0))
+        send_rows(values, traits.mma_words(width), staged, gmem, count, start)
+        start += width
 
 
 def send_gradients(

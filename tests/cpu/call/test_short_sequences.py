@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import FP32, Case
 from planned import planned
-from trained_mods import make_trained
+from trained_mods import TRAINED_MODS, make_trained
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
@@ -30,7 +30,8 @@ def short_case(**more: Any) -> Case:
 
 
 def plan_of(target: Target = HOPPER, **more: Any) -> ExecutionPlan:
-    keywords = {x: more.pop(x) for x in ("config", "deterministic") if x in more}
+    names = "config", "deterministic", "q_start"
+    keywords = {x: more.pop(x) for x in names if x in more}
     return planned(short_case(**more), target, direction=Direction.BACKWARD, **keywords)
 
 
@@ -48,6 +49,10 @@ OTHERS = {
     "few": {"batch": 3},
     "groups": {"heads_kv": 1},
     "lengths": {"seqused_k": (1, 2, 3, 4)},
+    "packed": {"lengths_q": (49,) * 4, "lengths_k": (49,) * 4},
+    "first positions": {"causal": True, "q_start": 5},
+    "block lists": {"blocks": (16, 16)},
+    "scores times a number": {"score_mod": "scale"},
     "softcap": {"softcap": 10.0},
     "mask_mod": {"mask_mod": "documents"},
     "intervals": {"column": "stepped2"},
@@ -109,6 +114,19 @@ def test_explanation_and_scratch() -> None:
     # LSE and delta, of row blocks of 128 queries
     assert told.scratch_bytes == 2 * 4 * 128 * 4 * 132 * 8
     assert "all queries and keys of a batch entry" in str(explain(q, q, q, target="sm_90a"))
+
+
+def test_costs_of_gradients() -> None:
+    """Those of the kernel that makes them, also where nothing requires grad."""
+    for length, parts in ((49, "in each of 132 parts"), (343, "of a part")):
+        q = torch.empty(264, length, 2, 32, dtype=torch.bfloat16)
+        for is_wanted in (True, False):
+            table = torch.zeros(2, 23**2 + 1000, requires_grad=is_wanted)
+            keywords = {"score_mod": TRAINED_MODS["swin"].cute, "aux_tensors": [table]}
+            told = explain(q, q, q, **keywords, target="sm_90a").backward
+            assert told is not None and "walks over" in told.reason
+            expected = f"an addition to memory for each query and key {parts} of the batch"
+            assert told.aux_gradients[0].cost == expected
 
 
 @pytest.mark.parametrize("fields", [
