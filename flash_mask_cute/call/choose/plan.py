@@ -276,7 +276,9 @@ def plan(
     facts = chosen.shapes, chosen.masks, chosen.choice, chosen.target
     if isinstance(choice := chosen.choice, BwdChoice):
         of = chosen.problem, *facts[:2], choice, chosen.target
-        if (shared := choose_shared_sums(*of, may_be_short=call.config is None)) is not None:
+        if (
+            shared := choose_shared_sums(*of, may_be_short=not given_fields(call.config))
+        ) is not None:
             problem = replace(chosen.problem, **shared.problem_fields(chosen.problem))
             chosen = replace(chosen, shared=shared, problem=problem)
             if chosen.is_short:
