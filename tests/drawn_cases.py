@@ -144,7 +144,9 @@ def run(names: list[str], workers: int, seconds: float | None) -> Iterator[list[
         ]
         told = {"FLASH_MASK_SIM_ARCH": "sm_100a", ROWS: str(log)}
         subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, check=True)
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | told, start_new_session=True)
+        # not that of a test that calls this
+        own = {key: x for key, x in os.environ.items() if key != "PYTEST_XDIST_WORKER"}
+        process = subprocess.Popen(command, cwd=ROOT, env=own | told, start_new_session=True)
         end = time.monotonic() + (math.inf if seconds is None else seconds)
         while process.poll() is None and time.monotonic() < end:
             time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))

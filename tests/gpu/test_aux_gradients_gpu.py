@@ -77,8 +77,15 @@ ordered_cases = pytest.mark.parametrize(
 )
 
 
-def check(given: TrainedInputs, call: Callable[..., Any] | None = None, **more: Any) -> None:
-    """call: instead of the function, with its keywords, and more of these."""
+def check(
+    given: TrainedInputs,
+    call: Callable[..., Any] | None = None,
+    *,
+    rounds_dscores: bool = False,
+    **more: Any,
+) -> None:
+    """call: instead of the function, with its keywords, and more of these. rounds_dscores: as
+    `assert_aux_gradients_close` has it."""
     inputs = given.inputs
     function, keywords = arguments_of(inputs)
     keywords |= more
@@ -88,7 +95,8 @@ def check(given: TrainedInputs, call: Callable[..., Any] | None = None, **more: 
     ]
     run_and_check_gradients(inputs, call or function, keywords)
     trained = [x.grad for x in keywords["aux_tensors"] if x.grad is not None]
-    assert_aux_gradients_close(trained, given, *make_output_gradients(inputs))
+    gradients = make_output_gradients(inputs)
+    assert_aux_gradients_close(trained, given, *gradients, rounds_dscores=rounds_dscores)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

@@ -69,5 +69,7 @@ def test_gradients_of_tables(case: Case, name: str | TrainedRecipe, deterministi
     given = make_trained(case, name, "cuda")
     daux = [torch.empty_like(x) for x in given.aux_tensors]
     call = call_of(given.inputs, Direction.BACKWARD, daux=daux, deterministic=deterministic)
-    assert planned(call).is_short == (name is not IN_GRID or not deterministic)
-    check(given, deterministic=deterministic)
+    is_short = planned(call).is_short
+    assert is_short == (name is not IN_GRID or not deterministic)
+    # mask warps of the main kernel sum dS in 16 bits; the error grows with the entries
+    check(given, deterministic=deterministic, rounds_dscores=not is_short)

@@ -52,7 +52,7 @@ def test_a_folder_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert [x.name for x in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("arguments", [["hub"], ["hub", "a", "b"], ["doctor"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["hub"], ["hub", "a", "b"], ["doctor"]])
 def test_other_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     assert "usage: python -m flash_mask_cute [hub DIR |" in capsys.readouterr().err

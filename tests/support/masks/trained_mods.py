@@ -508,6 +508,8 @@ def _aux_gradients(
                 do, dl = dout_i[:, head_idx].double(), dlse_i[:, head_idx].double()
                 delta = (do * out).sum(dim=1) - dl
                 dscores = probabilities * (do @ head.v.T - delta[:, None])
+                if rounding is not None and rounding.rounds_dscores:
+                    dscores = dscores.to(rounding.dtype).double()
             found = torch.autograd.grad(scores, leaves, dscores, allow_unused=True)
             for sum_, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
@@ -518,10 +520,11 @@ def _aux_gradients(
 class _Rounding(NamedTuple):
     """A rounding of probabilities and of out. scale: of the probabilities that are rounded, which
     lies in the maximum of the scores that a kernel had seen; None: only out is rounded, as where a
-    test gives a backward the oracle's."""
+    test gives a backward the oracle's. rounds_dscores: of dS, too."""
 
     dtype: torch.dtype
     scale: float | None
+    rounds_dscores: bool = False
 
     def output(self, probabilities: Tensor, v: Tensor) -> Tensor:
         if self.scale is None:
@@ -537,16 +540,23 @@ def assert_aux_gradients_close(
     dlse: Tensor | None = None,
     *,
     rtol: float | None = None,
+    rounds_dscores: bool = False,
 ) -> None:
     """The largest error of a trained tensor is at most twice what rounding probabilities and out
     does, or rtol of the largest value, and a rounding of this to the tensor's dtype.
+
+    rounds_dscores: or what rounding dS does, as eager attention does, where a kernel sums dS in 16
+    bits.
 
     What rounding does to a tensor of two elements is a draw of two numbers, which may be small by
     chance. So it is the largest of several roundings.
     """
     reference = reference_aux_gradients(given, dout, dlse)
     dtype = given.inputs.q.dtype
-    rounded = [_aux_gradients(given, dout, dlse, _Rounding(dtype, x)) for x in (None, *SCALES)]
+    roundings = [_Rounding(dtype, x) for x in (None, *SCALES)]
+    if rounds_dscores:
+        roundings.append(_Rounding(dtype, 1.0, True))
+    rounded = [_aux_gradients(given, dout, dlse, x) for x in roundings]
     for i, (gradient, expected, x) in enumerate(
         zip(gradients, reference, given.trained, strict=True)
     ):
