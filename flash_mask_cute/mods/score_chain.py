@@ -61,7 +61,7 @@ class ScoreChain:
     once: cutlass.Constexpr[tuple[int, ...]] = ()
     listed: ListedQueries | None = None
     is_exact: cutlass.Constexpr[bool] = False
-    takes_lines: Boolean | None = None
+    takes_lines: Boolean | bool = True
     even: tuple[EvenLines, ...] = ()
     ahead: tuple[Ahead, ...] = ()
 
@@ -451,7 +451,7 @@ class ScoreChain:
         grads: cute.Tensor,
     ) -> None:
         """`_send_lines` of a group with cuts, by the warps whose turn it is."""
-        if True if self.takes_lines is None else self.takes_lines:
+        if self.takes_lines:
             self._send_moved(block, first_col, group, self.lines.along_diagonals(grads))
 
     @cute.jit
