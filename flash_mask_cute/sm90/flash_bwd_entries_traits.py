@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int64
@@ -18,7 +17,7 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.row_blocks import stats_words
-from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.entry_loads import HeadColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
@@ -43,16 +42,13 @@ class EntryTiles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EntryTraits:
+class EntryTraits(HeadColumns):
     """Shape of the work of a CTA: 64 keys of a head, and all queries of batch entries.
 
     tile_m: queries, in blocks of 64, which two MMA warpgroups take in turn. has_score_mod, sums,
     has_marks, is_banded: as in `ShortTraits`.
     """
 
-    dtype: type[cutlass.Numeric]
-    head_dim: int
-    head_dim_v: int
     tile_m: int
     has_score_mod: bool
     sums: bool
@@ -70,16 +66,6 @@ class EntryTraits:
     def turns(self) -> int:
         """Blocks of a warpgroup."""
         return self.num_blocks // NUM_MMA_WARPGROUPS
-
-    @property
-    def cols(self) -> tuple[int, int]:
-        """Columns of Q and K, and of dO and V, in shared memory."""
-        return wgmma.tile_columns(self.head_dim), wgmma.tile_columns(self.head_dim_v)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Steps of 16 columns, without those that are zeros."""
-        return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
 
     @property
     def bytes_of_rows(self) -> int:

@@ -51,6 +51,7 @@ from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD
 from flash_mask_cute.rules.mask_rules import MaskBitsArgs, WindowArgs
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.entry_loads import HeadColumns, load_words
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -67,25 +68,12 @@ STATS = 3
 
 
 @dataclass(frozen=True)
-class SharedTraits:
+class SharedTraits(HeadColumns):
     """Shape of the work of a CTA. tile_m: queries of a row block and of a bit tile, 64 or 128.
     has_marks: rows of queries that see nothing may be marked."""
 
-    dtype: type[cutlass.Numeric]
-    head_dim: int
-    head_dim_v: int
     tile_m: int
     has_marks: bool
-
-    @property
-    def cols(self) -> tuple[int, int]:
-        """Columns of Q and K, and of dO and V, in shared memory."""
-        return wgmma.tile_columns(self.head_dim), wgmma.tile_columns(self.head_dim_v)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Steps of 16 columns, without those that are zeros."""
-        return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
 
     @property
     def box_bytes(self) -> tuple[int, int]:
@@ -414,11 +402,7 @@ class SharedGradientsSm90:
             ]
             if self.traits.has_marks:
                 pieces.append((STATS * tile_m, STATS * ROWS_PER_WARPGROUP, self.traits.mark_words))
-            for start, at, count in pieces:
-                layout = cute.make_layout(count)
-                src = cute.make_tensor((source.iterator + start).align(16), layout)
-                dst = cute.make_tensor((target.iterator + at).align(16), layout)
-                tma.copy_bulk(src, dst, barrier)
+            load_words(source, target, pieces, barrier)
 
     # -- mma ------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from flash_mask_cute.sm90.added_scores import (
     mma_warp,
     statistic,
 )
+from flash_mask_cute.sm90.entry_loads import load_words
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.flash_bwd_short_traits import (
     HELPER_REGISTERS,
@@ -286,11 +287,7 @@ class ShortBackwardSm90:
             if traits.has_marks:
                 at = traits.num_stats * traits.stats_rows + group * WORDS_OF_MARKS
                 pieces.append((traits.num_stats * stats_m, at, traits.marks_of_block))
-            for start, at, count in pieces:
-                layout = cute.make_layout(count)
-                src = cute.make_tensor((source.iterator + start).align(16), layout)
-                dst = cute.make_tensor((target.iterator + at).align(16), layout)
-                tma.copy_bulk(src, dst, barrier)
+            load_words(source, target, pieces, barrier)
 
     # -- mma ------------------------------------------------------------------------------------
 

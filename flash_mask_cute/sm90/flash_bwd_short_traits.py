@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
@@ -20,7 +19,7 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.row_blocks import mark_words
-from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.entry_loads import HeadColumns
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, SMEM_BOOKKEEPING
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
@@ -58,7 +57,7 @@ class ShortTiles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShortTraits:
+class ShortTraits(HeadColumns):
     """Shape of the work of a CTA, which has all queries and keys of a batch entry of a head.
 
     tile_m: queries, of `QUERY_TILES`. tile_n: keys, a multiple of 16. stats_m: queries of a row
@@ -68,9 +67,6 @@ class ShortTraits:
     a window hides scores.
     """
 
-    dtype: type[cutlass.Numeric]
-    head_dim: int
-    head_dim_v: int
     tile_m: int
     tile_n: int
     stats_m: int
@@ -139,16 +135,6 @@ class ShortTraits:
         sums = self.tile_m // 2 if self.sums else 0
         products = 1 + -(-self.row_groups // self.num_warpgroups)
         return sums + cols_v // 2 + max(self.block_m, products * cols // 2) + OTHER_REGISTERS
-
-    @property
-    def cols(self) -> tuple[int, int]:
-        """Columns of Q and K, and of dO and V, in shared memory."""
-        return wgmma.tile_columns(self.head_dim), wgmma.tile_columns(self.head_dim_v)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Steps of 16 columns, without those that are zeros."""
-        return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
 
     @property
     def key_steps(self) -> tuple[int, ...]:
