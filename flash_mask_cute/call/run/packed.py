@@ -12,7 +12,6 @@ from flash_mask_cute.call.choose.packed import (
     as_rows,
     as_rows_bwd,
     by_documents,
-    rows_of,
     with_gradients,
 )
 
@@ -43,28 +42,18 @@ class PackedForward:
             out = q.new_empty((batch, seqlen, heads, tensors.v.shape[-1]))
         if lse is None and self._needs_lse:
             lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
-        # rows of several sequences do not follow each other in lse
-        by_head: Any = None if lse is None or batch > 1 else lse[0]
-        largest = tensors.max_scores
-        largest_by_head: Any = (
-            None
-            if largest is None
-            else largest[0]
-            if batch == 1
-            else (largest.new_empty((heads, batch * seqlen)))
-        )
-        packed = as_rows(tensors)._replace(
-            out=rows_of(out), lse=by_head, max_scores=largest_by_head
-        )
+        packed = as_rows(tensors._replace(out=out, lse=lse))
         if self._mask_causal is not None:
             packed, masks = by_documents(packed, masks, self._mask_causal, batch)
-        _, by_head = self.inner(packed, masks)
-        if lse is not None and batch > 1:
-            # a kernel would not ask in which mode the caller made it
+        self.inner(packed, masks)
+        if batch > 1:
+            # a kernel would not ask in which mode the caller made them
             with torch.inference_mode():
-                lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
-        if largest is not None and batch > 1:
-            largest.copy_(largest_by_head.unflatten(1, (batch, -1)).transpose(0, 1))
+                for given, by_head in zip(
+                    (lse, tensors.max_scores), (packed.lse, packed.max_scores), strict=True
+                ):
+                    if given is not None and by_head is not None:
+                        given.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
         return out, lse
 
 
