@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
+from flash_mask_cute.integrations.transformers.positions import watch_positions
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.parallel.attention import context_parallel_attention
 from flash_mask_cute.parallel.sharding import current_sharding
@@ -118,7 +119,11 @@ def layer_attention(
         options = _without_mask(bool(causal), sliding_window, shape)
     elif isinstance(attention_mask, AttentionMask):
         _check_extents(attention_mask, shape)
-        if packed is not None and (bias is not None or attention_mask.found.window is None):
+        found = attention_mask.found
+        is_window = found.columns is None and found.window is not None
+        if is_window and packed is None:
+            watch_positions(attention_mask, others.get("position_ids"))
+        if packed is not None and (bias is not None or not is_window):
             # a call of packed sequences takes a window, and none of what counts in the whole row
             attention_mask, packed = attention_mask.packed(packed.cu_seqlens_k), None
         options = _of_mask(attention_mask)
@@ -298,13 +303,15 @@ def _check_extents(mask: AttentionMask, shape: Shape) -> None:
 
 def _of_mask(mask: AttentionMask) -> dict[str, Any]:
     found = mask.found
+    if found.columns is not None:
+        return {
+            "startend_row_indices": found.columns, "window_size": found.window or (None, None)
+        }  # fmt: skip
     if found.window is not None:
         left, right = found.window
         # a side of 0 by another name, under which the choice of tiles knows it
         causal = right == 0
         return {"causal": causal, "window_size": (left, None if causal else right)}
-    if found.columns is not None:
-        return {"startend_row_indices": found.columns}
     if found.row is not None:
         options: dict[str, Any] = {"mask_mod": _mods().visible_to_all, "aux_tensors": [found.row]}
         if found.used is not None:
