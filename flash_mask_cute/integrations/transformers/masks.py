@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import masking_utils
 
 from flash_mask_cute.lowering.lower import lower_mod
@@ -24,6 +24,7 @@ from flash_mask_cute.masks.mask_mods import mask_of_band
 from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
+MOST_DENSE = 1 << 31  # elements of a dense mask, a byte each
 # Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
 # they get tensors.
 _TAKE_TENSORS = ("doge",)
@@ -41,15 +42,16 @@ _NOT_GENERATED = (
 class Found(NamedTuple):
     """A mask as arguments of attention.
 
-    form: in words. window: window_size. columns: startend_row_indices; beside a window both hide
-    keys. mask_mod: a torch function.
-    row: (batch, 1, 1, keys), what the only query sees. used: the keys of each batch entry that it
-    may see, int32 (batch,), in a cache that is longer.
+    form: in words. window: window_size. columns: startend_row_indices. left: how many keys before
+    its own a query sees of columns, None for all. mask_mod: a torch function. row: (batch, 1, 1,
+    keys), what the only query sees. used: the keys of each batch entry that it may see, int32
+    (batch,), in a cache that is longer.
     """
 
     form: str
     window: tuple[int | None, int | None] | None = None
     columns: ColumnMask | None = None
+    left: int | None = None
     mask_mod: MaskFunction | None = None
     row: Tensor | None = None
     used: Tensor | None = None
@@ -79,6 +81,7 @@ class AttentionMask(BlockMask):
         self._shape = shape
         self._function = function
         self._packed: tuple[Any, AttentionMask] | None = None
+        self._dense: Tensor | None = None
         # whether positions.py looked at the position_ids of its forward
         self.has_known_positions = False
 
@@ -167,6 +170,23 @@ class AttentionMask(BlockMask):
             self._packed = cu_seqlens, made
         return self._packed[1]
 
+    def dense(self) -> Tensor:
+        """Bool (batch, 1, queries, keys), False where a score is hidden; made once."""
+        if self._dense is None:
+            batch, _, num_rows, num_keys = self._shape
+            if batch * num_rows * num_keys > MOST_DENSE:
+                raise NotImplementedError(
+                    f"a dense mask of shape {self._shape} for sdpa has more than {MOST_DENSE} "
+                    f"elements; the mask became {self.form}"
+                )
+            self._dense = self._made_dense()
+        return self._dense
+
+    def _made_dense(self) -> Tensor:
+        if self.found.row is not None:
+            return self.found.row
+        return create_mask(self._function, *self._shape, str(self.device))
+
 
 class CallersMask(AttentionMask):
     """A ColumnMask of the caller, in place of the mask that transformers composes."""
@@ -181,6 +201,21 @@ class CallersMask(AttentionMask):
             "cu_seq_lens_q beside masks_for(..., mask=...) is not supported: say in mask which "
             "documents see each other, and pass no cu_seq_lens_q and cu_seq_lens_k"
         )
+
+    def _made_dense(self) -> Tensor:
+        columns, left = self.found.columns, self.found.left
+        assert columns is not None
+        batch, _, num_rows, num_keys = self._shape
+        if columns.startend_row_indices.shape[1] != 1:
+            raise NotImplementedError(
+                f"mask has {columns.startend_row_indices.shape[1]} heads, and a layer that sdpa "
+                "computes needs one mask for all heads"
+            )
+        shown = columns.dense(num_rows).expand(batch, 1, num_rows, num_keys)
+        if left is not None:
+            places = torch.arange(num_keys, device=self.device)
+            shown = shown & (places >= places[:, None] - left)
+        return shown
 
 
 class CallersMasks(dict[str, AttentionMask]):

@@ -118,10 +118,18 @@ def test_generate_refuses_it_by_name(name: str, text: str, more: dict[str, Any])
         model.generate(IDS, attention_mask=masks, max_new_tokens=2, **more)
 
 
+def test_wide_layers_by_sdpa_see_the_same() -> None:
+    """Layers that are wider than the kernels take a dense mask (`register(wide_layers="sdpa")`)."""
+    pair, mask = tiny.decoder("gemma2"), MASKS["documents of each row"]
+    masks = masks_for(pair.ours, IDS, mask=mask)
+    for kind, wanted in dense_for(pair.eager, mask).items():
+        assert torch.equal(masks[kind].dense(), wanted == 0), kind
+
+
 def test_it_is_moved_as_what_it_is() -> None:
     masks = masks_for(tiny.decoder("mistral").ours, IDS, mask=MASKS["a prefix"])
     moved = masks.to("meta")
-    assert isinstance(moved, CallersMask) and moved.found.window == masks.found.window == (4, None)
+    assert isinstance(moved, CallersMask) and moved.found.left == masks.found.left == 4
 
 
 # -- documents that no mask separates ----------------------------------------------------------
