@@ -125,18 +125,10 @@ def layer_attention(
         _refuse_in_shards(module, unknown | {"attention_mask": mask})
         left = None if sliding_window is None else sliding_window - 1
         return context_parallel_attention(
-            q,
-            k,
-            v,
-            sharding.mask,
-            sharding.plan,
-            sharding.group,
-            sharding.method,
-            window_size=(left, None),
-            softcap=softcap or 0.0,
-            softmax_scale=scaling,
+            q, k, v, sharding.mask, sharding.plan, sharding.group, sharding.method,
+            window_size=(left, None), softcap=softcap or 0.0, softmax_scale=scaling,
             learnable_sink=s_aux,
-        ), None
+        ), None  # fmt: skip
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _without_mask(bool(causal), sliding_window, shape)
