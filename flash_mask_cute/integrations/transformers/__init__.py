@@ -11,6 +11,7 @@ docs/integrations.md says what is computed, what is refused, and what is fast.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from flash_mask_cute.runtime.packages import require_extra
@@ -31,19 +32,24 @@ __all__ = ["AttentionMask", "masks_for", "register"]
 _THEIRS = ("eager", "sdpa", "flex_attention")
 
 
-def register(name: str = "mask_cute") -> str:
+def register(name: str = "mask_cute", *, wide_layers: str = "refuse") -> str:
     """Make an `attn_implementation` of transformers, of this package, known by a name.
 
     It registers attention and masks: an attention without its masks would get none for padding,
-    windows and packed documents, and transformers would not say so. Calling it again changes
-    nothing.
+    windows and packed documents, and transformers would not say so.
+
+    wide_layers: what layers do that are wider than the kernels (a head dimension above 256 on a
+    GPU). "refuse": they raise. "sdpa": transformers' `sdpa_attention_forward` computes them, with a
+    warning once in a process. A mask that is not plainly causal becomes a dense one there.
+    Registering a name again replaces what it did.
 
     Returns:
         The name.
 
     Raises:
         TypeError: name is no string.
-        ValueError: name has "flash" in it, or "paged|", or is one of transformers' own.
+        ValueError: name has "flash" in it, or "paged|", or is one of transformers' own; wide_layers
+            is neither "refuse" nor "sdpa".
 
     Example:
         >>> from flash_mask_cute.integrations.transformers import register  # doctest: +SKIP
@@ -59,7 +65,10 @@ def register(name: str = "mask_cute") -> str:
         )
     if not name or name in _THEIRS or name.startswith("paged|"):
         raise ValueError(f"name={name!r} means something else in transformers: take another name")
-    AttentionInterface.register(name, layer_attention)
+    if wide_layers not in ("refuse", "sdpa"):
+        raise ValueError(f"wide_layers must be 'refuse' or 'sdpa', got {wide_layers!r}")
+    attention = functools.partial(layer_attention, wide_layers=wide_layers)
+    AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)
     return name
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import masking_utils
 
 from flash_mask_cute.lowering.lower import lower_mod
@@ -24,6 +24,7 @@ from flash_mask_cute.masks.mask_mods import mask_of_band
 from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
+MOST_DENSE = 1 << 31  # elements of a dense mask, a byte each
 # Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
 # they get tensors.
 _TAKE_TENSORS = ("doge",)
@@ -67,6 +68,7 @@ class AttentionMask(BlockMask):
         self._shape = shape
         self._function = function
         self._packed: tuple[Any, AttentionMask] | None = None
+        self._dense: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,6 +154,21 @@ class AttentionMask(BlockMask):
             made = AttentionMask(self._shape, in_documents, found, self.device)
             self._packed = cu_seqlens, made
         return self._packed[1]
+
+    def dense(self) -> Tensor:
+        """Bool (batch, 1, queries, keys), False where a score is hidden; made once."""
+        if self._dense is None:
+            batch, heads, num_rows, num_keys = self._shape
+            if batch * num_rows * num_keys > MOST_DENSE:
+                raise NotImplementedError(
+                    f"a dense mask of shape {self._shape} for sdpa has more than {MOST_DENSE} "
+                    f"elements; the mask became {self.form}"
+                )
+            self._dense = self.found.row
+            if self._dense is None:
+                device = str(self.device)
+                self._dense = create_mask(self._function, batch, heads, num_rows, num_keys, device)
+        return self._dense
 
 
 _NO_TENSOR = (
