@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
+from flash_mask_cute.integrations.transformers.positions import watch_positions
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.parallel.attention import context_parallel_attention
 from flash_mask_cute.parallel.sharding import current_sharding
@@ -124,24 +125,19 @@ def layer_attention(
         _refuse_in_shards(module, unknown | {"attention_mask": mask})
         left = None if sliding_window is None else sliding_window - 1
         return context_parallel_attention(
-            q,
-            k,
-            v,
-            sharding.mask,
-            sharding.plan,
-            sharding.group,
-            sharding.method,
-            window_size=(left, None),
-            softcap=softcap or 0.0,
-            softmax_scale=scaling,
+            q, k, v, sharding.mask, sharding.plan, sharding.group, sharding.method,
+            window_size=(left, None), softcap=softcap or 0.0, softmax_scale=scaling,
             learnable_sink=s_aux,
-        ), None
+        ), None  # fmt: skip
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _without_mask(bool(causal), sliding_window, shape)
     elif isinstance(attention_mask, AttentionMask):
         _check_extents(attention_mask, shape)
-        if packed is not None and (bias is not None or attention_mask.found.window is None):
+        is_window = attention_mask.found.window is not None
+        if is_window and packed is None:
+            watch_positions(attention_mask, others.get("position_ids"))
+        if packed is not None and (bias is not None or not is_window):
             # a call of packed sequences takes a window, and none of what counts in the whole row
             attention_mask, packed = attention_mask.packed(packed.cu_seqlens_k), None
         options = _of_mask(attention_mask)
@@ -363,7 +359,7 @@ def _of_mask(mask: AttentionMask) -> dict[str, Any]:
         causal = right == 0
         return {"causal": causal, "window_size": (left, None if causal else right)}
     if found.columns is not None:
-        return {"startend_row_indices": found.columns}
+        return {"startend_row_indices": found.columns, "window_size": (found.left, None)}
     if found.row is not None:
         options: dict[str, Any] = {"mask_mod": _mods().visible_to_all, "aux_tensors": [found.row]}
         if found.used is not None:
