@@ -171,11 +171,14 @@ def paper_tables(rows: Sequence[Json]) -> str:
     return "\n\n".join(parts)
 
 
-def _rates(figures: Figures, d: int) -> Iterator[tuple[str, list[tuple[float, float | None] | None]]]:
+Rate = tuple[float, float | None]  # TFLOP/s, and the ratio
+
+
+def _rates(figures: Figures, d: int) -> Iterator[tuple[str, list[Rate | None]]]:
     """Of each mask, by direction and length: TFLOP/s of ours, and their ratio to flash-attn-4's
     native causal attention of the same direction and size in the same run."""
 
-    def rate(mask: str, size: str, way: str) -> tuple[float, float | None] | None:
+    def rate(mask: str, size: str, way: str) -> Rate | None:
         row = figures.of(table_name(d, size, mask, is_backward=way == "bwd")).get("ours")
         if row is None:
             return None
@@ -193,7 +196,7 @@ def headline(rows: Sequence[Json], d: int = 128) -> str:
     """Markdown: TFLOP/s of ours by mask, length and direction, and in brackets their ratio to
     flash-attn-4's native causal attention of the same direction and size in the same run."""
 
-    def cell(found: tuple[float, float | None] | None) -> str:
+    def cell(found: Rate | None) -> str:
         if found is None:
             return NOTHING
         return f"{found[0]:.0f}" + ("" if found[1] is None else f" ({found[1]:.2f})")
