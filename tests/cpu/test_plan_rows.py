@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_rows import KEPT, differences, packed, rows_now, unpacked
 
-from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose import splits as splits_module
 
 # Calls of the grid that are planned in a moment.
 FEW = slice(0, 120)
@@ -26,11 +26,11 @@ def test_rows_survive_the_file() -> None:
 def test_a_planted_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what its rows have in common, and no other row."""
     before = rows_now(FEW)
-    right = plan_module.choose_split
+    right = splits_module._choose_split
     monkeypatch.setattr(
-        plan_module,
-        "choose_split",
-        lambda number, *of: None if number == 7 else right(number, *of),
+        splits_module,
+        "_choose_split",
+        lambda facts, of: None if facts.call.options.num_splits == 7 else right(facts, of),
     )
     found = differences(before, after := rows_now(FEW))
     assert all("splits-7 forward" in x for x in found)
