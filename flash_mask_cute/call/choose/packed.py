@@ -173,8 +173,8 @@ def with_gradients(tensors: Tensors) -> Tensors:
     return replaced(x, gradients=gradients)
 
 
-# The tensors of a dense call by their form in a packed batch: (batch, row, ...) becomes rows, (batch,
-# heads, row) becomes (heads, row). `_may_hold_documents` refuses all other tensors.
+# The tensors of a dense call by their form in a packed batch: (batch, row, ...) becomes rows, and
+# (batch, heads, row) becomes (heads, row). `_may_hold_documents` refuses all other tensors.
 AS_ROWS = "q", "k", "v", "out", "dout", "dq", "dk", "dv"
 BY_HEADS = "lse", "lse_low", "max_scores", "dlse"
 UNCHANGED = "learnable_sink", "dsink", "daux"
@@ -202,7 +202,7 @@ def as_rows(tensors: Tensors) -> Tensors:
         given[i] = rows_of(given[i])
     for i in _HEADS[0]:
         given[i] = _memory_by_heads(given[i])
-    return made(Tensors, given)
+    return made(Tensors, tuple(given))
 
 
 def as_rows_bwd(tensors: Tensors) -> Tensors:
@@ -217,7 +217,7 @@ def as_rows_bwd(tensors: Tensors) -> Tensors:
             fields[i] = rows_of(fields[i])
         for i in heads:
             fields[i] = lse_by_heads(fields[i])
-    return made(Tensors, given)._replace(gradients=made(Gradients, gradients))
+    return made(Tensors, tuple(given))._replace(gradients=made(Gradients, tuple(gradients)))
 
 
 @overload
