@@ -211,7 +211,7 @@ def line_of(table: Table, row: Json) -> str:
     for label, over, under in table.ratios:
         if under in row and (known := [row[key] for key in over if key in row]):
             parts.append(f"{label} {min(known) / row[under]:.3f}")
-    return " ".join(parts)
+    return " ".join(parts).replace("\n", " ")
 
 
 def is_wrong(row: Json) -> bool:
