@@ -326,10 +326,9 @@ def fp8(run: Run, p: Problem) -> Iterator[Attempt]:
     tokens = p.caches.copies[0][0].shape[:3]
     shapes = {"head": (case.batch, p.heads_kv), "token": tuple(tokens)}
 
-    def call(k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor], **more: Any) -> Tensor:
-        if scales[0].dim() == 3:
-            scales = scales[0].view(k.shape[:3]), scales[1].view(k.shape[:3])
-        of_cache: Json = {"k_descale": scales[0], "v_descale": scales[1], "return_lse": False}
+    def call(k: Tensor, v: Tensor, scales: Sequence[Tensor], **more: Any) -> Tensor:
+        of_k, of_v = (x.view(k.shape[:3]) if x.dim() == 3 else x for x in scales)
+        of_cache: Json = {"k_descale": of_k, "v_descale": of_v, "return_lse": False}
         return _flash_attn_fwd(p.q, k, v, **keywords, **of_cache, **more)[0]
 
     # keys and values have scales of their own, which are bytes to read if each token has some
@@ -350,8 +349,9 @@ def appending(p: Problem, caches: Caches, *scales: Tensor) -> Callable[..., Any]
     of_cache = dict(zip(("k_descale", "v_descale"), scales, strict=False))
 
     def call(k: Tensor, v: Tensor) -> Any:
+        last_k, last_v = new[k.data_ptr()]
         told: Json = {"cache_seqlens": before, "causal": True, **of_cache}
-        return flash_attn_with_kvcache(p.q, k, v, *new[k.data_ptr()], **told)
+        return flash_attn_with_kvcache(p.q, k, v, last_k, last_v, **told)
 
     return call
 

@@ -153,13 +153,13 @@ class Given(NamedTuple):
     def of(case: Case, device: str) -> Given:
         heads = case.heads[0], case.heads[1], case.heads[1], case.heads[0]
         shapes = [(1, case.n, h, D) for h in heads]
-        tensors = runner.normal(device, torch.bfloat16, *shapes, seed=1)
-        return Given(*tensors, SelectedBlocks(choose(case, case.n, device), case.block))
+        q, k, v, dout = runner.normal(device, torch.bfloat16, *shapes, seed=1)
+        return Given(q, k, v, dout, SelectedBlocks(choose(case, case.n, device), case.block))
 
     def first(self, tokens: int) -> Given:
         numbers = self.chosen.indices[:, :, :tokens].contiguous()
-        chosen = self.chosen._replace(indices=numbers)
-        return Given(*(x[:, :tokens] for x in self[:4]), chosen)
+        q, k, v, dout = (x[:, :tokens] for x in (self.q, self.k, self.v, self.dout))
+        return Given(q, k, v, dout, self.chosen._replace(indices=numbers))
 
     def seen(self, rows: Tensor) -> Tensor:
         """(heads_kv, rows, tokens): what these queries see."""

@@ -16,7 +16,7 @@ from tiny_models import IDS, LEFT, LENGTHS, PACKED
 from torch import Tensor
 from transformers import StaticCache
 
-from flash_mask_cute.integrations.transformers import masks_for
+from flash_mask_cute.integrations.transformers import masks_for, register
 from flash_mask_cute.integrations.transformers.masks import make_mask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -96,8 +96,28 @@ def test_a_mask_waits_at_most_once() -> None:
 
 def test_wide_heads_are_refused() -> None:
     model = tiny.pair_of(tiny.config_of("gemma4", global_head_dim=512)).ours.cuda().bfloat16()
-    with pytest.raises(NotImplementedError, match="head dimension 512, and kernels have up to 256"):
+    with pytest.raises(NotImplementedError, match=r"head dimension 512.*wide_layers='sdpa'"):
         model(IDS.cuda())
+
+
+@pytest.mark.filterwarnings("ignore:.*as register.wide_layers")
+@pytest.mark.parametrize("situation", CALLS)
+def test_wide_heads_by_sdpa(situation: str) -> None:
+    """Logits and gradients, with a global layer of head dimension 512."""
+    call = on_gpu(CALLS[situation])
+    rows = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+    pair = tiny.pair_of(tiny.config_of("gemma4", global_head_dim=512))
+    high, ours = (copy.deepcopy(x).cuda().bfloat16() for x in pair)
+    ours.set_attn_implementation(register("mask_cute_wide", wide_layers="sdpa"))
+    exact = pair.eager.cuda()
+    # eager attention gives a row of padding NaN or not by release
+    wanted, near, found = (tiny.output_of(x, call).float()[rows] for x in (exact, high, ours))
+    assert tiny.relative(found, wanted) <= 1.5 * tiny.relative(near, wanted) + 2**-8
+    of_exact, of_eager, of_ours = (gradients(x, call, rows) for x in (exact, high, ours))
+    for name, grad in of_exact.items():
+        if grad.abs().max() > 1e-5:
+            limit = 2 * tiny.relative(of_eager[name], grad) + 2**-6
+            assert tiny.relative(of_ours[name], grad) <= limit, name
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
@@ -126,6 +146,55 @@ def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
         outs.append(torch.stack(logits))
     wanted, found, in_graphs = outs
     assert tiny.relative(in_graphs, wanted) <= 1.5 * tiny.relative(found, wanted) + 2**-8
+
+
+def appended(model: Any, is_captured: bool) -> Tensor:
+    """Logits of chunks of three tokens behind four in a static cache, each by a call or a replay of
+    one graph."""
+    prompt, *chunks = IDS[:, :16].cuda().split([4, 3, 3, 3, 3], 1)
+    cache, given = StaticCache(config=model.config, max_cache_len=24), chunks[0].clone()
+
+    def step() -> Tensor:
+        found: Tensor = model(given, past_key_values=cache).logits
+        return found
+
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        run = step
+        if is_captured:
+            step()
+            cache.reset()
+            model(prompt, past_key_values=cache)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = step()
+            run = lambda: (graph.replay(), logits)[1]  # noqa: E731
+        found = []
+        for chunk in chunks:
+            given.copy_(chunk)
+            found.append(run().float())
+    return torch.cat(found, 1)
+
+
+# All layers see everything: static caches of windows count on the host, which no replay does.
+APPENDED = {
+    "llama": {},
+    "gemma4": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "layer_types": ["full_attention"] * 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_chunks_by_replays_of_a_graph(name: str) -> None:
+    """A mask is made in the graph from the count of the cache, before layers move this."""
+    pair = tiny.pair_of(tiny.config_of(name, **APPENDED[name]))
+    low, ours = (copy.deepcopy(x).cuda().bfloat16() for x in pair)
+    wanted = appended(pair.eager.cuda(), False)
+    bound = 1.5 * tiny.relative(appended(low, False), wanted) + 2**-8
+    assert tiny.relative(appended(ours, False), wanted) <= bound
+    assert tiny.relative(appended(ours, True), wanted) <= bound
 
 
 def test_masks_made_before_a_compiled_training_step() -> None:

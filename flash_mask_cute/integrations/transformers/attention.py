@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
+from flash_mask_cute.integrations.transformers.positions import watch_positions
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.parallel.attention import context_parallel_attention
 from flash_mask_cute.parallel.sharding import current_sharding
+from flash_mask_cute.runtime.warn_once import warn_once
 
 MOST_HEAD_DIM = 256  # of kernels
 # Arguments that some models give to attention, and that say more about it than is computed here.
@@ -58,6 +61,7 @@ def layer_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
+    wide_layers: str = "refuse",
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention half, with the arguments of `AttentionInterface`.
@@ -70,26 +74,49 @@ def layer_attention(
     softcap, s_aux (a sink of each head), position_bias (added to scores after the soft cap, with
     gradients): as in transformers. block_indices (batch, heads, queries, k): the blocks of
     `module.indexer.block_size` keys that an indexer chose for each query, -1 for none; the mask
-    only hides more.
+    only hides more. wide_layers: as in `register`.
 
     Returns:
         (batch, queries, heads_q, head_dim_v), and None for the weights.
 
     Raises:
         NotImplementedError: what would be computed wrongly: output_attentions, dropout in training,
-            head dimensions above 256 on a GPU, the arguments of `REFUSED`.
+            the arguments of `REFUSED`; head dimensions above 256 on a GPU, or, with
+            wide_layers="sdpa", what sdpa does not compute in such a layer.
         TypeError, ValueError: shapes or dtypes do not fit; the message names the argument.
     """
-    _refuse(module, query, value, dropout, others)
+    _refuse(module, dropout, others)
+    wide = wide_layer(module, query, value)
+    if wide is not None and wide_layers != "sdpa":
+        raise NotImplementedError(
+            f"{wide}, and kernels support up to {MOST_HEAD_DIM}: register(wide_layers='sdpa') "
+            "computes such layers by sdpa, and attn_implementation='sdpa' computes all layers by it"
+        )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     dtype = _dtype_of(module, query, key, value)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-    bias = None
-    if position_bias is not None:
-        bias = _fitted(position_bias, "position_bias", shape)
+    bias = None if position_bias is None else _fitted(position_bias, "position_bias", shape)
+    packed = None
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        packed = _documents_of(*documents, shape)
+    shared = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
     sharding = current_sharding()
+    if wide is not None:
+        given: dict[str, Any] = {"s_aux": s_aux, "softcap": softcap, "position_bias": bias}
+        given |= {"block_indices": block_indices, "parallel.sharded": sharding}
+        if attention_mask is None and shape[3] > (sliding_window or shape[3]):
+            given["sliding_window without a mask"] = sliding_window
+        if packed is not None and isinstance(attention_mask, AttentionMask):
+            attention_mask, packed = attention_mask.packed(packed.cu_seqlens_k), None
+        given["cu_seq_lens_q without a mask"] = packed
+        _warn_or_refuse(wide, [name for name, value in given.items() if value is not None])
+        mask, causal = _for_sdpa(module, attention_mask, is_causal, q.dtype, shape)
+        # it takes (batch, heads, rows, head_dim)
+        qkv = (x.transpose(1, 2) for x in (q, k, v))
+        return sdpa_attention_forward(module, *qkv, mask, scaling=scaling, is_causal=causal)
     if sharding is not None:
         unknown = {"cu_seq_lens_q": cu_seq_lens_q, "position_bias": position_bias}
         unknown["block_indices"] = block_indices
@@ -97,35 +124,24 @@ def layer_attention(
         _refuse_in_shards(module, unknown | {"attention_mask": mask})
         left = None if sliding_window is None else sliding_window - 1
         return context_parallel_attention(
-            q,
-            k,
-            v,
-            sharding.mask,
-            sharding.plan,
-            sharding.group,
-            sharding.method,
-            window_size=(left, None),
-            softcap=softcap or 0.0,
-            softmax_scale=scaling,
-            learnable_sink=s_aux,
+            q, k, v, **sharding._asdict(), window_size=(left, None), **shared
         ), None
-    packed = None
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        given = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        packed = _documents_of(*given, shape)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _without_mask(bool(causal), sliding_window, shape)
     elif isinstance(attention_mask, AttentionMask):
         _check_extents(attention_mask, shape)
-        if packed is not None and (bias is not None or attention_mask.found.window is None):
+        is_window = attention_mask.found.window is not None
+        if is_window and packed is None:
+            watch_positions(attention_mask, others.get("position_ids"))
+        if packed is not None and (bias is not None or not is_window):
             # a call of packed sequences takes a window, and none of what counts in the whole row
             attention_mask, packed = attention_mask.packed(packed.cu_seqlens_k), None
         options = _of_mask(attention_mask)
     else:
         options = _of_table(_fitted(attention_mask, "attention_mask", shape), shape, packed, bias)
         packed = bias = None
-    options |= {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    options |= shared
     if block_indices is not None:
         options["block_sparse_tensors"] = _chosen(module, block_indices, packed is not None)
     if bias is not None:
@@ -135,21 +151,66 @@ def layer_attention(
             packed = None
         options["score_mod"], bias = _adding(bias, shape)
         options["aux_tensors"] = [bias, *options.get("aux_tensors", ())]
+    return _attend((q, k, v), packed, options), None
+
+
+def _attend(
+    qkv: tuple[Tensor, Tensor, Tensor], packed: Packed | None, options: dict[str, Any]
+) -> Tensor:
     if packed is not None:
-        documents = packed._replace(
-            cu_seqlens_q=packed.cu_seqlens_q.int(), cu_seqlens_k=packed.cu_seqlens_k.int()
+        rows = (x[0] for x in qkv)
+        cu_seqlens = packed.cu_seqlens_q.int(), packed.cu_seqlens_k.int()
+        return flash_attn_varlen_func(*rows, *cu_seqlens, *packed[2:], **options)[None]
+    if "seqused_k" in options:
+        return flash_attn_varlen_func(*qkv, **options)
+    return flash_attn_func(*qkv, **options)
+
+
+def wide_layer(module: torch.nn.Module, query: Tensor, value: Tensor) -> str | None:
+    """A layer that is wider than the kernels, in words. The CPU path computes every width."""
+    width = max(query.shape[-1], value.shape[-1])
+    if not query.is_cuda or width <= MOST_HEAD_DIM:
+        return None
+    return f"{type(module).__name__} has head dimension {width}"
+
+
+@torch.compiler.assume_constant_result
+def _warn_or_refuse(wide: str, given: list[str]) -> None:
+    """Refuse what sdpa would leave out of a wide layer, else warn that it computes one."""
+    if given:
+        raise NotImplementedError(
+            f"{wide} and {', '.join(given)}, which sdpa does not compute: load the model with "
+            "attn_implementation='eager'"
         )
-        out = flash_attn_varlen_func(q[0], k[0], v[0], *documents, **options)[None]
-    elif "seqused_k" in options:
-        out = flash_attn_varlen_func(q, k, v, **options)
-    else:
-        out = flash_attn_func(q, k, v, **options)
-    return out, None
+    warn_once(
+        "wide_layers",
+        f"{wide}: transformers.integrations.sdpa_attention.sdpa_attention_forward computes it, as "
+        "register(wide_layers='sdpa') says",
+    )
 
 
-def _refuse(
-    module: torch.nn.Module, query: Tensor, value: Tensor, dropout: float, others: dict[str, Any]
-) -> None:
+def _for_sdpa(
+    module: torch.nn.Module,
+    mask: AttentionMask | Tensor | None,
+    is_causal: bool | None,
+    dtype: torch.dtype,
+    shape: Shape,
+) -> tuple[Tensor | None, bool]:
+    """A mask as sdpa takes it: a tensor, or whether it is causal over as many keys as queries."""
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return None, bool(_without_mask(bool(causal), None, shape)["causal"])
+    if isinstance(mask, Tensor):
+        mask = _fitted(mask, "attention_mask", shape)
+        return (mask if mask.dtype == torch.bool else mask.to(dtype)), False
+    _check_extents(mask, shape)
+    window = mask.found.window
+    if window == (None, 0) and shape[2] == shape[3]:
+        return None, True
+    return (None if window == (None, None) else mask.dense()), False
+
+
+def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
     if dropout and module.training:
         raise NotImplementedError(
             f"dropout={dropout} in training: probabilities are never stored here; set the "
@@ -167,12 +228,6 @@ def _refuse(
                 f"{type(module).__name__} gives {name}, {meaning}, which is not computed here: "
                 "load the model with attn_implementation='sdpa' or 'eager'"
             )
-    head_dim = max(query.shape[-1], value.shape[-1])
-    if head_dim > MOST_HEAD_DIM and query.is_cuda:
-        raise NotImplementedError(
-            f"{type(module).__name__} has head dimension {head_dim}, and kernels have up to "
-            f"{MOST_HEAD_DIM}: load the model with attn_implementation='sdpa'"
-        )
 
 
 def _chosen(module: torch.nn.Module, block_indices: Tensor, is_packed: bool) -> SelectedBlocks:
@@ -304,7 +359,7 @@ def _of_mask(mask: AttentionMask) -> dict[str, Any]:
         causal = right == 0
         return {"causal": causal, "window_size": (left, None if causal else right)}
     if found.columns is not None:
-        return {"startend_row_indices": found.columns}
+        return {"startend_row_indices": found.columns, "window_size": (found.left, None)}
     if found.row is not None:
         options: dict[str, Any] = {"mask_mod": _mods().visible_to_all, "aux_tensors": [found.row]}
         if found.used is not None:
