@@ -109,6 +109,8 @@ class AttentionMask(BlockMask):
         if step != 1:
             raise NotImplementedError(f"attention_mask[{index!r}]: {self._refusal}")
         count = max(end - first, 0)
+        if count == num_rows:
+            return self
         function = placed(self._function, None, first, 0)
         found = find_form(function, batch, (count, num_keys), self.device)
         return AttentionMask((batch, heads, count, num_keys), function, found, self.device)
@@ -152,6 +154,8 @@ class AttentionMask(BlockMask):
                 "the mask have the documents, masks_for(..., position_ids=...), and pass no "
                 "cu_seq_lens_q and cu_seq_lens_k"
             )
+        if self._shape[2:] == (1, 1):
+            return self
         if self._packed is None or self._packed[0] is not cu_seqlens:
             _, _, num_rows, num_keys = self._shape
             if num_rows != num_keys:
@@ -282,13 +286,17 @@ def make_mask(
         if missing > 0:
             # keys of a static cache that are not there yet
             padding = torch.nn.functional.pad(padding, (0, missing))
+    is_row = q_length == 1 and not others.get("use_vmap")
+    if isinstance(q_offset, Tensor) and not is_row:
+        # a static cache moves it in place, and other rows and functions are read after that
+        q_offset = q_offset.clone()
     function = placed(mask_function, padding, q_offset, kv_offset)
     unpadded, shown = function, None
     if padding is not None:
         # a slice of the padding is cheaper than what reads it by indices
         unpadded = placed(mask_function, None, q_offset, kv_offset)
         shown = padding[:, kv_offset : kv_offset + kv_length]
-    if q_length == 1 and not others.get("use_vmap"):
+    if is_row:
         found = _find_row(unpadded, shown, batch_size, kv_length, device)
         if isinstance(q_offset, Tensor):
             found = _with_used(found)
