@@ -24,8 +24,8 @@ USER_PAGES = ("README.md", "docs/README.md", "docs/CHANGELOG.md") + tuple(
 )
 # Clauses that come too late, and words that mean something else to most readers.
 PHRASES = re.compile(
-    r"\bof which\b|\bwhat is not\b|\bwhose\b|\b(?:is|are) not there\b|\bdoors?\b|\btells?\b|\bbehind\b"
-    r"|\bof one's own\b|\]\([^)]+\) (?:has|have)\b",
+    r"\bof which\b|\bwhat is not\b|\bwhose\b|\b(?:is|are) not there\b|\bdoors?\b|\btells?\b"
+    r"|\bbehind\b|\bof one's own\b|\]\([^)]+\) (?:has|have)\b",
     re.I,
 )
 
