@@ -177,7 +177,7 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
 def _check_format(cache: Cache) -> None:
     """Check that both caches are in fp8, or none is, and that a scale has such a cache."""
     k, v = cache.k, cache.v
-    if k.dtype != v.dtype and FP8 in (k.dtype, v.dtype):
+    if k.dtype.itemsize != v.dtype.itemsize and FP8 in (k.dtype, v.dtype):
         raise TypeError(
             "k_cache and v_cache must both be in float8_e4m3fn, or both in the dtype of q, got "
             f"{k.dtype} and {v.dtype}"

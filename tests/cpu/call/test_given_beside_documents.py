@@ -16,8 +16,8 @@ from torch import Tensor
 from ways import AnyMode
 
 from flash_mask_cute import ColumnMask, builders, explain, flash_attn_func
+from flash_mask_cute.call import documents as packed
 from flash_mask_cute.call.arguments import Lengths, OptionalTensors, Tensors
-from flash_mask_cute.call.choose import packed
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
