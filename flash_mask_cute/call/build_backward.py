@@ -141,9 +141,8 @@ def compile_bwd(
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         of_keys = problem.varlen_k, problem.has_seqused_k
         tile_n = problem.token_lists or choice.tile_n
-        parts = PartFacts(
-            problem.dtype, *sizes, *of_keys, tile_n, _sums_order(problem, choice, target)
-        )
+        order = _sums_order(problem, choice, target)
+        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, order)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):

@@ -74,8 +74,8 @@ class BackwardKernel(AttentionKernel):
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
     where they come first. gathers_tokens: it takes each query's choice of key blocks as token
-    lists. owns_lists: block lists may say of each warpgroup's keys what they see. load_limits: loads
-    the module with the limits of its threads and shared memory. load_entry_kernels,
+    lists. owns_lists: block lists may say of each warpgroup's keys what they see. load_limits:
+    loads the module with the limits of its threads and shared memory. load_entry_kernels,
     load_entry_traits: load `EntryKernels`. None: it has no such limits or kernels."""
 
     rows: tuple[BwdRow, ...]
