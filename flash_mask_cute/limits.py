@@ -7,8 +7,8 @@ ADDRESS_MASK = 15
 # A window side as wide as this is open: no sequence is longer, and kernels add window sides to
 # positions in 32 bits.
 OPEN_WINDOW = 1 << 30
-# of kernels; the CPU path has none
-MAX_HEAD_DIM = 256
+# of kernels; the CPU path has none. The forward on Hopper has the wider one.
+MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM = 256, 512
 # the largest number of float8_e4m3fn
 LARGEST_CODE = 448.0
 # keys of a page

@@ -19,6 +19,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
 from flash_mask_cute.core.shares import DECODE_ROWS
+from flash_mask_cute.core.value_halves import ValueHalf
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work, WorkRing
@@ -113,7 +114,7 @@ class OperandLoads:
     are copied by several warps. cut: makes the bits of a block that is cut, from the work tile, the
     number of such blocks before it and the block, and returns the next number; for warps that only
     copy rows, and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads),
-    which others read soon.
+    which others read soon. half: the columns of V of this CTA, None: all.
     """
 
     operands: tma.Operands
@@ -130,6 +131,11 @@ class OperandLoads:
     cut: cutlass.Constexpr[Callable[[Work, Int32, Block], Int32] | None] = None
     scales_k: cute.Tensor | None = None
     scales_v: cute.Tensor | None = None
+    half: ValueHalf | None = None
+
+    @property
+    def _first_value_column(self) -> int | Int32:
+        return 0 if self.half is None else self.half.first_column
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -307,7 +313,7 @@ class OperandLoads:
     ) -> None:
         gV = self.operands.v[None, None, None, at.page]
         gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
-        gV = cute.domain_offset(((head, at.row), 0), gV)
+        gV = cute.domain_offset(((head, at.row), self._first_value_column), gV)
         channel, tile = self.v.channel, self.shape.box_v
         self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
 
@@ -325,7 +331,8 @@ class OperandLoads:
             if const_expr(self._by_rows):
                 stage = smem[None, None, channel.index(number)]
                 self._ask_for_scales(self.scales_v, place, state.v_pages)
-                self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
+                columns = self._first_value_column
+                self._copies.copy(self.pages.v, place.head, state.v_pages, stage, columns)
                 if const_expr(not self._hands_over):
                     channel.publish_copies(number)
             else:
@@ -471,7 +478,7 @@ class OperandLoads:
                 (place.head, row),
                 shape.box_v,
                 smem,
-                self.part * shape.box_v[1],
+                self._first_value_column + self.part * shape.box_v[1],
             )
             number, channel = state.blocks - 1, self.v.channel
             channel.acquire(number)

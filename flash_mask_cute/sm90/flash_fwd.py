@@ -54,7 +54,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.core import tma
+from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
@@ -72,6 +72,7 @@ from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
 from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
+from flash_mask_cute.core.value_halves import ValueHalf
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
@@ -120,7 +121,7 @@ class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: multiples of 8 up to 256
+    :param head_dim, head_dim_v: multiples of 8 up to 512
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
@@ -330,8 +331,9 @@ class FlashAttentionForwardSm90:
         partials = destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, traits, self.num_sms, group_bytes, blocks, num_splits
-        )
+            lengths, mQ, mK, traits, max(self.num_sms // traits.num_ctas, 1), group_bytes, blocks,
+            num_splits,
+        )  # fmt: skip
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
@@ -351,8 +353,9 @@ class FlashAttentionForwardSm90:
             operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
             rows_of_output, descales,
         ).launch(
-            grid=(grid, 1, 1),
+            grid=(grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
+            cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -427,8 +430,18 @@ class FlashAttentionForwardSm90:
             kept = KeptRows.create(traits, allocator.allocate(traits.kept_storage()))
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
+        half = claims = None
+        if const_expr(traits.num_ctas > 1):
+            half = ValueHalf.of_cta(traits.head_dim_v, traits.tile_dv)
+            claims = clusters.Claims.create(
+                storage.claims_barriers.data_ptr(), storage.claim.data_ptr()
+            )
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(traits.num_ctas > 1):
+            # one CTA also arrives on the mbarriers of the other
+            clusters.sync()
+        else:
+            cute.arch.sync_threads()
 
         tiles = self._tiles(storage, kept)
 
@@ -444,6 +457,7 @@ class FlashAttentionForwardSm90:
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
+                half=half,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loader.stream(channels.ring, channels.walk)
@@ -451,7 +465,7 @@ class FlashAttentionForwardSm90:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
                 schedule_forward(
                     self, rules, rings, lengths, schedule, tile_counter, partials,
-                    in_turn=traits.kept_blocks > 0,
+                    in_turn=traits.kept_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
                 self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
@@ -462,7 +476,7 @@ class FlashAttentionForwardSm90:
                 cute.arch.setmaxregister_increase(traits.mma_registers)
             epilogue = Epilogue(
                 traits, operands, lse, lengths, score_args.sink, partials, mO,
-                self.split in ORDERED,
+                self.split in ORDERED, half,
             )  # fmt: skip
             self.mma(epilogue, tiles, channels, score_args.scales, masks)
         elif const_expr(traits.mask_warpgroup):
@@ -477,6 +491,9 @@ class FlashAttentionForwardSm90:
             else:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
+        if const_expr(traits.num_ctas > 1):
+            # the other CTA may still arrive on mbarriers of this one
+            clusters.sync()
 
     def _tiles(self, storage: Any, kept: KeptRows | None) -> Tiles:
         """The contents of shared memory. kept: rows of tables."""

@@ -30,7 +30,7 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.shares import FEW_ROWS
+from flash_mask_cute.core.shares import FEW_ROWS, ctas_of_tile
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.limits import LEAST_BOX
@@ -143,7 +143,13 @@ class FwdTraits(PackedHeads):
 
     @property
     def tile_dv(self) -> int:
-        return tile_columns(self.head_dim_v)
+        """Of this CTA, which may have a half of V (`core/value_halves.py`)."""
+        return tile_columns(-(-self.head_dim_v // self.num_ctas))
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of a cluster, which compute a work tile together."""
+        return ctas_of_tile(self.head_dim_v)
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -618,6 +624,8 @@ class FwdTraits(PackedHeads):
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
+            claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 * (self.num_ctas - 1)]
+            claim: cute.struct.MemRange[cutlass.Int32, self.num_ctas - 1]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
             block_flags: cute.struct.MemRange[cutlass.Int32, self.stages_k]

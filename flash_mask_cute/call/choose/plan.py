@@ -63,6 +63,7 @@ from flash_mask_cute.call.choose.refusals import (
     refuse_fp8,
     refuse_large_choice,
     refuse_segments,
+    refuse_wide_heads,
 )
 from flash_mask_cute.call.choose.segments import Segments, choose_segments
 from flash_mask_cute.call.choose.selected import has_equal_walks, with_choice_facts
@@ -86,7 +87,7 @@ from flash_mask_cute.call.problem import (
 )
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.segments import BY_SEGMENTS, ONE_SEGMENT
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, ctas_of_tile
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
@@ -418,6 +419,8 @@ def _choose_tiles(
         backend = Backend.CPU
     elif backend is Backend.KERNEL:
         check_head_dims(problem.head_dim, problem.head_dim_v, runs_kernels=True)
+        has_backward = call.direction is Direction.BACKWARD or call.options.is_recorded
+        refuse_wide_heads(problem, has_backward, target or target_of(q))
     target = target or target_of(q)
     _, window_left, window_right = window
     gradients = sink = None
@@ -437,7 +440,10 @@ def _choose_tiles(
         if empties or call.tensors.gradients.dsink is not None:
             sink = call.tensors.learnable_sink
         gradients = GradientFacts.of(call, problem, sink)
-    choice = choose(_within_tables(problem))
+    most = MAX_HEAD_DIM
+    if call.direction is Direction.FORWARD:
+        most = arch_spec(target).forward.most_head_dim
+    choice = choose(_within_tables(problem, most))
     chosen = ExecutionPlan(
         direction=call.direction,
         backend=backend,
@@ -468,7 +474,8 @@ def _choose_tiles(
         chosen = _with_segments(chosen, call, window)
     elif problem.split == BY_SLOTS:
         tile_m = chosen.fwd_choice.tiles.tile_m
-        by_slots = Splits.by_slots(chosen.problem, shapes, target.num_sms, tile_m)
+        num_shares = max(target.num_sms // ctas_of_tile(problem.head_dim_v), 1)
+        by_slots = Splits.by_slots(chosen.problem, shapes, num_shares, tile_m)
         chosen = replace(chosen, splits=by_slots)
     elif problem.split is not None:
         by_rows = Splits.by_rows(chosen.problem, shapes, max(call.options.num_splits, 1))
@@ -499,8 +506,9 @@ def _with_split(
         split: str | None = ONE_SEGMENT
     else:
         split = choose_split(
-            options.num_splits, problem, shapes, may_pack, _visible(window), target.num_sms,
-            has_config, has_equal_walks(shapes, masks),
+            options.num_splits, problem, shapes, may_pack, _visible(window),
+            target.num_sms // ctas_of_tile(problem.head_dim_v), has_config,
+            has_equal_walks(shapes, masks),
         )  # fmt: skip
     out = call.tensors.out
     if split in (None, BY_SLOTS) and out is not None and out.dtype != call.tensors.q.dtype:
@@ -534,12 +542,13 @@ def _with_segments(
     return replace(chosen, problem=problem, segments=segments, splits=splits)
 
 
-def _within_tables(problem: AttentionProblem) -> AttentionProblem:
-    """The problem with head dimensions that kernels have, whose tiles the CPU path takes."""
+def _within_tables(problem: AttentionProblem, most: int) -> AttentionProblem:
+    """The problem with head dimensions that kernels have, whose tiles the CPU path takes. most: the
+    widest."""
     head_dims = (problem.head_dim, problem.head_dim_v)
-    if max(head_dims) <= MAX_HEAD_DIM:
+    if max(head_dims) <= most:
         return problem
-    head_dim, head_dim_v = (min(x, MAX_HEAD_DIM) for x in head_dims)
+    head_dim, head_dim_v = (min(x, most) for x in head_dims)
     return replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
 
 

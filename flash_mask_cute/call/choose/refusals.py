@@ -10,7 +10,7 @@ from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.aux_order import why_unordered
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.limits import MOST_BIT_BYTES
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES
 from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.runtime.checks import brief
 from flash_mask_cute.runtime.target import Target
@@ -50,6 +50,28 @@ def refuse_fp8(problem: AttentionProblem, target: Target) -> None:
         raise NotImplementedError(
             f"k and v in float8_e4m3fn are not supported on {spec.name}: convert them to the dtype "
             f"of q ({problem.dtype})"
+        )
+
+
+def refuse_wide_heads(problem: AttentionProblem, has_backward: bool, target: Target) -> None:
+    """Refuse what kernels do not compute of heads above MAX_HEAD_DIM. has_backward: this is a
+    backward, or a forward that autograd records."""
+    dims = problem.head_dim, problem.head_dim_v
+    if max(dims) <= MAX_HEAD_DIM:
+        return
+    spec, reason = arch_spec(target), None
+    if max(dims) > spec.forward.most_head_dim:
+        reason = f"not supported on {spec.name}"
+    elif has_backward:
+        reason = "a forward only: call it under torch.no_grad(), or with tensors that are detached"
+    elif dims[0] != dims[1]:
+        reason = "supported only where both are equal"
+    elif problem.in_fp8:
+        reason = "not supported with k and v in float8_e4m3fn"
+    if reason is not None:
+        raise NotImplementedError(
+            f"head_dim and head_dim_v above {MAX_HEAD_DIM} are {reason}; got {dims[0]} and "
+            f"{dims[1]}"
         )
 
 
