@@ -6,7 +6,7 @@ writes what a row has once, such as its LSE. Halves are as wide as a tile in sha
 is more than half of the columns, both CTAs have those in the middle, with the same results.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Boolean, Int32
 
@@ -18,12 +18,20 @@ class ValueHalf(NamedTuple):
 
     first_column: Int32
 
-    @staticmethod
-    def of_cta(head_dim_v: int, tile_dv: int) -> "ValueHalf":
-        """tile_dv: columns of a half."""
-        return ValueHalf(clusters.rank() * (head_dim_v - tile_dv))
-
     @property
     def writes_rows(self) -> Boolean:
         """Whether this CTA writes what a row has once."""
         return self.first_column == 0
+
+
+def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, clusters.Claims | None]:
+    """The half of this CTA, and how one CTA claims work tiles for both; None if it has all columns.
+
+    traits: of the kernel: head_dim_v, num_ctas, and tile_dv, the columns of a half. storage: shared
+    memory of the CTA.
+    """
+    if traits.num_ctas == 1:
+        return None, None
+    half = ValueHalf(clusters.rank() * (traits.head_dim_v - traits.tile_dv))
+    barriers, word = storage.claims_barriers.data_ptr(), storage.claim.data_ptr()
+    return half, clusters.Claims.create(barriers, word)

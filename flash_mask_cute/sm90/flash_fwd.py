@@ -72,7 +72,7 @@ from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
 from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
-from flash_mask_cute.core.value_halves import ValueHalf
+from flash_mask_cute.core.value_halves import of_cta
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
@@ -232,13 +232,11 @@ class FlashAttentionForwardSm90:
                 raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        reason = self.traits.infeasible()
-        if reason is not None:
+        if (reason := self.traits.infeasible()) is not None:
             raise ValueError(reason)
-        if num_threads not in (None, self.traits.num_threads):
-            raise ValueError(
-                f"num_threads is {self.traits.num_threads} for tile_m={tile_m}, got {num_threads}"
-            )
+        wanted = self.traits.num_threads
+        if num_threads not in (None, wanted):
+            raise ValueError(f"num_threads is {wanted} for tile_m={tile_m}, got {num_threads}")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod, self.shares_mask = mask_mod, shares_mask
@@ -330,10 +328,10 @@ class FlashAttentionForwardSm90:
             group_bytes = L2_SHARE
         partials = destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
+        num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, traits, max(self.num_sms // traits.num_ctas, 1), group_bytes, blocks,
-            num_splits,
-        )  # fmt: skip
+            lengths, mQ, mK, traits, num_groups, group_bytes, blocks, num_splits
+        )
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
@@ -345,13 +343,11 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        lse = LseTensors(mLSE, mLSELow, mMaxScores)
-        descales = Descales(mKDescale, mVDescale)
         # threads store rows where a TMA store would also write rows of no query
         rows_of_output = mO if const_expr(traits.stores_rows) else None
         self.kernel(
-            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
-            rows_of_output, descales,
+            operands, LseTensors(mLSE, mLSELow, mMaxScores), lengths, score_args, masks, schedule,
+            tile_counter, partials, pages, rows_of_output, Descales(mKDescale, mVDescale),
         ).launch(
             grid=(grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -430,18 +426,12 @@ class FlashAttentionForwardSm90:
             kept = KeptRows.create(traits, allocator.allocate(traits.kept_storage()))
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
-        half = claims = None
-        if const_expr(traits.num_ctas > 1):
-            half = ValueHalf.of_cta(traits.head_dim_v, traits.tile_dv)
-            claims = clusters.Claims.create(
-                storage.claims_barriers.data_ptr(), storage.claim.data_ptr()
-            )
+        half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
-        if const_expr(traits.num_ctas > 1):
-            # one CTA also arrives on the mbarriers of the other
-            clusters.sync()
-        else:
+        if const_expr(half is None):
             cute.arch.sync_threads()
+        else:
+            clusters.sync()
 
         tiles = self._tiles(storage, kept)
 
@@ -491,7 +481,7 @@ class FlashAttentionForwardSm90:
             else:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
-        if const_expr(traits.num_ctas > 1):
+        if const_expr(half is not None):
             # the other CTA may still arrive on mbarriers of this one
             clusters.sync()
 
