@@ -331,8 +331,10 @@ class OperandLoads:
             if const_expr(self._by_rows):
                 stage = smem[None, None, channel.index(number)]
                 self._ask_for_scales(self.scales_v, place, state.v_pages)
-                columns = self._first_value_column
-                self._copies.copy(self.pages.v, place.head, state.v_pages, stage, columns)
+                pool = self.pages.v
+                if const_expr(self.half is not None):
+                    pool = cute.domain_offset((0, 0, 0, self.half.first_column), pool)
+                self._copies.copy(pool, place.head, state.v_pages, stage)
                 if const_expr(not self._hands_over):
                     channel.publish_copies(number)
             else:

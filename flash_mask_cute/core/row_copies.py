@@ -97,16 +97,9 @@ class RowCopies:
         return at._replace(pages=tuple(self.pages.number(page) for page in at.pages))
 
     @cute.jit
-    def copy(
-        self,
-        pool: cute.Tensor,
-        head: Int32,
-        at: BlockRows,
-        smem: cute.Tensor,
-        first_column: int | Int32 = 0,
-    ) -> None:
+    def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
         """Start copying the rows of a block into smem (rows, columns), and zeros into its columns
-        behind those of the pool. If first_column is not 0, the pool has all columns from it on."""
+        behind those of the pool."""
         rows_at_once = WARP // self._lanes(smem)
         unroll = UNROLL_OF_DECODING if self.is_decoding else UNROLL
         row_of_lane = cute.arch.lane_idx() // self._lanes(smem)
@@ -117,7 +110,7 @@ class RowCopies:
             first = group * WARP
             num_rows = max(min(WARP, least - first), 0)
             # the products of one row, for all lanes that copy it
-            place = (at.pages[group], at.rows[group], head, first_column)
+            place = (at.pages[group], at.rows[group], head, 0)
             address = (pool.iterator + cute.crd2idx(place, pool.layout)).toint()
             for step in cutlass.range(num_rows // rows_at_once, unroll=unroll):
                 row = step * rows_at_once + row_of_lane

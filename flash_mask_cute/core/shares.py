@@ -39,8 +39,6 @@ _LEAST_PLACES_OF_HEAD = 8
 _BUSY, _OF = 19, 20
 # rows of a work tile of decoding, which waits for memory
 DECODE_ROWS = 64
-# columns of V that a CTA sums; of wider values, two CTAs have half each (`core/value_halves.py`)
-MOST_COLUMNS_OF_CTA = 256
 # Query rows that share keys, up to which each thread of a tile on Hopper has only one of its two
 FEW_ROWS = DECODE_ROWS // 2
 
@@ -78,11 +76,6 @@ class Shares(NamedTuple):
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
         """The line and the share of a CTA. Shares of the last CTAs may lie behind the end."""
         return cta % self.num_lines, cta // self.num_lines
-
-
-def ctas_of_tile(head_dim_v: int) -> int:
-    """CTAs on Hopper that compute a work tile of queries together."""
-    return 1 if head_dim_v <= MOST_COLUMNS_OF_CTA else 2
 
 
 def are_busy(num_shares: IntLike, num_ctas: IntLike) -> IntLike:

@@ -87,8 +87,7 @@ class TileScheduler:
     (docs/facts/hopper_forward.md#few-unequal-work-tiles-are-claimed-late-and-the-second-one-is-fixed);
     None: it never is.
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
-    for each of them, or, unless own_blocks, is of all of them. claims: how one of them claims for
-    all; without it, such CTAs have no counter.
+    for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
     claims_first: a CTA claims its first tile, too. So the tiles before a claimed one have been
     claimed by CTAs that run, however few CTAs run at a time. CTAs that wait for the tiles before
     theirs then all end, also if they claim a tile while they compute another one: the first tile
@@ -108,7 +107,6 @@ class TileScheduler:
     claims_first: cutlass.Constexpr[bool] = False
     entries_first: cutlass.Constexpr[bool] = False
     in_turn: cutlass.Constexpr[bool] = False
-    own_blocks: cutlass.Constexpr[bool] = True
 
     def start(self) -> Search:
         search = self.before_start()
@@ -126,8 +124,6 @@ class TileScheduler:
 
     def own_block(self, block: Int32) -> Int32:
         """The block of this CTA among those of a work tile."""
-        if not self.own_blocks:
-            return block
         return block * self.ctas_per_tile + cute.arch.block_idx()[0] % self.ctas_per_tile
 
     @cute.jit

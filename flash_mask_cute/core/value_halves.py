@@ -1,16 +1,27 @@
 """Values of more columns than one CTA sums: the CTAs of a cluster have the same work tiles.
 
 Each scores all keys of a tile, and multiplies its half of the columns of V. So a tile has one walk
-and one place among splits, and the second reader of a key finds it in the L2 cache. The first CTA
-writes what a row has once, such as its LSE. Halves are as wide as a tile in shared memory. If that
-is more than half of the columns, both CTAs have those in the middle, with the same results.
+and one place among splits. The first CTA writes what a row has once, such as its LSE. Halves are as
+wide as a tile in shared memory. If that is more than half of the columns, both CTAs have those in
+the middle, with the same results.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-from cutlass import Boolean, Int32
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flash_mask_cute.core import clusters
+if TYPE_CHECKING:
+    from cutlass import Boolean, Int32
+
+    from flash_mask_cute.core.clusters import Claims
+
+# columns of V that a CTA sums
+MOST_COLUMNS = 256
+
+
+def ctas_of_tile(head_dim_v: int) -> int:
+    """CTAs on Hopper that compute a work tile of queries together."""
+    return 1 if head_dim_v <= MOST_COLUMNS else 2
 
 
 class ValueHalf(NamedTuple):
@@ -24,12 +35,15 @@ class ValueHalf(NamedTuple):
         return self.first_column == 0
 
 
-def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, clusters.Claims | None]:
+def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, Claims | None]:
     """The half of this CTA, and how one CTA claims work tiles for both; None if it has all columns.
 
     traits: of the kernel: head_dim_v, num_ctas, and tile_dv, the columns of a half. storage: shared
     memory of the CTA.
     """
+    # the host needs no compiler for what is above
+    from flash_mask_cute.core import clusters
+
     if traits.num_ctas == 1:
         return None, None
     half = ValueHalf(clusters.rank() * (traits.head_dim_v - traits.tile_dv))

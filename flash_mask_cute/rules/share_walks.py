@@ -67,6 +67,13 @@ class Found(NamedTuple):
         return TileOnLine(self.start, self.num_blocks)
 
 
+class CommonTiles(TileScheduler):
+    """Of CTAs that compute a work tile together, with the same rows."""
+
+    def own_block(self, block: Int32) -> Int32:
+        return block
+
+
 @dataclass(frozen=True)
 class KeyBlockLine:
     """The line of all key blocks of some heads of a launch. heads: work tiles of a block of
@@ -310,14 +317,13 @@ def schedule_forward(
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if in_turn:
             params = params_in_turn(params)
-        scheduler = TileScheduler(
-            params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored,
+        kind = TileScheduler
+        if const_expr(claims is not None):
+            kind, ctas_per_tile = CommonTiles, clusters.CTAS
+        scheduler = kind(
+            params, tile_counter, last_first, varlen, ctas_per_tile, claims, mirrored=mirrored,
             entries_first=in_turn, in_turn=in_turn,
         )  # fmt: skip
-        if const_expr(claims is not None):
-            scheduler = replace(
-                scheduler, ctas_per_tile=clusters.CTAS, claims=claims, own_blocks=False
-            )
         if isinstance(partials, RunningSums):
             blocks = partials.segment_blocks
             send_segments(scheduler, rules, lengths, *rings, blocks, claims_late=late)

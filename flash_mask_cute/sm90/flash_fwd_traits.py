@@ -30,7 +30,8 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.shares import FEW_ROWS, ctas_of_tile
+from flash_mask_cute.core.shares import FEW_ROWS
+from flash_mask_cute.core.value_halves import ctas_of_tile
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.limits import LEAST_BOX

@@ -87,7 +87,8 @@ from flash_mask_cute.call.problem import (
 )
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.segments import BY_SEGMENTS, ONE_SEGMENT
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, ctas_of_tile
+from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS
+from flash_mask_cute.core.value_halves import ctas_of_tile
 from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, DocumentBitsPlan, MaskBitsPlan
 from flash_mask_cute.masks.q_start import END, NO_START, QStart
