@@ -25,9 +25,11 @@ def ctas_of_tile(head_dim_v: int) -> int:
 
 
 class ValueHalf(NamedTuple):
-    """first_column: of the columns of V and O that this CTA has."""
+    """first_column: of the columns of V and O that this CTA has. rank: of the CTA in its cluster,
+    and of its half of the keys of a block, if it loads those for both."""
 
     first_column: Int32
+    rank: Int32
 
     @property
     def writes_rows(self) -> Boolean:
@@ -46,6 +48,7 @@ def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, Claims | None]:
 
     if traits.num_ctas == 1:
         return None, None
-    half = ValueHalf(clusters.rank() * (traits.head_dim_v - traits.tile_dv))
+    rank = clusters.rank()
+    half = ValueHalf(rank * (traits.head_dim_v - traits.tile_dv), rank)
     barriers, word = storage.claims_barriers.data_ptr(), storage.claim.data_ptr()
     return half, clusters.Claims.create(barriers, word)

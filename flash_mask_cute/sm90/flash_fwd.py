@@ -400,16 +400,20 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
+        split_fields = () if self.split in (None, ONE_SEGMENT) else SPLIT_FIELDS
         ring, walk = scheduler_rings(
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
+            ascending=False, uncut_first=uncut_first, fields=lengths.work_fields + split_fields,
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         if const_expr(pages is not None and masks.bits is not None and masks.bits.is_choice):
             walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
-            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
+            k=Channel.create(
+                *(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
+                of_both=traits.multicasts_keys,
+            ),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
@@ -500,10 +504,6 @@ class FlashAttentionForwardSm90:
             any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
             kept=kept,
         )
-
-    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
-        is_split = self.split not in (None, ONE_SEGMENT)
-        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:

@@ -323,8 +323,14 @@ class FwdTraits(PackedHeads):
         return heads, rows // heads
 
     @property
+    def multicasts_keys(self) -> bool:
+        """Whether each CTA of a cluster loads half of the keys of a block, for both."""
+        return self.num_ctas > 1 and not self.copies_rows
+
+    @property
     def box_k(self) -> tuple[int, int]:
-        return self.keys_of_box, self.tile_d
+        halves = self.multicasts_keys and self.page_box is None
+        return self.tile_n // 2 if halves else self.keys_of_box, self.tile_d
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:

@@ -469,7 +469,9 @@ def _choose_tiles(
         chosen = replace(chosen, problem=problem)
     if call.tensors.lengths.page_table is not None:
         tile_n, has_leftpad = chosen.fwd_choice.tiles.tile_n, problem.has("leftpad_k")
-        box = page_box_of(call.tensors.k.shape[1], tile_n, has_leftpad)
+        # of keys that two CTAs share, each loads boxes
+        of_box = tile_n // ctas_of_tile(problem.head_dim_v)
+        box = page_box_of(call.tensors.k.shape[1], of_box, has_leftpad)
         chosen = replace(chosen, problem=replace(chosen.problem, page_box=box))
     if problem.is_ordered:
         chosen = _with_segments(chosen, call, window)
