@@ -37,7 +37,7 @@ TORCHES := 2.9.1 2.14.1
 # of docs/integrations.md
 TRANSFORMERS := 5.17.0 5.24.0
 OF_TRANSFORMERS := tests/cpu/integrations/test_transformers_*.py
-# of docs/integrations_engines.md and docs/integrations_more.md
+# of contrib/README.md and docs/integrations_more.md
 ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatron-core==0.16.1 torchtitan==0.3.0
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
@@ -92,7 +92,7 @@ $(VENV)-transformers-%/.installed: pyproject.toml
 # The Python files of the engines' own wheels, without what they depend on, in .engines. Each has a process of its own,
 # because stand-ins for packages hold for a process.
 test-engines: $(VENV)-engines/.installed
-	set -e; for file in tests/engines/test_*.py; do \
+	set -e; for file in tests/engines/test_*.py contrib/tests/test_*.py; do \
 		PYTHONPATH=.engines $(VENV)-engines/bin/python -m pytest $$file; done
 
 $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/fetch.py
@@ -103,7 +103,7 @@ $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/
 	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))
-	$(PYTEST_ON_WORKERS) tests/cpu
+	$(PYTEST_ON_WORKERS) tests/cpu contrib/tests
 
 test-gpu: $(call needs_venv,$(DEV))
 	$(DEV) -m pytest tests/gpu

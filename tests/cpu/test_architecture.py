@@ -197,8 +197,6 @@ EXTRAS = {"plotting": "matplotlib"}
 DOORS = {
     "integrations.transformers": "transformers",
     "integrations.trl": "transformers",
-    "integrations.vllm": "vllm",
-    "integrations.sglang": "sglang",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_engine
+from engine_files import needs_engine
 
 needs_engine("kernels")
 needs_engine("transformers")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_engine
+from engine_files import needs_engine
 from stand_ins import StandIns
 from torch import Tensor
 

@@ -148,6 +148,55 @@ def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
     assert tiny.relative(in_graphs, wanted) <= 1.5 * tiny.relative(found, wanted) + 2**-8
 
 
+def appended(model: Any, is_captured: bool) -> Tensor:
+    """Logits of chunks of three tokens behind four in a static cache, each by a call or a replay of
+    one graph."""
+    prompt, *chunks = IDS[:, :16].cuda().split([4, 3, 3, 3, 3], 1)
+    cache, given = StaticCache(config=model.config, max_cache_len=24), chunks[0].clone()
+
+    def step() -> Tensor:
+        found: Tensor = model(given, past_key_values=cache).logits
+        return found
+
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        run = step
+        if is_captured:
+            step()
+            cache.reset()
+            model(prompt, past_key_values=cache)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = step()
+            run = lambda: (graph.replay(), logits)[1]  # noqa: E731
+        found = []
+        for chunk in chunks:
+            given.copy_(chunk)
+            found.append(run().float())
+    return torch.cat(found, 1)
+
+
+# All layers see everything: static caches of windows count on the host, which no replay does.
+APPENDED = {
+    "llama": {},
+    "gemma4": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "layer_types": ["full_attention"] * 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_chunks_by_replays_of_a_graph(name: str) -> None:
+    """A mask is made in the graph from the count of the cache, before layers move this."""
+    pair = tiny.pair_of(tiny.config_of(name, **APPENDED[name]))
+    low, ours = (copy.deepcopy(x).cuda().bfloat16() for x in pair)
+    wanted = appended(pair.eager.cuda(), False)
+    bound = 1.5 * tiny.relative(appended(low, False), wanted) + 2**-8
+    assert tiny.relative(appended(ours, False), wanted) <= bound
+    assert tiny.relative(appended(ours, True), wanted) <= bound
+
+
 def test_masks_made_before_a_compiled_training_step() -> None:
     model = tiny.pair_of(tiny.config_of("gemma3")).ours.cuda().bfloat16()
     compiled = torch.compile(model, fullgraph=True)

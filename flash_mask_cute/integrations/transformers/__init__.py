@@ -25,7 +25,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import create_masks_for_generate
 
 from flash_mask_cute.integrations.transformers.attention import layer_attention
-from flash_mask_cute.integrations.transformers.masks import AttentionMask, make_mask
+from flash_mask_cute.integrations.transformers.masks import (
+    AttentionMask,
+    CallersMask,
+    CallersMasks,
+    Found,
+    make_mask,
+)
+from flash_mask_cute.masks.column_mask import ColumnMask
 
 __all__ = ["AttentionMask", "masks_for", "register"]
 
@@ -78,6 +85,8 @@ def masks_for(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    *,
+    mask: ColumnMask | None = None,
     **more: Any,
 ) -> AttentionMask | dict[str, AttentionMask]:
     """The masks of a decoder for a batch, to be given to it, compiled or not, as attention_mask.
@@ -86,7 +95,8 @@ def masks_for(
     shape and device count. attention_mask: (batch, queries) of the padding, or None. position_ids:
     (batch or 1, queries); they begin anew with each packed document, which counts if there is no
     attention_mask. more: other arguments that the masks of the model depend on, such as
-    token_type_ids.
+    token_type_ids. mask: a mask of `builders` over the tokens of input_ids, which takes the place
+    of the model's causal mask; layers with a sliding window hide keys outside of it, too.
 
     A model that is compiled with its masks makes a dense one of each. Masks that are made before
     are windows and intervals, as without compilation. They hold for one batch without a cache.
@@ -95,12 +105,22 @@ def masks_for(
         A mask, or a dict of masks for models with several kinds of layers.
 
     Raises:
-        ValueError: the model has another attn_implementation, or is no decoder.
+        TypeError: mask is no ColumnMask.
+        ValueError: the model has another attn_implementation, or is no decoder; mask was made for
+            other lengths, or is given beside what transformers would make a mask of.
+        NotImplementedError: mask is given, and a layer attends in chunks.
 
     Example:
         >>> masks = masks_for(model, input_ids, position_ids=position_ids)  # doctest: +SKIP
         >>> compiled(input_ids, attention_mask=masks, position_ids=position_ids)  # doctest: +SKIP
+
+        >>> masks = masks_for(model, input_ids, mask=builders.image_blocks(ids))  # doctest: +SKIP
+        >>> model(input_ids, attention_mask=masks).logits  # doctest: +SKIP
     """
+    if mask is not None:
+        _check_mask(
+            mask, input_ids, {"attention_mask": attention_mask, "position_ids": position_ids} | more
+        )
     config = model.config.get_text_config(decoder=True)
     implementation = config._attn_implementation
     if AttentionMaskInterface._global_mapping.get(implementation) is not make_mask:
@@ -119,4 +139,37 @@ def masks_for(
     batch, num_rows = input_ids.shape
     embeds = torch.empty((batch, num_rows, 0), dtype=model.dtype, device=input_ids.device)
     # the fourth argument, the cache, has another name in older releases
-    return make(model.config, embeds, attention_mask, None, position_ids=position_ids, **more)
+    made = make(model.config, embeds, attention_mask, None, position_ids=position_ids, **more)
+    if mask is None:
+        return made
+    if isinstance(made, dict):
+        return CallersMasks((kind, _with_columns(kind, x, mask)) for kind, x in made.items())
+    return _with_columns("attention", made, mask)
+
+
+def _check_mask(mask: ColumnMask, input_ids: Tensor, others: dict[str, Any]) -> None:
+    if not isinstance(mask, ColumnMask):
+        raise TypeError(f"mask must be a ColumnMask, as builders make them, got {mask!r}")
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"mask says all that a token sees, and masks_for got {', '.join(given)} beside it: say "
+            "padding and documents in mask, and give position_ids to the model alone"
+        )
+    (batch, num_rows), (of_batch, _, keys, _) = input_ids.shape, mask.startend_row_indices.shape
+    rows = mask.seqlen_q
+    if keys != num_rows or (isinstance(rows, int) and rows != num_rows):
+        raise ValueError(f"mask was made for {mask.extents}, and input_ids have {num_rows} tokens")
+    if of_batch not in (1, batch):
+        raise ValueError(f"mask has {of_batch} batch entries, and input_ids have {batch}")
+
+
+def _with_columns(kind: str, made: AttentionMask, mask: ColumnMask) -> CallersMask:
+    """A mask of the caller in layers of a kind, for which transformers made another one."""
+    window = made.found.window
+    if window is None:
+        raise NotImplementedError(
+            f"layers of kind {kind!r} see {made.form}, and only windows are supported beside mask"
+        )
+    found = Found("the caller's column intervals", columns=mask, left=window[0])
+    return CallersMask(made._shape, made._function, found, made.device)

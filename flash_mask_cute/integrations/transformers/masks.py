@@ -28,19 +28,30 @@ MOST_DENSE = 1 << 31  # elements of a dense mask, a byte each
 # Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
 # they get tensors.
 _TAKE_TENSORS = ("doge",)
+_NO_TENSOR = (
+    "masks of flash_mask_cute are no tensors, and this model computes with its mask; load it with "
+    "attn_implementation='sdpa' or 'eager'"
+)
+_NOT_GENERATED = (
+    "masks_for(..., mask=...) is no tensor. generate() does not take it, because it says nothing "
+    "about tokens that are generated later, and neither does a model that computes with its mask. "
+    "Call the model itself"
+)
 
 
 class Found(NamedTuple):
     """A mask as arguments of attention.
 
-    form: in words. window: window_size. columns: startend_row_indices. mask_mod: a torch function.
-    row: (batch, 1, 1, keys), what the only query sees. used: the keys of each batch entry that it
-    may see, int32 (batch,), in a cache that is longer.
+    form: in words. window: window_size. columns: startend_row_indices. left: how many keys before
+    its own a query sees of columns, None for all. mask_mod: a torch function. row: (batch, 1, 1,
+    keys), what the only query sees. used: the keys of each batch entry that it may see, int32
+    (batch,), in a cache that is longer.
     """
 
     form: str
     window: tuple[int | None, int | None] | None = None
     columns: ColumnMask | None = None
+    left: int | None = None
     mask_mod: MaskFunction | None = None
     row: Tensor | None = None
     used: Tensor | None = None
@@ -53,6 +64,8 @@ class AttentionMask(BlockMask):
     of its lists. shape: (batch, 1, queries, keys). form: what it became, in words. A model that
     computes with its mask, as with a tensor, gets an error.
     """
+
+    _refusal = _NO_TENSOR
 
     def __init__(
         self,
@@ -69,6 +82,8 @@ class AttentionMask(BlockMask):
         self._function = function
         self._packed: tuple[Any, AttentionMask] | None = None
         self._dense: Tensor | None = None
+        # whether positions.py looked at the position_ids of its forward
+        self.has_known_positions = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,25 +103,27 @@ class AttentionMask(BlockMask):
         whole = slice(None)
         is_of_rows = isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)
         if not is_of_rows or (index[0], index[1], index[3]) != (whole,) * 3:
-            raise NotImplementedError(f"attention_mask[{index!r}]: {_NO_TENSOR}")
+            raise NotImplementedError(f"attention_mask[{index!r}]: {self._refusal}")
         batch, heads, num_rows, num_keys = self._shape
         first, end, step = index[2].indices(num_rows)
         if step != 1:
-            raise NotImplementedError(f"attention_mask[{index!r}]: {_NO_TENSOR}")
+            raise NotImplementedError(f"attention_mask[{index!r}]: {self._refusal}")
         count = max(end - first, 0)
+        if count == num_rows:
+            return self
         function = placed(self._function, None, first, 0)
         found = find_form(function, batch, (count, num_keys), self.device)
         return AttentionMask((batch, heads, count, num_keys), function, found, self.device)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"attention_mask.{name}: {_NO_TENSOR}")
+        raise AttributeError(f"attention_mask.{name}: {self._refusal}")
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         name = getattr(function, "__name__", str(function))
-        raise NotImplementedError(f"attention_mask in {name}: {_NO_TENSOR}")
+        raise NotImplementedError(f"attention_mask in {name}: {cls._refusal}")
 
     def to(self, device: Any, *others: Any, **more: Any) -> AttentionMask:
         """The mask on a device: itself if it is there, else made anew there.
@@ -127,7 +144,7 @@ class AttentionMask(BlockMask):
                 f"attention_mask is {self.form} on {self.device}, whose function reads tensors "
                 f"there, and a layer is on {target}: put all layers on one device"
             )
-        return AttentionMask(self._shape, self._function, moved, target)
+        return type(self)(self._shape, self._function, moved, target)
 
     def packed(self, cu_seqlens: Tensor) -> AttentionMask:
         """This mask and the documents of cu_seqlens; made once for a tensor."""
@@ -137,6 +154,8 @@ class AttentionMask(BlockMask):
                 "the mask have the documents, masks_for(..., position_ids=...), and pass no "
                 "cu_seq_lens_q and cu_seq_lens_k"
             )
+        if self._shape[2:] == (1, 1):
+            return self
         if self._packed is None or self._packed[0] is not cu_seqlens:
             _, _, num_rows, num_keys = self._shape
             if num_rows != num_keys:
@@ -158,23 +177,57 @@ class AttentionMask(BlockMask):
     def dense(self) -> Tensor:
         """Bool (batch, 1, queries, keys), False where a score is hidden; made once."""
         if self._dense is None:
-            batch, heads, num_rows, num_keys = self._shape
+            batch, _, num_rows, num_keys = self._shape
             if batch * num_rows * num_keys > MOST_DENSE:
                 raise NotImplementedError(
                     f"a dense mask of shape {self._shape} for sdpa has more than {MOST_DENSE} "
                     f"elements; the mask became {self.form}"
                 )
-            self._dense = self.found.row
-            if self._dense is None:
-                device = str(self.device)
-                self._dense = create_mask(self._function, batch, heads, num_rows, num_keys, device)
+            self._dense = self._made_dense()
         return self._dense
 
+    def _made_dense(self) -> Tensor:
+        if self.found.row is not None:
+            return self.found.row
+        return create_mask(self._function, *self._shape, str(self.device))
 
-_NO_TENSOR = (
-    "masks of flash_mask_cute are no tensors, and this model computes with its mask; load it with "
-    "attn_implementation='sdpa' or 'eager'"
-)
+
+class CallersMask(AttentionMask):
+    """A ColumnMask of the caller, in place of the mask that transformers composes."""
+
+    _refusal = _NOT_GENERATED
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise NotImplementedError(f"attention_mask[{index!r}]: {self._refusal}")
+
+    def packed(self, cu_seqlens: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "cu_seq_lens_q beside masks_for(..., mask=...) is not supported: say in mask which "
+            "documents see each other, and pass no cu_seq_lens_q and cu_seq_lens_k"
+        )
+
+    def _made_dense(self) -> Tensor:
+        columns, left = self.found.columns, self.found.left
+        assert columns is not None
+        batch, _, num_rows, num_keys = self._shape
+        if columns.startend_row_indices.shape[1] != 1:
+            raise NotImplementedError(
+                f"mask has {columns.startend_row_indices.shape[1]} heads, and a layer that sdpa "
+                "computes needs one mask for all heads"
+            )
+        shown = columns.dense(num_rows).expand(batch, 1, num_rows, num_keys)
+        if left is not None:
+            places = torch.arange(num_keys, device=self.device)
+            shown = shown & (places >= places[:, None] - left)
+        return shown
+
+
+class CallersMasks(dict[str, AttentionMask]):
+    """Those of a model with several kinds of layers, by their kind."""
+
+    @property
+    def shape(self) -> NoReturn:
+        raise NotImplementedError(f"attention_mask.shape: {_NOT_GENERATED}")
 
 
 def document_ids(cu_seqlens: Tensor, num_keys: int) -> Tensor:
@@ -233,13 +286,17 @@ def make_mask(
         if missing > 0:
             # keys of a static cache that are not there yet
             padding = torch.nn.functional.pad(padding, (0, missing))
+    is_row = q_length == 1 and not others.get("use_vmap")
+    if isinstance(q_offset, Tensor) and not is_row:
+        # a static cache moves it in place, and other rows and functions are read after that
+        q_offset = q_offset.clone()
     function = placed(mask_function, padding, q_offset, kv_offset)
     unpadded, shown = function, None
     if padding is not None:
         # a slice of the padding is cheaper than what reads it by indices
         unpadded = placed(mask_function, None, q_offset, kv_offset)
         shown = padding[:, kv_offset : kv_offset + kv_length]
-    if q_length == 1 and not others.get("use_vmap"):
+    if is_row:
         found = _find_row(unpadded, shown, batch_size, kv_length, device)
         if isinstance(q_offset, Tensor):
             found = _with_used(found)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.metadata
 import lzma
+import math
 import re
 from dataclasses import replace
 from io import BytesIO
@@ -127,6 +128,18 @@ def test_a_total_is_of_one_run() -> None:
     # ours of the old run is held against that run's causal figure
     ratios = cells(tables.headline(ROWS))
     assert {*ratios} >= {("causal", "660 (1.10)"), ("document", "450 (0.90)"), ("full", "-")}
+
+
+def test_means_of_the_headline() -> None:
+    """Geometric, over the masks that have a figure: forward 660 and 450, ratios 1.10 and 0.90."""
+    found = cells(tables.headline_means(ROWS))
+    (means,) = (key for key in found if key[0] == "twelve masks")
+    shown = [x for line in cells(tables.headline(ROWS)) for x in line[1:] if x != "-"]
+    rates = [float(x.split()[0]) for x in shown if x.endswith(")")]
+    ratios = [float(x.split("(")[1][:-1]) for x in shown if x.endswith(")")]
+    assert len(rates) == 2
+    rate, ratio = (math.exp(sum(map(math.log, x)) / 2) for x in (rates, ratios))
+    assert means[1] == f"{rate:.0f} ({ratio:.2f})"
 
 
 def test_which_run_a_line_is_of() -> None:

@@ -12,27 +12,17 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import tiny_models as tiny
 import torch
 import transformers
+from seen_by_masks import dense, seen
 from tiny_models import IDS, LEFT, PACKED
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from flash_mask_cute.integrations.transformers import AttentionMask, masks_for, register
-from flash_mask_cute.integrations.transformers.attention import layer_attention
 from flash_mask_cute.integrations.transformers.masks import make_mask
 from flash_mask_cute.lowering import lower
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-def seen(mask: AttentionMask) -> Tensor:
-    """What attention with a mask sees: (batch, queries, keys), by values that tell keys apart."""
-    batch, _, num_rows, num_keys = mask.shape
-    dim = -(-max(num_keys, 8) // 8) * 8
-    q, k = torch.zeros(batch, 1, num_rows, 8), torch.zeros(batch, 1, num_keys, 8)
-    v = torch.eye(num_keys, dim).expand(batch, 1, -1, -1)
-    out, _ = layer_attention(torch.nn.Module(), q, k, v, mask)
-    return out[:, :, 0, :num_keys] > 0
 
 
 def generator(seed: int) -> torch.Generator:
@@ -99,12 +89,6 @@ PADDINGS: dict[str, Tensor | None] = {
     "right": torch.arange(10) < torch.tensor([[10], [8]]),  # shorter than a static cache
     "holes": torch.randint(0, 3, (2, 13), generator=generator(1)) > 0,
 }
-
-
-def dense(call: dict[str, Any]) -> Tensor:
-    found = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)
-    assert isinstance(found, Tensor)
-    return found.expand(-1, 1, -1, -1)[:, 0]
 
 
 @pytest.mark.shares(8)

@@ -1,7 +1,4 @@
-"""Tests with the Python files of an engine's own wheel, on the CPU: `make test-engines`.
-
-An engine that is not there is skipped, with this reason.
-"""
+"""Skips tests that need the Python files of an engine's own wheel (`make test-engines`)."""
 
 from __future__ import annotations
 
@@ -11,6 +8,6 @@ import pytest
 
 
 def needs_engine(name: str) -> None:
-    """Skip a module of tests, before it imports what is not there."""
+    """Skip a module of tests before it imports an engine that is missing."""
     if find_spec(name) is None:
         pytest.skip(f"{name} is not here: `make test-engines` fetches it", allow_module_level=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_engine
+from engine_files import needs_engine
 from stand_ins import StandIns
 from torch import Tensor
 
@@ -35,8 +35,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 from vllm.v1.worker.utils import select_common_block_size  # noqa: E402
 
-from flash_mask_cute.integrations import vllm as door  # noqa: E402
-from flash_mask_cute.integrations.vllm import backend as ours  # noqa: E402
+from flash_mask_cute_engines import vllm as door  # noqa: E402
+from flash_mask_cute_engines.vllm import backend as ours  # noqa: E402
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 16
 INT = torch.int32
@@ -85,7 +85,7 @@ def entry_points_of_project() -> dict[str, dict[str, str]]:
 
     import tomllib
 
-    text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
     found: dict[str, dict[str, str]] = tomllib.loads(text)["project"]["entry-points"]
     return found
 

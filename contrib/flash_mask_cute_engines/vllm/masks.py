@@ -1,4 +1,4 @@
-"""Masks of vLLM that are neither causal nor a window, as CuTe callables.
+"""Masks of vLLM that are neither causal nor a window; they have never met a running engine.
 
 Positions are those of the sequence: calls have q_start="end". Numbers that a closure holds are
 compiled in, so each makes a kernel; what changes from step to step is in tensors.

@@ -1,4 +1,4 @@
-"""What the backend of SGLang has not, refused when it is made."""
+"""Refusals of a backend for SGLang that has never met a running engine."""
 
 from __future__ import annotations
 

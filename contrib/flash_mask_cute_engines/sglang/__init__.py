@@ -1,8 +1,8 @@
-"""A plugin of SGLang, which adds our attention backend to its choices.
+"""A plugin for SGLang that has never met a running engine: it adds our attention backend.
 
 SGLang finds `register` by the entry point group `sglang.srt.plugins`, and calls it in each of its
 processes before it reads its arguments. Then `--attention-backend mask_cute` chooses ours
-(docs/integrations_engines.md).
+(contrib/README.md).
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def create_backend(runner: Any) -> Any:
     Raises:
         NotImplementedError: what the runner needs is not there; the message names it.
     """
-    from flash_mask_cute.integrations.sglang.backend import MaskCuteBackend
+    from flash_mask_cute_engines.sglang.backend import MaskCuteBackend
 
     return MaskCuteBackend(runner)

@@ -1,4 +1,4 @@
-"""The attention backend of SGLang: pages, prefill and decode, also in captured graphs.
+"""A backend for SGLang that has never met a running engine: prefill, decode and CUDA graphs.
 
 SGLang's pools write keys and values. So a layer is one call of `flash_attn_varlen_func`. All
 kinds of forwards differ only in how many queries a request has, and in how many keys are in use.
@@ -21,7 +21,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
 from flash_mask_cute.functional import flash_attn_varlen_func
-from flash_mask_cute.integrations.sglang.requirements import check_runner
+from flash_mask_cute_engines.sglang.requirements import check_runner
 
 _NOT_CAUSAL = (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL)
 

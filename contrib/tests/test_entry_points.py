@@ -1,7 +1,8 @@
-"""The plugins of serving engines where no engine is installed. `tests/engines` has the rest."""
+"""Plugins of serving engines where no engine is installed; `make test-engines` runs the rest."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -9,11 +10,31 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 DOORS = {
-    "vllm.general_plugins": "flash_mask_cute.integrations.vllm",
-    "sglang.srt.plugins": "flash_mask_cute.integrations.sglang",
+    "vllm.general_plugins": "flash_mask_cute_engines.vllm",
+    "sglang.srt.plugins": "flash_mask_cute_engines.sglang",
 }
+
+
+PACKAGE = ROOT / "flash_mask_cute_engines"
+FIRST_LINES = [ROOT / "README.md", *sorted(PACKAGE.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FIRST_LINES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_first_line_says_that_no_engine_ran_it(path: Path) -> None:
+    assert "have never met a running engine" in path.read_text().partition("\n")[0].replace(
+        "has never", "have never"
+    )
+
+
+def test_the_wheel_of_flash_mask_cute_has_no_plugin() -> None:
+    assert "entry-points" not in (ROOT.parent / "pyproject.toml").read_text()
+    assert not [
+        path
+        for path in (ROOT.parent / "flash_mask_cute").rglob("*")
+        if path.stem in ("vllm", "sglang")
+    ]
 
 
 @pytest.mark.parametrize("group", DOORS)
@@ -35,8 +56,9 @@ heavy = {{"torch", "cutlass", "vllm", "sglang", "kernels", "transformers"}}
 print(sorted(heavy & sys.modules.keys()))
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT.parent}"},
+    )  # fmt: skip
     assert found.stdout.strip() == "[]"
 
 

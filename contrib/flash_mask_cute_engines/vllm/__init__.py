@@ -1,12 +1,12 @@
-"""A plugin of vLLM, which names our attention backend to it.
+"""A plugin for vLLM that has never met a running engine: it registers our attention backend.
 
 vLLM finds `register` by the entry point group `vllm.general_plugins`, and calls it in each of its
-processes. Then `--attention-backend CUSTOM` chooses ours (docs/integrations_engines.md).
+processes. Then `--attention-backend CUSTOM` chooses ours (contrib/README.md).
 """
 
 from __future__ import annotations
 
-_BACKEND = "flash_mask_cute.integrations.vllm.backend.MaskCuteBackend"
+_BACKEND = "flash_mask_cute_engines.vllm.backend.MaskCuteBackend"
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tomllib
 import torch
-from conftest import needs_engine
+from engine_files import needs_engine
 from stand_ins import StandIns
 from torch import Tensor
 
@@ -34,8 +34,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP  # noqa: E402
 from sglang.version import __version__ as version  # noqa: E402
 
-from flash_mask_cute.integrations import sglang as door  # noqa: E402
-from flash_mask_cute.integrations.sglang import backend as ours  # noqa: E402
+from flash_mask_cute_engines import sglang as door  # noqa: E402
+from flash_mask_cute_engines.sglang import backend as ours  # noqa: E402
 
 HEADS, KV_HEADS, DIM, REQUESTS, CONTEXT = 4, 2, 16, 6, 128
 INT = torch.int32
@@ -59,7 +59,7 @@ def test_the_registry_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_entry_point_is_that_of_sglang() -> None:
-    text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
     entries = tomllib.loads(text)["project"]["entry-points"]
     assert entries[GENERAL_PLUGINS_GROUP] == {"mask_cute": f"{door.__name__}:register"}
 

@@ -1,4 +1,4 @@
-"""The attention backend of vLLM's V1 engine: pages, prefill and decode in one call.
+"""A backend for vLLM's V1 engine that has never met a running engine: prefill and decode in pages.
 
 vLLM writes keys and values into its pages by a kernel of its own. So a layer is one call of
 `flash_attn_varlen_func`, whose result goes into the buffer that vLLM hands over.
@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import fill_mm_prefix_query_ranges
 
 from flash_mask_cute.functional import flash_attn_varlen_func
-from flash_mask_cute.integrations.vllm.masks import mm_prefix_mod, reference_window_mod
+from flash_mask_cute_engines.vllm.masks import mm_prefix_mod, reference_window_mod
 
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _PAGE_SIZES = (16, 32, 64, 128, 256)
