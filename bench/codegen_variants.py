@@ -31,8 +31,7 @@ from flash_mask_cute.call.choose.config import (
     select_bwd_config,
     select_fwd_config,
 )
-from flash_mask_cute.call.choose.difference_tables import DifferenceTables
-from flash_mask_cute.call.choose.shared_sums import SharedSums, ShortTile
+from flash_mask_cute.call.choose.execution_plan import DifferenceTables, SharedSums, ShortTile
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.core.shares import BY_SLOTS

@@ -11,9 +11,11 @@ from flash_mask_cute.call.check.pages import describe_pages
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import FwdTiles
 from flash_mask_cute.call.choose.copies import describe_copies
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.choose.facts import Backend, CallFacts, target_of
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.choose.packed import call_by_documents
-from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan, target_of
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.choose.widen import call_in_16_bits
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
 from flash_mask_cute.call.explain_choice import explain_choice
@@ -180,7 +182,7 @@ def _explain_widened(
     call: AttentionCall, coded: ExecutionPlan, named: Target | None
 ) -> Explanation:
     """Explain a forward over keys and values in fp8 that are converted before attention."""
-    wide = call_in_16_bits(call, coded.shapes)
+    wide = call_in_16_bits(CallFacts.of(call, coded.target))
     assert wide is not None
     found = explain_fwd(wide, named)
     num_bytes = wide.tensors.k.nbytes + wide.tensors.v.nbytes

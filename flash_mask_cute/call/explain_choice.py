@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.choose.facts import Backend
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen

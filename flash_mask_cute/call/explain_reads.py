@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.call.choose.shared_sums import SharedSums, choose_shared_sums
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan, SharedSums
+from flash_mask_cute.call.choose.shared_sums import choose_shared_sums
 from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, SummedBy, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 
@@ -80,9 +80,8 @@ def explain_reads(
         if tensor.dtype.is_floating_point:
             alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
             if alone.read_class is not ReadClass.UNREAD:
-                problem = replace(run.problem, wants_aux=(i,))
-                facts = run.shapes, run.masks, run.bwd_choice, run.target
-                shared_then = choose_shared_sums(problem, *facts, may_be_short=run.is_short)
+                wanting = replace(run, problem=replace(run.problem, wants_aux=(i,)))
+                shared_then = choose_shared_sums(wanting, may_be_short=run.is_short)
                 found.append(_reads_of(run, i, alone, False, shared_then))
     return tuple(found)
 

@@ -13,7 +13,9 @@ from flash_mask_cute.call.build.forward import compile_fwd
 from flash_mask_cute.call.build.shared_sums import compile_shared_sums
 from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.choose.facts import Backend
+from flash_mask_cute.call.choose.plan import plan
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, KernelBackward
 from flash_mask_cute.call.run.combine import CombinedForward

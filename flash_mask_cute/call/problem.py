@@ -261,6 +261,25 @@ class AttentionProblem:
         return (self.has_softcap or self.score_functions) and masks is TuningClass.CAUSAL
 
 
+class FoldedWindow(NamedTuple):
+    """Causal masking and window sides that have an effect (`fold_window`); None: an open side."""
+
+    is_causal: bool
+    left: int | None
+    right: int | None
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
+
+    @property
+    def visible(self) -> int | None:
+        """The most keys that a query sees, if both sides are closed."""
+        if self.left is None or not (self.is_causal or self.right is not None):
+            return None
+        return self.left + (self.right or 0) + 1
+
+
 def may_empty_rows(
     problem: AttentionProblem,
     seqlens: tuple[int, int],
@@ -292,9 +311,7 @@ def may_empty_rows(
     return ends_on_right and (any(varying) or seqlens[0] > seqlens[1])
 
 
-def fold_window(
-    causal: bool, window_left: int | None, window_right: int | None
-) -> tuple[bool, int | None, int | None]:
+def fold_window(causal: bool, window_left: int | None, window_right: int | None) -> FoldedWindow:
     """Causal and window sides that have an effect.
 
     No side is as wide as any sequence. Of two right edges, causal's and window_right, the nearer
@@ -310,8 +327,9 @@ def fold_window(
         right = None
     edge = 0 if causal else right
     if left is not None and (left <= -OPEN_WINDOW or (edge is not None and left + edge < 0)):
-        return False, None, -OPEN_WINDOW
-    return causal, left, None if right is None else max(right, -OPEN_WINDOW)
+        return FoldedWindow(False, None, -OPEN_WINDOW)
+    right = None if right is None else max(right, -OPEN_WINDOW)
+    return FoldedWindow(causal, left, right)
 
 
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:

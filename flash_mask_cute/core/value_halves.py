@@ -43,12 +43,24 @@ def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, Claims | None]:
     traits: of the kernel: head_dim_v, num_ctas, and tile_dv, the columns of a half. storage: shared
     memory of the CTA.
     """
-    # the host needs no compiler for what is above
-    from flash_mask_cute.core import clusters
-
     if traits.num_ctas == 1:
         return None, None
+    # what the host imports needs no compiler
+    from flash_mask_cute.core import clusters
+
     rank = clusters.rank()
     half = ValueHalf(rank * (traits.head_dim_v - traits.tile_dv), rank)
     barriers, word = storage.claims_barriers.data_ptr(), storage.claim.data_ptr()
     return half, clusters.Claims.create(barriers, word)
+
+
+def sync_ctas(traits: Any) -> None:
+    """Wait for all threads that compute a work tile together."""
+    import cutlass.cute as cute
+
+    from flash_mask_cute.core import clusters
+
+    if traits.num_ctas == 1:
+        cute.arch.sync_threads()
+    else:
+        clusters.sync()

@@ -54,7 +54,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from flash_mask_cute.core import clusters, tma
+from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
@@ -72,7 +72,7 @@ from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
 from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
-from flash_mask_cute.core.value_halves import of_cta
+from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
@@ -410,10 +410,7 @@ class FlashAttentionForwardSm90:
             walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
-            k=Channel.create(
-                *(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
-                of_both=traits.multicasts_keys,
-            ),
+            k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
@@ -432,10 +429,7 @@ class FlashAttentionForwardSm90:
             self._clear_queries(storage)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
-        if const_expr(half is None):
-            cute.arch.sync_threads()
-        else:
-            clusters.sync()
+        sync_ctas(traits)
 
         tiles = self._tiles(storage, kept)
 
@@ -486,8 +480,7 @@ class FlashAttentionForwardSm90:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
         if const_expr(half is not None):
-            # the other CTA may still arrive on mbarriers of this one
-            clusters.sync()
+            sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
     def _tiles(self, storage: Any, kept: KeptRows | None) -> Tiles:
         """The contents of shared memory. kept: rows of tables."""

@@ -16,6 +16,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     MAX_REGISTERS,
     RING_STAGES,
@@ -580,6 +581,12 @@ class FwdTraits(PackedHeads):
             (ROWS_PER_WARPGROUP, self.tile_dv),
             self.num_mma_warpgroups * (self.stages_q if self.share_qo else 1),
         )
+
+    def channel_k(self, storage: Any, producers: int) -> Channel:
+        """The channel of keys. producers: arrivals for a block."""
+        of_stages = storage.k_barriers.data_ptr(), self.stages_k
+        shared = self.multicasts_keys
+        return Channel.create(*of_stages, producers, self.num_mma_warps, of_both=shared)
 
     def code_storage(self) -> cute.struct:
         """The shared memory for keys and values in fp8, behind that of `storage`."""

@@ -31,6 +31,7 @@ INDEX_RULES = (
     "core.segments",
     "core.shares",
     "core.tile_order",
+    "core.value_halves",
     "rules.band",
     "rules.block_info",
     "rules.intervals",

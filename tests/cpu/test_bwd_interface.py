@@ -31,9 +31,9 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.check.validate import check_inputs
-from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose import facts as facts_module
 from flash_mask_cute.call.choose.config import select_bwd_config
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.run.backward import EmptyBackward, KernelBackward
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -447,7 +447,7 @@ def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.Monk
     launches = Counting()
     monkeypatch.setattr(interface, "_prepared_bwd", launches)
     call(causal=True)
-    monkeypatch.setattr(plan_module, "check_inputs", None)
+    monkeypatch.setattr(facts_module, "check_inputs", None)
     monkeypatch.setattr(interface, "prepare_bwd", None)
     fresh = arguments()
     dq, dk, dv = _flash_attn_bwd(**fresh, causal=True)

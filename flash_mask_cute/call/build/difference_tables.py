@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flash_mask_cute.call.choose.difference_tables import DifferenceTables
+from flash_mask_cute.call.choose.execution_plan import DifferenceTables
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.read_classes import DifferenceRead
 from flash_mask_cute.runtime import fake_tensors

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flash_mask_cute.call.build.backward import num_row_blocks
 from flash_mask_cute.call.build.kernel_operands import num_stats, stats_words
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.exact_words import NUM_WORDS

@@ -8,7 +8,8 @@ from typing import Any
 
 from flash_mask_cute.call.build.kernel_operands import BACKWARD
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.choose.shared_sums import SharedSums, entry_traits, short_traits
+from flash_mask_cute.call.choose.execution_plan import SharedSums
+from flash_mask_cute.call.choose.shared_sums import entry_traits, short_traits
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled

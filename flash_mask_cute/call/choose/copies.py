@@ -16,12 +16,15 @@ tensors, and the backward copies again.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction, Tensors
+from flash_mask_cute.call.choose.execution_plan import Conversion, ExecutionPlan
 from flash_mask_cute.call.problem import sink_dtype
 from flash_mask_cute.limits import ADDRESS_MASK, STRIDE_STEP
 
@@ -77,10 +80,6 @@ class AsBytes(NamedTuple):
     def __call__(self, tensor: Tensor) -> Tensor:
         codes = tensor.view(torch.uint8)
         return codes if self.strides is None else codes.as_strided(codes.shape, self.strides)
-
-
-Conversion: TypeAlias = Copy | Restrided | FirstEntry | AsBytes
-"""What makes of a tensor one that kernels take. None stands for no conversion."""
 
 
 def split_scale(softmax_scale: float) -> tuple[float, float]:
@@ -167,6 +166,32 @@ def sink_conversion(sink: Tensor | None) -> Conversion | None:
     if not sink.is_contiguous():
         reasons.append(f"its stride is {sink.stride(0)}")
     return Copy(", ".join(reasons), dtype=dtype) if reasons else None
+
+
+def with_conversions(plan: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
+    """The plan with the conversions of the caller's tensors before the kernel sees them."""
+    x, (factor, _) = tensors, split_scale(plan.softmax_scale)
+    of_keys: Callable[[Tensor], Conversion | None] = input_conversion
+    if plan.problem.in_fp8:
+        of_keys = byte_conversion
+    elif plan.problem.common_kv:
+        of_keys = common_conversion
+    conversions = {
+        "q": input_conversion(x.q, factor),
+        "k": of_keys(x.k),
+        "v": of_keys(x.v),
+        **plan.conversions,
+    }
+    if plan.direction is Direction.FORWARD:
+        conversions["out"] = output_conversion(x.out)
+    else:
+        of = x.gradients
+        assert x.out is not None and of.dout is not None
+        conversions |= {"out": input_conversion(x.out), "dout": input_conversion(of.dout)}
+        outputs = ("dq", of.dq), ("dk", of.dk), ("dv", of.dv)
+        conversions |= {name: output_conversion(y) for name, y in outputs}
+    is_out_like_q = x.q.is_contiguous() and x.q.shape == plan.out_shape and tma_strides(x.q) is None
+    return replace(plan, conversions=conversions, is_out_like_q=is_out_like_q)
 
 
 def any_or_none(*conversions: Conversion | None) -> tuple[Conversion | None, ...] | None:

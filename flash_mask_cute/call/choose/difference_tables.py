@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import torch
 
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdChoice, FwdChoice
-from flash_mask_cute.call.choose.masks import ResolvedMasks
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.choose.config import FwdChoice
+from flash_mask_cute.call.choose.execution_plan import (
+    DifferenceTables,
+    ExecutionPlan,
+    smem_bytes_of,
+)
+from flash_mask_cute.call.choose.facts import CallFacts
 from flash_mask_cute.limits import MOST_CTAS
 from flash_mask_cute.mods.read_classes import (
     MOST_POSITION,
@@ -27,7 +31,6 @@ from flash_mask_cute.mods.read_classes import (
     TensorReads,
 )
 from flash_mask_cute.mods.traits import difference_reads, find_reads
-from flash_mask_cute.runtime.target import Target
 
 # Fewer scores take less time than the launch that fills the tables.
 LEAST_SCORES = 2**22
@@ -37,8 +40,6 @@ SCORES_OF_ELEMENT = 8
 MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22
-# warps of a Hopper kernel that may sum gradients by difference
-MMA_WARPS, MASK_WARPS = 8, 2
 STEP_OF_SUMS = 256
 
 # Who sums between cuts, if dS in shared memory is what they sum: the first for whom there is most
@@ -48,53 +49,18 @@ BETWEEN_CUTS = (SummedBy.TURNS, SummedBy.MASKS, SummedBy.LINES)
 Shape = tuple[int, int, int]
 
 
-class DifferenceTables(NamedTuple):
-    """The tables of a call. shapes: (batch | 1, heads | 1, differences). dtypes: names of torch
-    dtypes. summed: reads of tensors whose gradients are wanted."""
-
-    reads: tuple[DifferenceRead, ...]
-    shapes: tuple[Shape, ...]
-    dtypes: tuple[str, ...]
-    summed: tuple[SummedDifference, ...] = ()
-
-    def problem_fields(self) -> dict[str, Any]:
-        """The fields of an `AttentionProblem` that describe tables."""
-        return {
-            "tables": self.dtypes,
-            "summed": tuple((x.read.number, x.size, x.by.value) for x in self.summed),
-        }
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory for sums by difference."""
-        return _smem_bytes(self.summed)
-
-    @property
-    def num_bytes(self) -> int:
-        sizes = (getattr(torch, name).itemsize for name in self.dtypes)
-        return sum(math.prod(shape) * size for shape, size in zip(self.shapes, sizes, strict=True))
-
-    def describe(self) -> str:
-        """The tables in words; empty if there are none."""
-        if not self.reads:
-            return ""
-        count = "one table" if len(self.reads) == 1 else f"{len(self.reads)} tables"
-        parts = (
-            f"aux_tensors[{read.tensor}] {' x '.join(map(str, shape))}"
-            for read, shape in zip(self.reads, self.shapes, strict=True)
-        )
-        return f"{count} of all differences, {self.num_bytes} bytes: {', '.join(parts)}"
+def with_tables(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a call that runs a kernel, with the tables of differences that score_mod reads,
+    if there are any."""
+    if (tables := _choose_tables(facts, plan)) is None:
+        return plan
+    problem = replace(plan.problem, **tables.problem_fields())
+    return replace(plan, tables=tables, problem=problem)
 
 
-def choose_tables(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    choice: FwdChoice | BwdChoice,
-    target: Target,
-) -> DifferenceTables | None:
-    """The tables of a call that runs a kernel; None: there are none."""
-    score_mod, aux_tensors = masks.score_mod, masks.aux_tensors
+def _choose_tables(facts: CallFacts, plan: ExecutionPlan) -> DifferenceTables | None:
+    problem, shapes = plan.problem, plan.shapes
+    score_mod, aux_tensors = facts.masks.score_mod, facts.masks.aux_tensors
     if score_mod is None or aux_tensors is None or any(x.numel() == 0 for x in aux_tensors):
         return None
     if problem.q_start is not None:
@@ -130,7 +96,7 @@ def choose_tables(
         # along diagonals from dS in shared memory
         has_dscores = wanted.is_shift and not problem.has_softcap
         ways: tuple[SummedBy, ...] = BETWEEN_CUTS if has_dscores else (SummedBy.LINES,)
-        spare, may_loop = _spare_smem(choice, target)
+        spare, may_loop = _spare_smem(plan)
         if not may_loop:
             ways = tuple(x for x in ways if not x.has_mma_warps)
         summed = _summed(wanted.tensors, few, lengths[1], ways, spare)
@@ -141,18 +107,15 @@ def choose_tables(
     return DifferenceTables(reads, sizes, dtypes, summed)
 
 
-def _spare_smem(choice: FwdChoice | BwdChoice, target: Target) -> tuple[int, bool]:
+def _spare_smem(plan: ExecutionPlan) -> tuple[int, bool]:
     """Bytes of shared memory in which a kernel may sum gradients by difference, and whether its
     MMA warps may."""
-    if isinstance(choice, FwdChoice) or not arch_spec(target).backward.orders_aux:
+    choice = plan.choice
+    if isinstance(choice, FwdChoice) or not arch_spec(plan.target).backward.orders_aux:
         return 0, False
     from flash_mask_cute.sm90.flash_bwd_limits import SMEM_CAPACITY, may_loop_over_scores
 
     return SMEM_CAPACITY - choice.smem_bytes, may_loop_over_scores(choice.tile_d)
-
-
-def _smem_bytes(summed: Sequence[SummedDifference]) -> int:
-    return sum(x.mma_words * MMA_WARPS + x.mask_words * MASK_WARPS for x in summed) * 4
 
 
 def _summed(
@@ -177,7 +140,7 @@ def _summed(
             if by is SummedBy.SCORES and not any(x.has_mma_warps for x in ways):
                 by = None
             new = [] if by is None else [SummedDifference(*x, by) for x in own]
-            if _smem_bytes([*more, *new]) <= spare_smem:
+            if smem_bytes_of([*more, *new]) <= spare_smem:
                 more += new
         found.append(more)
     most = max(found, key=len)

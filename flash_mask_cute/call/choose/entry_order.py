@@ -10,33 +10,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.masks import ResolvedMasks
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.choose.facts import CallFacts
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.mods.traits import find_reads
-from flash_mask_cute.runtime.target import Target
 
 # of a table that the L2 cache does not keep
 LEAST_BYTES = 2**25
 
 
-def with_entry_order(
-    problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks, target: Target
-) -> AttentionProblem:
-    """The problem of a backward with `entries_first` filled in."""
-    score_mod, aux_tensors = masks.score_mod, masks.aux_tensors
-    if score_mod is None or aux_tensors is None or not arch_spec(target).backward.owns_shared:
-        return problem
+def with_entry_order(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a backward with `entries_first` filled in."""
+    score_mod, aux_tensors = facts.masks.score_mod, facts.masks.aux_tensors
+    problem, shapes = plan.problem, plan.shapes
+    if facts.is_forward or not facts.spec.backward.owns_shared:
+        return plan
+    if score_mod is None or aux_tensors is None:
+        return plan
     if problem.varlen_q or problem.varlen_k or problem.token_lists or shapes.batch < 2:
-        return problem
+        return plan
     large = tuple(
         i
         for i, x in enumerate(aux_tensors)
         if x.is_floating_point() and x.numel() * x.itemsize >= LEAST_BYTES
     )
     if not large:
-        return problem
+        return plan
     reads = find_reads(score_mod, problem, large).tensors.values()
     is_shared = any(x.read_class is ReadClass.PLACES and not x.is_once for x in reads)
-    return replace(problem, entries_first=is_shared)
+    return replace(plan, problem=replace(problem, entries_first=is_shared))

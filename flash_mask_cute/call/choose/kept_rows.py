@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.masks import ResolvedMasks
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.settings import FwdConfig, given_fields
+from flash_mask_cute.call.choose.facts import CallFacts
+from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.traits import find_reliance, row_bits
-from flash_mask_cute.runtime.target import Target
 
 # Entries for which rows are loaded once; and query blocks of QUERY_BLOCK rows for each SM, of which
 # the first one loads.
@@ -25,19 +22,13 @@ SHORT_QUERIES = 64
 MOST_BITS, MOST_DIM = 32, 64
 
 
-def with_row_bits(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    target: Target,
-    override: FwdConfig | None,
-) -> AttentionProblem:
+def with_row_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     """The problem of a forward with what batch entries share of tables, if nobody chose tiles."""
-    score_mod, kernel = masks.score_mod, arch_spec(target).forward
-    if score_mod is None or not kernel.keeps_rows or not _has_many(shapes, target):
+    masks, score_mod = facts.masks, facts.masks.score_mod
+    if score_mod is None or not facts.spec.forward.keeps_rows or not _has_many(facts):
         return problem
     is_wide = max(problem.head_dim, problem.head_dim_v) > MOST_DIM
-    if is_wide or given_fields(override).keys() - {"skip_blocks"}:
+    if is_wide or facts.has_tiles:
         return problem
     varying = (
         *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
@@ -53,7 +44,8 @@ def with_row_bits(
     return replace(problem, row_bits=bits) if bits <= MOST_BITS else problem
 
 
-def _has_many(shapes: FwdShapes, target: Target) -> bool:
+def _has_many(facts: CallFacts) -> bool:
+    shapes, target = facts.shapes, facts.target
     tiles = shapes.batch * shapes.heads_q * -(-shapes.seqlen_q // QUERY_BLOCK)
     are_many = shapes.batch >= LEAST_BATCH and tiles >= LEAST_TILES * target.num_sms
     return are_many and shapes.seqlen_q > SHORT_QUERIES

@@ -12,7 +12,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.choose.config import BwdChoice
+from flash_mask_cute.call.choose.copies import with_conversions
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.choose.facts import CallFacts
+from flash_mask_cute.call.choose.packed import as_rows, as_rows_bwd, can_pack
+from flash_mask_cute.call.choose.tile_choice import choose_tiles
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE, max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
@@ -75,10 +80,9 @@ def packed_sequences(
     return shapes, replace(problem, varlen_q=True, varlen_k=True)
 
 
-def shares_mask_bits(
-    problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks, target: Target
-) -> bool:
+def _shares_mask_bits(plan: ExecutionPlan) -> bool:
     """Whether all heads of a call may read the same mask bits, if memory suffices."""
+    problem, shapes, masks, target = plan.problem, plan.shapes, plan.masks, plan.target
     lists = masks.block_lists
     return (
         masks.mask_mod is not None
@@ -95,17 +99,42 @@ def shares_mask_bits(
     )
 
 
-def choose_mask_bits(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    tiles: BitTiles,
-    masks: ResolvedMasks,
-    window: Window,
-    target: Target,
-    can_pack: bool,
-    limits: Limits,
-) -> MaskBitsPlan | None:
-    """The plan for the bits that all heads share; None if there is no room for them."""
+def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> ExecutionPlan:
+    """The plan with the evaluation of its mask_mod before attention, if there is one.
+
+    A kernel that reads bits may have other tiles than one that evaluates the callable.
+    """
+    problem = plan.problem
+    if problem.in_fp8 or not (plan.splits is problem.page_box is None):
+        # the mask_mod of few queries is evaluated while keys come from memory
+        return plan
+    if not _shares_mask_bits(plan):
+        return plan
+    reading = plan.with_choice(choose_tiles(facts, reading_mask_bits(problem)))
+    mask_bits = _choose_mask_bits(reading, can_pack(facts.call), limits)
+    if mask_bits is None:
+        return plan
+    problem = reading_mask_bits(reading.problem)
+    reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=plan)
+    if not isinstance(mask_bits, DocumentBitsPlan):
+        return reading
+    shapes, problem = packed_sequences(reading.shapes, problem)
+    tensors = facts.call.tensors
+    rows = as_rows(tensors) if facts.is_forward else as_rows_bwd(tensors)
+    return with_conversions(replace(reading, shapes=shapes, problem=problem), rows)
+
+
+def _choose_mask_bits(plan: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBitsPlan | None:
+    """The plan for the bits that all heads share; None if there is no room for them. plan: of a
+    kernel with the tiles of one that reads bits."""
+    problem, shapes, masks = plan.problem, plan.shapes, plan.masks
+    tiles, target = plan.bit_tiles, plan.target
+    if isinstance(plan.choice, BwdChoice) and plan.choice.tiles.cta_pair:
+        # a part of a walk may lie behind its sequence, which places do not tell
+        can_pack = False
+        if problem.varlen_k:
+            return None
+    window: Window = plan.window_left, plan.window_right
     if window == (None, None):
         window = None
     mask_mod, lists = masks.mask_mod, masks.block_lists

@@ -6,12 +6,11 @@ Bits are the same by each way, so shapes alone choose.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
 
-from flash_mask_cute.call.choose.config import FwdTiles
-from flash_mask_cute.call.choose.splits import are_enough_tiles
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan, Segments
+from flash_mask_cute.call.choose.facts import CallFacts
+from flash_mask_cute.call.choose.splits import are_enough_tiles, refuse_splits, splits_by_rows
 from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
 from flash_mask_cute.limits import OPEN_WINDOW
 
@@ -19,62 +18,19 @@ from flash_mask_cute.limits import OPEN_WINDOW
 MOST_BYTES = 256 << 20
 # CTAs compute the segments of a tile in turn if it sees so few of them as a share of all
 _FEW_SEEN = 0.5
-_ROWS_PER_THREAD, _VECTOR = 2, 4
 
 
-class Segments(NamedTuple):
-    """Segments of the keys of a sequence.
-
-    kind: how they are computed. num_blocks: key blocks of a segment, of tile_n keys. number: the
-    most that a sequence may have.
-    """
-
-    kind: str
-    num_blocks: int
-    tile_n: int
-    number: int
-
-    @property
-    def keys(self) -> int:
-        """Keys of a segment."""
-        return self.num_blocks * self.tile_n
-
-    def memory_shape(self, tiles: FwdTiles, head_dim_v: int, num_ctas: int) -> tuple[int, ...]:
-        """The fp32 memory of segments in turn (`RunningSums`), for so many CTAs."""
-        # a thread has two rows, of which each of four threads has a quarter
-        columns = -(-head_dim_v // 16) * 16 // 4
-        vectors = 2 + _ROWS_PER_THREAD * columns // _VECTOR
-        return num_ctas, vectors, 2 * tiles.tile_m, _VECTOR
-
-    def describe(self) -> str:
-        """The segments in words."""
-        cut = (
-            f"sums are cut at every {self.keys} keys of a sequence, {self.number} segments at most"
-        )
-        how = {
-            ONE_SEGMENT: "one pass",
-            IN_TURN: "each CTA folds those of its work tiles",
-            BY_SEGMENTS: "any CTA computes any of them, and a launch folds them in their order",
-        }
-        return f"{cut}; {how[self.kind]}"
-
-
-def choose_segments(
-    seqlen_k_per_split: int,
-    tiles: FwdTiles,
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    window: int | None,
-    num_sms: int,
-    is_wide: bool,
-) -> Segments:
-    """seqlen_k_per_split: of the call, checked. window: the most keys that a query sees, None: all.
-    is_wide: out is wider than q, which only a fold of another launch writes."""
+def _choose_segments(facts: CallFacts, plan: ExecutionPlan) -> Segments:
+    """Who computes the segments."""
+    keys, window = facts.call.options.seqlen_k_per_split, facts.window.visible
+    assert keys is not None
+    problem, shapes, tiles = plan.problem, plan.shapes, plan.fwd_choice.tiles
     # a kernel counts in 32 bits, and no sequence has more keys
-    num_blocks = min(seqlen_k_per_split, OPEN_WINDOW) // tiles.tile_n
+    num_blocks = min(keys, OPEN_WINDOW) // tiles.tile_n
     number = max(-(-shapes.seqlen_k // (num_blocks * tiles.tile_n)), 1)
     segments = Segments(ONE_SEGMENT, num_blocks, tiles.tile_n, number)
-    if is_wide:
+    if plan.out_dtype != problem.dtype:
+        # which only a fold of another launch writes
         return segments._replace(kind=BY_SEGMENTS)
     if number == 1:
         return segments
@@ -86,10 +42,20 @@ def choose_segments(
         seen = math.ceil((window + shapes.seqlen_q) / segments.keys) + 1
         if seen <= _FEW_SEEN * number:
             return in_turn
-    rows = shapes.seqlen_q * padded_group(problem.packed_heads)
-    heads = shapes.heads_q // problem.packed_heads
-    is_many = are_enough_tiles(problem, shapes, rows, heads, tiles.tile_m, num_sms)
+    is_many = are_enough_tiles(facts, problem, problem.packed_heads, tiles.tile_m)
     partial_rows = number * shapes.heads_q
     partial_rows *= shapes.total_q if problem.varlen_q else shapes.batch * shapes.seqlen_q
     is_large = 4 * partial_rows * (shapes.head_dim_v + 1) > MOST_BYTES
     return in_turn if is_many or is_large else segments._replace(kind=BY_SEGMENTS)
+
+
+def with_segments(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a forward with the segments of its keys, for tiles that are chosen."""
+    problem, shapes = plan.problem, plan.shapes
+    if plan.out_dtype != problem.dtype:
+        refuse_splits(problem, f"out in {plan.out_dtype} of q in {problem.dtype}")
+    segments = _choose_segments(facts, plan)
+    problem, splits = replace(problem, split=segments.kind), None
+    if segments.kind == BY_SEGMENTS:
+        splits = splits_by_rows(problem, shapes, segments.number)._replace(kind=BY_SEGMENTS)
+    return replace(plan, problem=problem, segments=segments, splits=splits)

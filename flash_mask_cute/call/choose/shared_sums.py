@@ -8,20 +8,16 @@ is one tile, `sm90/flash_bwd_short.py` computes all other gradients as well, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-from torch import Tensor
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.choose.config import BwdChoice
-from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan, SharedSums, ShortTile
+from flash_mask_cute.call.choose.facts import CallFacts
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.mods.exact_words import NUM_WORDS
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.mods.traits import find_reads
-from flash_mask_cute.runtime.target import Target
 
 if TYPE_CHECKING:
     from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
@@ -48,65 +44,26 @@ KEYS_OF_ENTRIES, MOST_COLUMNS_OF_ENTRIES = 64, 64
 ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
 
 
-class ShortTile(NamedTuple):
-    """Queries and keys of a tile. It has all queries of a batch entry, and all keys, or
-    several_keys: there are more tiles, whose CTAs add to dQ."""
-
-    tile_m: int
-    tile_n: int
-    several_keys: bool = False
-
-
-class SharedSums(NamedTuple):
-    """numbers: of the aux tensors. parts: of the batch. once: those of which no two scores of an
-    entry read the same element: they have one owner, and sums for each part. The others have sums
-    to which CTAs add; exact: those of them with exact sums (`mods/exact_words.py`). short: the
-    kernel makes all gradients, and no other one runs after the preprocess."""
-
-    numbers: tuple[int, ...]
-    parts: int
-    once: tuple[int, ...]
-    exact: tuple[int, ...] = ()
-    short: ShortTile | None = None
-
-    def num_bytes(self, aux_tensors: Sequence[Tensor]) -> int:
-        """Of the sums of gradients that are like these tensors."""
-
-        def of_element(i: int) -> int:
-            if i in self.exact:
-                return 8 * NUM_WORDS
-            if i not in self.once:
-                return 4
-            return 0 if self.is_in_place(aux_tensors[i]) else 4 * self.parts
-
-        return sum(of_element(i) * aux_tensors[i].numel() for i in self.numbers)
-
-    def is_in_place(self, gradient: Tensor) -> bool:
-        """Whether the sums of a tensor of `once` are made in its gradient."""
-        is_fp32 = gradient.dtype is torch.float32
-        return self.parts == 1 and is_fp32 and gradient.is_contiguous()
-
-    def problem_fields(self, problem: AttentionProblem) -> dict[str, Any]:
-        """The fields of the problem that is left to the main kernel."""
-        fields = "wants_aux", "exact_aux", "entry_aux"
-        return {x: tuple(i for i in getattr(problem, x) if i not in self.numbers) for x in fields}
+def with_shared_sums(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a backward with the kernel that walks over batch entries, if there is one."""
+    if facts.is_forward:
+        return plan
+    shared = choose_shared_sums(plan, may_be_short=not facts.has_config)
+    if shared is None:
+        return plan
+    problem = replace(plan.problem, **shared.problem_fields(plan.problem))
+    return replace(plan, shared=shared, problem=problem)
 
 
-def choose_shared_sums(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    choice: BwdChoice,
-    target: Target,
-    may_be_short: bool = False,
-) -> SharedSums | None:
+def choose_shared_sums(plan: ExecutionPlan, may_be_short: bool) -> SharedSums | None:
     """None: the main kernel sums all gradients. may_be_short: the caller asked for no tiles."""
     if may_be_short:
-        short = _choose_short(problem, shapes, masks, choice, target)
+        short = _choose_short(plan)
         if short is not None:
             return short
-    score_mod = masks.score_mod
-    if score_mod is None or not problem.wants_aux or not _is_possible(problem, choice, target):
+    problem, shapes, target = plan.problem, plan.shapes, plan.target
+    score_mod = plan.masks.score_mod
+    if score_mod is None or not problem.wants_aux or not _is_possible(plan):
         return None
     reads = find_reads(score_mod, problem, problem.wants_aux)
     if shapes.batch < LEAST_BATCH or not reads.shared:
@@ -128,14 +85,10 @@ def choose_shared_sums(
     return SharedSums(numbers, parts, once, exact) if numbers else None
 
 
-def _choose_short(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    choice: BwdChoice,
-    target: Target,
-) -> SharedSums | None:
+def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
     """The kernel of short sequences; None: it cannot compute the call, or there are few of them."""
+    problem, shapes, target = plan.problem, plan.shapes, plan.target
+    score_mod = plan.masks.score_mod
     from flash_mask_cute.sm90.flash_bwd_short_traits import MOST_ROWS, QUERY_TILES
 
     if not arch_spec(target).backward.owns_shared or _has_lengths_or_lists(problem):
@@ -146,8 +99,8 @@ def _choose_short(
         return None
     numbers = problem.wants_aux
     once: tuple[int, ...] = ()
-    if masks.score_mod is not None:
-        reads = find_reads(masks.score_mod, problem, problem.wants_aux)
+    if score_mod is not None:
+        reads = find_reads(score_mod, problem, problem.wants_aux)
         if not reads.adds_alike or not set(reads.shared) >= set(numbers):
             return None
         once = reads.shared_once
@@ -157,23 +110,19 @@ def _choose_short(
             next(rows for rows, _ in QUERY_TILES if rows >= shapes.seqlen_q),
             -(-shapes.seqlen_k // 16) * 16,
         )
-        traits = short_traits(problem, tile, choice, bool(numbers))
+        traits = short_traits(problem, tile, plan.bwd_choice, bool(numbers))
         if traits.fits:
             ctas = target.num_sms * traits.ctas_of_sm
             parts = min(max(ctas // shapes.heads_q, 1), shapes.batch)
             return SharedSums(numbers, parts, once, exact, tile)
-    if masks.score_mod is None or once or problem.deterministic:
+    if score_mod is None or once or problem.deterministic:
         return None
-    return _choose_entries(problem, shapes, choice, target, numbers)
+    return _choose_entries(plan)
 
 
-def _choose_entries(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    choice: BwdChoice,
-    target: Target,
-    numbers: tuple[int, ...],
-) -> SharedSums | None:
+def _choose_entries(plan: ExecutionPlan) -> SharedSums | None:
+    problem, shapes, choice = plan.problem, plan.shapes, plan.bwd_choice
+    numbers = problem.wants_aux
     from flash_mask_cute.sm90.flash_bwd_entries_traits import MOST_QUERIES, QUERIES_OF_BOTH
 
     queries = -(-shapes.seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
@@ -187,7 +136,7 @@ def _choose_entries(
     if not (traits.fits and is_alike and max(traits.cols) <= MOST_COLUMNS_OF_ENTRIES):
         return None
     tile = ShortTile(queries, KEYS_OF_ENTRIES, True)
-    return SharedSums(numbers, target.num_sms, (), (), tile)
+    return SharedSums(numbers, plan.target.num_sms, (), (), tile)
 
 
 def entry_traits(problem: AttentionProblem, tile: ShortTile, has_sums: bool) -> EntryTraits:
@@ -228,9 +177,10 @@ def short_traits(
 _ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 
 
-def _is_possible(problem: AttentionProblem, choice: BwdChoice, target: Target) -> bool:
+def _is_possible(plan: ExecutionPlan) -> bool:
     """Whether the kernel can compute the scores of a problem."""
-    if not arch_spec(target).backward.owns_shared or choice.tile_n != TILE:
+    problem, choice = plan.problem, plan.bwd_choice
+    if not arch_spec(plan.target).backward.owns_shared or choice.tile_n != TILE:
         return False
     if _has_lengths_or_lists(problem):
         return False

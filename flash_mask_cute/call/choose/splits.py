@@ -9,10 +9,14 @@ One split is one pass, without a combination.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
 
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan, Splits
+from flash_mask_cute.call.choose.facts import CallFacts
+from flash_mask_cute.call.choose.selected import has_equal_walks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.core.segments import ONE_SEGMENT
 from flash_mask_cute.core.shares import (
     BY_ROWS,
     BY_SLOTS,
@@ -20,6 +24,9 @@ from flash_mask_cute.core.shares import (
     SLOTS_PER_SHARE,
     are_busy,
 )
+from flash_mask_cute.core.value_halves import ctas_of_tile
+from flash_mask_cute.masks.q_start import END
+from flash_mask_cute.runtime.target import Target
 
 # keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
 # known yet
@@ -31,56 +38,6 @@ _MANY_WAVES = 8
 # Equal work tiles that fill so much of their waves are faster as a whole: of 512 on 132 SMs, 0.97
 # of the stream of a H100 against 0.94 (docs/serving.md).
 _FULL_WAVES = 0.95
-
-
-class Splits(NamedTuple):
-    """Scratch of a forward that computes work tiles in splits.
-
-    kind: BY_ROWS or BY_SLOTS. number: splits of each work tile, or CTAs that have a share.
-    out_shape, lse_shape: shapes of the fp32 tensors that all splits are written to. has_low: there
-    is another one like LSE, for its rounding error, because scores may have any size.
-    """
-
-    kind: str
-    number: int
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    has_low: bool
-
-    @staticmethod
-    def by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
-        """number: splits of each work tile."""
-        rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
-        lse_shape = (number, *rows, shapes.heads_q)
-        has_low = problem.score_mod is not None
-        return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
-
-    @staticmethod
-    def by_slots(
-        problem: AttentionProblem, shapes: FwdShapes, num_ctas: int, tile_m: int
-    ) -> Splits:
-        """num_ctas: at most. tile_m: query rows of a work tile."""
-        rows = tile_m
-        if not problem.varlen_q:
-            of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
-            rows, tiles = min(rows, of_sequence), shapes.batch * math.ceil(of_sequence / tile_m)
-            heads = shapes.heads_q // problem.packed_heads
-            num_ctas = aligned_shares(tiles, heads, num_ctas, tile_m)
-        lse_shape = SLOTS_PER_SHARE * num_ctas, rows
-        has_low = problem.score_mod is not None
-        return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
-
-    @property
-    def num_bytes(self) -> int:
-        numbers_of_lse = 2 if self.has_low else 1
-        return 4 * (math.prod(self.out_shape) + numbers_of_lse * math.prod(self.lse_shape))
-
-    def describe(self) -> str:
-        """The splits in words."""
-        scratch = f"{self.num_bytes} bytes of scratch, and a launch that combines"
-        if self.kind == BY_SLOTS:
-            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
-        return f"{self.number} of each work tile; {scratch}"
 
 
 def aligned_shares(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
@@ -96,11 +53,6 @@ def aligned_shares(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
     return num_ctas
 
 
-def decode_rows(shapes: FwdShapes, may_pack: bool) -> int:
-    """Rows of a sequence that share keys: all heads of a group if they can share a tile."""
-    return shapes.seqlen_q * (padded_group(shapes.heads_q // shapes.heads_kv) if may_pack else 1)
-
-
 def refuse_splits(problem: AttentionProblem, what: str) -> None:
     """Refuse results that splits do not have. what: of the call asks for splits.
 
@@ -114,66 +66,108 @@ def refuse_splits(problem: AttentionProblem, what: str) -> None:
             )
 
 
-def choose_split(
-    num_splits: int,
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    may_pack: bool,
-    window: int | None,
-    num_sms: int,
-    has_config: bool,
-    equal_walks: bool = False,
-) -> str | None:
+def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a forward with its way of computing work tiles in splits, if any.
+
+    A kernel writes `out` in the dtype of q, and splits of it in float32. So an `out` in float32 is
+    combined from splits, from a single one if no more are requested. Splits by slots do not serve
+    for that: a kernel writes `out` itself where a work tile has one share.
+
+    A single query sees the same keys without causal masking, and a kernel without masks does less.
+    So later steps ask the facts, and not the problem, whether the call is causal.
+    """
+    x = facts.call.tensors
+    # tiles say later how segments are computed (`with_segments`)
+    split = ONE_SEGMENT if facts.is_ordered else _choose_split(facts, problem)
+    if split in (None, BY_SLOTS) and x.out is not None and x.out.dtype != x.q.dtype:
+        refuse_splits(problem, f"out in {x.out.dtype} of q in {x.q.dtype}")
+        split = BY_ROWS
+    if split is None and not facts.decodes_whole:
+        return problem
+    is_at_end = problem.q_start is None or facts.call.options.q_start.kind == END
+    sees_all = facts.shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
+    return replace(problem, split=split, is_causal=problem.is_causal and not sees_all)
+
+
+def _choose_split(facts: CallFacts, problem: AttentionProblem) -> str | None:
     """BY_ROWS, BY_SLOTS, or None: one pass.
 
-    num_splits: the caller's, checked. may_pack: heads of a group can share a tile. window: the most
-    keys that a query sees, None: all. has_config: the caller chose tiles, which are for one pass
-    unless the caller also asks for splits. equal_walks: walks are about as long, whatever the
-    lengths of sequences.
+    Tiles that the caller chose are for one pass, unless the caller also asks for splits.
 
     Raises:
         NotImplementedError: num_splits is requested together with lse_low or max_scores.
     """
+    num_splits, shapes, window = facts.call.options.num_splits, facts.shapes, facts.window.visible
     if num_splits > 1:
         refuse_splits(problem, f"num_splits={num_splits}")
         return BY_ROWS
     if num_splits == 1:
         return None
-    if has_config or problem.needs_lse_low or problem.needs_max_scores:
+    if facts.has_config or problem.needs_lse_low or problem.needs_max_scores:
         return None
     keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
-    rows = decode_rows(shapes, may_pack)
-    heads = shapes.heads_kv if may_pack else shapes.heads_q
-    is_decoding = rows <= DECODE_ROWS
+    is_decoding = facts.decode_rows <= DECODE_ROWS
     if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
         return None
+    packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
     tile_m = DECODE_ROWS if is_decoding else _ROWS
-    of_tiles = rows, heads, tile_m, num_sms
-    is_many = are_enough_tiles(problem, shapes, *of_tiles, equal_walks=equal_walks)
-    return None if is_many else BY_SLOTS
+    return None if are_enough_tiles(facts, problem, packed_heads, tile_m) else BY_SLOTS
 
 
 def are_enough_tiles(
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    rows: int,
-    heads: int,
-    tile_m: int,
-    num_sms: int,
-    equal_walks: bool = False,
+    facts: CallFacts, problem: AttentionProblem, packed_heads: int, tile_m: int
 ) -> bool:
-    """Whether work tiles keep all SMs busy without splits.
-
-    rows: of a sequence that share keys. heads: of a sequence whose rows share nothing. tile_m: rows
-    of a work tile. equal_walks: as for `choose_split`.
-    """
-    group, is_decoding = rows // max(shapes.seqlen_q, 1), rows <= DECODE_ROWS
+    """Whether work tiles of tile_m rows, with so many heads in a tile, keep all SMs busy without
+    splits."""
+    shapes, group = facts.shapes, padded_group(packed_heads)
+    num_sms = _tiles_at_once(facts.target, problem)
+    rows = shapes.seqlen_q * group
+    is_decoding = rows <= DECODE_ROWS
     tiles = math.ceil(rows / tile_m) * shapes.batch
     if problem.varlen_q:
         tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
-    tiles *= heads
+    tiles *= shapes.heads_q // packed_heads
     most = num_sms * _MANY_WAVES if is_decoding else num_sms
     if tiles >= most:
         return True
-    are_equal = equal_walks or not (problem.varlen_q or problem.varlen_k or problem.has_seqused_k)
+    varying = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
+    are_equal = has_equal_walks(facts) or not varying
     return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+
+
+def _tiles_at_once(target: Target, problem: AttentionProblem) -> int:
+    """Work tiles that run at a time."""
+    return max(target.num_sms // ctas_of_tile(problem.head_dim_v), 1)
+
+
+def with_splits(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a forward with the scratch of its splits, for tiles that are chosen."""
+    if plan.problem.split is None:
+        return plan
+    if plan.problem.split == BY_SLOTS:
+        return replace(plan, splits=_splits_by_slots(plan))
+    number = max(facts.call.options.num_splits, 1)
+    return replace(plan, splits=splits_by_rows(plan.problem, plan.shapes, number))
+
+
+def splits_by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
+    """number: splits of each work tile."""
+    rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+    lse_shape = (number, *rows, shapes.heads_q)
+    has_low = problem.score_mod is not None
+    return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
+
+
+def _splits_by_slots(plan: ExecutionPlan) -> Splits:
+    """A share for each CTA at most, or for each pair of CTAs."""
+    problem, shapes = plan.problem, plan.shapes
+    num_ctas = _tiles_at_once(plan.target, problem)
+    rows = tile_m = plan.fwd_choice.tiles.tile_m
+    if not problem.varlen_q:
+        of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
+        rows, tiles = min(rows, of_sequence), shapes.batch * math.ceil(of_sequence / tile_m)
+        heads = shapes.heads_q // problem.packed_heads
+        num_ctas = aligned_shares(tiles, heads, num_ctas, tile_m)
+    lse_shape = SLOTS_PER_SHARE * num_ctas, rows
+    has_low = problem.score_mod is not None
+    return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)

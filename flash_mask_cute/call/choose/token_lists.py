@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose.arch import ArchSpec
+from flash_mask_cute.call.choose.facts import CallFacts
 from flash_mask_cute.call.choose.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.core.packed_heads import rows_of_listed
 from flash_mask_cute.limits import MOST_CTAS
 from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
@@ -36,15 +34,9 @@ LEAST_VISITS = 8
 _MOST_NUMBERED = 1 << 31
 
 
-def why_bits(
-    call: AttentionCall,
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    spec: ArchSpec,
-) -> str | None:
+def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
     """The reason why a backward with a choice takes it as bits, or None: it takes token lists."""
-    selected = masks.selected
+    selected, shapes, spec = facts.masks.selected, facts.shapes, facts.spec
     assert selected is not None
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 0
     d, d_v = problem.head_dim, problem.head_dim_v
@@ -65,7 +57,7 @@ def why_bits(
         ),
         f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
         "one batch entry of keys for all sequences": problem.common_kv,
-        "config": bool(given_fields(call.config)),
+        "config": facts.has_config,
         f"{entries} entries": entries >= _MOST_NUMBERED,
         f"{sums} sums of dQ of a KV head": sums >= _MOST_NUMBERED,
     }
@@ -83,18 +75,12 @@ def _heads_of_masks(problem: AttentionProblem, shapes: FwdShapes, masks: Resolve
     return heads
 
 
-def with_token_lists(
-    call: AttentionCall,
-    problem: AttentionProblem,
-    shapes: FwdShapes,
-    masks: ResolvedMasks,
-    spec: ArchSpec,
-) -> AttentionProblem:
+def with_token_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     """The problem of a backward with a choice, which it takes as token lists if it can."""
-    if why_bits(call, problem, shapes, masks, spec) is not None:
+    call, shapes, masks = facts.call, facts.shapes, facts.masks
+    if masks.selected is None or why_bits(facts, problem) is not None:
         return problem
     selected, group = masks.selected, shapes.heads_q // shapes.heads_kv
-    assert selected is not None
     tile_n = next(n for n in TILES_N if selected.block_size % n == 0)
     hides = problem.mask_mod is not None or problem.intervals is not None
     heads = _heads_of_masks(problem, shapes, masks) if hides else 1

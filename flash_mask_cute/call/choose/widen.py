@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.problem import FwdShapes
+from flash_mask_cute.call.choose.facts import CallFacts
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 
@@ -22,14 +22,15 @@ LEAST_ROWS = 1024
 MOST_BYTES = 512 << 20
 
 
-def call_in_16_bits(call: AttentionCall, shapes: FwdShapes) -> AttentionCall | None:
+def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
     """The call over converted keys and values, if they are converted before attention.
 
     Its k and v are (batch, keys, heads, d) of the capacity, for plans alone: on a GPU they hold no
     memory.
     """
+    call, shapes = facts.call, facts.shapes
     x = call.tensors
-    if x.k.dtype != FP8 or shapes.is_empty:
+    if not facts.is_forward or x.k.dtype != FP8 or shapes.is_empty:
         return None
     if not (x.optional.kv_batch_idx is x.optional.leftpad_k is None):
         return None

@@ -16,7 +16,7 @@ from flash_mask_cute.call.arguments import Lengths, Masks, Tensors
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.build.scratch import BwdScratch
 from flash_mask_cute.call.choose.copies import any_or_none, convert, new_gradient, split_scale
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.token_lists import list_extents, list_facts
 from flash_mask_cute.call.run.aux_sums import new_sums, write_gradients
 from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.call.choose.splits import Splits
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan, Splits
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.limits import STRIDE_STEP

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.choose.difference_tables import DifferenceTables
+from flash_mask_cute.call.choose.execution_plan import DifferenceTables
 
 
 class MakeDifferenceTables:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_OPTIONAL, Masks, OptionalTensors, Tensors
 from flash_mask_cute.call.choose.copies import any_or_none, convert, split_scale
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.run.combine import CombinedForward
 from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables

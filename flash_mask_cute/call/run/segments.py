@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.run.combine import by_rows, in_splits, new_splits
 from flash_mask_cute.core.segments import BY_SEGMENTS
 from flash_mask_cute.runtime import fake_tensors

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.choose.shared_sums import SharedSums
+from flash_mask_cute.call.choose.execution_plan import SharedSums
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.call.run.aux_sums import new_sums
 from flash_mask_cute.call.run.forward import count_writing

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import Masks, PreparedFwd, Tensors
 from flash_mask_cute.call.choose.copies import convert
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.run.forward import current_device
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled

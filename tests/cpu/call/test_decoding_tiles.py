@@ -12,7 +12,7 @@ import flash_mask_cute
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Options
 from flash_mask_cute.call.choose.config import FwdTiles
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 

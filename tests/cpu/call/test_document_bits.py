@@ -18,9 +18,9 @@ from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Gradients, Tensors
 from flash_mask_cute.call.build.kernel_operands import FORWARD, STREAM
 from flash_mask_cute.call.choose import plan as plan_module
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.mask_bits import Limits
 from flash_mask_cute.call.choose.packed import rows_follow
-from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.run.backward import KernelBackward
 from flash_mask_cute.call.run.forward import KernelForward

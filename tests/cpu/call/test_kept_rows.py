@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.build.forward import build_fwd
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target

@@ -19,8 +19,8 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.build.backward import BwdKernels
 from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.mask_bits import Limits
-from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.run.backward import KernelBackward

@@ -18,7 +18,7 @@ from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.shared_sums import build_shared_sums
 from flash_mask_cute.call.choose import entry_order
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.shared_sums import MOST_PARTS, TILE, num_parts
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.runtime.cache import compile_lock

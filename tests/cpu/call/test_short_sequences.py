@@ -14,7 +14,7 @@ from trained_mods import TRAINED_MODS, make_trained
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.build.shared_sums import build_short
-from flash_mask_cute.call.choose.plan import ExecutionPlan
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.shared_sums import LEAST_SHORT, short_traits
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target

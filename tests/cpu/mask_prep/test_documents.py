@@ -16,8 +16,8 @@ from torch import Tensor
 from flash_mask_cute import explain, interface
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
 from flash_mask_cute.call.choose.packed import holds_documents
-from flash_mask_cute.call.choose.plan import ExecutionPlan
 from flash_mask_cute.call.lookup import mask_key
 from flash_mask_cute.call.run.forward import KernelForward
 from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
