@@ -23,9 +23,9 @@ from flash_mask_cute.call.prepare import compiled_fwd
 from flash_mask_cute.call.run.forward import cpu_call
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
-from flash_mask_cute.core.value_halves import ctas_of_tile
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.tiles import sequence_walks
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.target import Target
 

@@ -400,10 +400,9 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
-        split_fields = () if self.split in (None, ONE_SEGMENT) else SPLIT_FIELDS
         ring, walk = scheduler_rings(
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=lengths.work_fields + split_fields,
+            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         if const_expr(pages is not None and masks.bits is not None and masks.bits.is_choice):
@@ -497,6 +496,10 @@ class FlashAttentionForwardSm90:
             any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
             kept=kept,
         )
+
+    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
+        is_split = self.split not in (None, ONE_SEGMENT)
+        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:

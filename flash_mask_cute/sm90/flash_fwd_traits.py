@@ -32,10 +32,9 @@ from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.shares import FEW_ROWS
-from flash_mask_cute.core.value_halves import ctas_of_tile
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.limits import LEAST_BOX
+from flash_mask_cute.limits import LEAST_BOX, ctas_of_tile
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (

@@ -31,7 +31,6 @@ INDEX_RULES = (
     "core.segments",
     "core.shares",
     "core.tile_order",
-    "core.value_halves",
     "rules.band",
     "rules.block_info",
     "rules.intervals",

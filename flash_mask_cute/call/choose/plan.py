@@ -40,7 +40,7 @@ from flash_mask_cute.call.problem import (
     sink_dtype,
 )
 from flash_mask_cute.core.shares import DECODE_ROWS
-from flash_mask_cute.core.value_halves import ctas_of_tile
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import FP8, dtype_name

@@ -24,7 +24,7 @@ from flash_mask_cute.core.shares import (
     SLOTS_PER_SHARE,
     are_busy,
 )
-from flash_mask_cute.core.value_halves import ctas_of_tile
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.masks.q_start import END
 from flash_mask_cute.runtime.target import Target
 
