@@ -35,7 +35,6 @@ from bench.blackwell_events import (
     WidePair,
     products,
 )
-from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
 from bench.rows import row_line
@@ -45,6 +44,7 @@ from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.machine_code import disassembly
 from flash_mask_cute.runtime.target import Target
 
 KEPT = ROOT / "bench" / "results" / "blackwell_model.jsonl"

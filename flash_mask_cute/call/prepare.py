@@ -9,7 +9,7 @@ from typing import Any
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
 from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd, compile_short
 from flash_mask_cute.call.build.difference_tables import compile_difference_tables
-from flash_mask_cute.call.build.forward import compile_fwd
+from flash_mask_cute.call.build.forward import build_fwd, compile_fwd
 from flash_mask_cute.call.build.shared_sums import compile_shared_sums
 from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.call.choose.arch import arch_spec
@@ -86,6 +86,11 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
 def compiled_fwd(plan: ExecutionPlan) -> Compiled:
     """The attention kernel of a planned forward."""
     return compile_fwd(plan.problem, plan.fwd_choice.tiles, plan.target, _kernel_mods(plan))
+
+
+def built_fwd(plan: ExecutionPlan) -> Compiled:
+    """The same kernel, compiled now and not kept. The caller holds `compile_lock`."""
+    return build_fwd(plan.problem, plan.fwd_choice.tiles, plan.target, _kernel_mods(plan))
 
 
 def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
