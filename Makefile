@@ -6,6 +6,7 @@
 #                 those with the files of serving engines (400 MB), and those of models of transformers with both ends
 #                 of its range (2 GB each)
 # make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
+# make plan-rows  plan a grid of calls, print what differs from the kept plans, and keep the new ones
 # make lint       ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -30,7 +31,7 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines lint docs venv $(TORCHES:%=test-torch-%) \
+.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
 	$(TRANSFORMERS:%=test-transformers-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
@@ -100,6 +101,9 @@ test-sim: $(call needs_venv,$(DEV))
 # 3 is NOT_NEEDED of the script, which needs no packages.
 test-sim-if-needed:
 	@$(or $(PYTHON),python3) tests/simulator_needed.py; case $$? in 0) $(MAKE) test-sim;; 3) ;; *) exit 1;; esac
+
+plan-rows: $(call needs_venv,$(DEV))
+	PYTHONPATH=.:$(subst $(eval) ,:,$(wildcard tests/support/*)) $(DEV) tests/plan_rows.py --write
 
 lint: $(call needs_venv,$(DEV))
 	$(DEV) -m ruff check .

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
-from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
+from flash_mask_cute.call.batch_sums import AuxGradient, entry_traits, explain_reads, short_traits
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdChoice, BwdTiles
-from flash_mask_cute.call.choose.plan import Backend, ExecutionPlan, plan
-from flash_mask_cute.call.choose.shared_sums import entry_traits, short_traits
-from flash_mask_cute.call.choose.token_lists import why_bits
-from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.facts import Backend, CallFacts
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.scratch import BwdScratch, aux_sums_bytes
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import BwdChoice, BwdTiles
+from flash_mask_cute.call.token_lists import why_bits
 from flash_mask_cute.runtime.named_tuples import replaced
 
 OF_SHORT = "a CTA has all queries and keys of a batch entry, and walks over the entries of a head"
@@ -152,16 +153,15 @@ def _choice_of(backward: ExecutionPlan) -> BwdChoice:
 def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:
     if backward.masks.selected is None:
         return ""
-    problem, shapes = backward.problem, backward.shapes
+    problem = backward.problem
     if problem.token_lists:
         tokens = backward.bwd_choice.tiles.tile_m // problem.listed_rows
         return (
             f"token lists: a key tile visits the queries that chose it, {tokens} with "
             f"{problem.packed_heads} heads at a time"
         )
-    spec = arch_spec(backward.target)
-    given = _backward_call(call)
-    return f"bits: {why_bits(given, problem, shapes, backward.masks, spec)}"
+    facts = CallFacts.of(_backward_call(call), backward.target)
+    return f"bits: {why_bits(facts, problem)}"
 
 
 def _backward_call(call: AttentionCall) -> AttentionCall:

@@ -110,15 +110,15 @@ class AttentionProblem:
     choice see the same of a mask_mod. common_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
     `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
-    tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
+    tile of a backward that takes the choice as token lists (`token_lists.py`), and packs all
     heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
     other scores from one head of a group than from another. tables: dtypes of the tables of
-    differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
+    differences that the kernel gets behind the aux tensors (`tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
     warpgroups of a forward, or keys of one in a backward, have block lists of their own
     (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a backward
-    (`choose/entry_order.py`). row_bits: bits of a score, of rows of tables that batch entries of a
-    forward share (`kept_rows.py`), 0 if they do not, or are few.
+    (`bias_rows.py`). row_bits: bits of a score, of rows of tables that batch entries of a
+    forward share (`bias_rows.py`), 0 if they do not, or are few.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -261,6 +261,25 @@ class AttentionProblem:
         return (self.has_softcap or self.score_functions) and masks is TuningClass.CAUSAL
 
 
+class FoldedWindow(NamedTuple):
+    """Causal masking and window sides that have an effect (`fold_window`); None: an open side."""
+
+    is_causal: bool
+    left: int | None
+    right: int | None
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
+
+    @property
+    def visible(self) -> int | None:
+        """The most keys that a query sees, if both sides are closed."""
+        if self.left is None or not (self.is_causal or self.right is not None):
+            return None
+        return self.left + (self.right or 0) + 1
+
+
 def may_empty_rows(
     problem: AttentionProblem,
     seqlens: tuple[int, int],
@@ -292,9 +311,7 @@ def may_empty_rows(
     return ends_on_right and (any(varying) or seqlens[0] > seqlens[1])
 
 
-def fold_window(
-    causal: bool, window_left: int | None, window_right: int | None
-) -> tuple[bool, int | None, int | None]:
+def fold_window(causal: bool, window_left: int | None, window_right: int | None) -> FoldedWindow:
     """Causal and window sides that have an effect.
 
     No side is as wide as any sequence. Of two right edges, causal's and window_right, the nearer
@@ -310,8 +327,9 @@ def fold_window(
         right = None
     edge = 0 if causal else right
     if left is not None and (left <= -OPEN_WINDOW or (edge is not None and left + edge < 0)):
-        return False, None, -OPEN_WINDOW
-    return causal, left, None if right is None else max(right, -OPEN_WINDOW)
+        return FoldedWindow(False, None, -OPEN_WINDOW)
+    right = None if right is None else max(right, -OPEN_WINDOW)
+    return FoldedWindow(causal, left, right)
 
 
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:

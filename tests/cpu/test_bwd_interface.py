@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
+from flash_mask_cute.call import facts as facts_module
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
@@ -29,13 +30,12 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
 )
-from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.backward import EmptyBackward, KernelBackward
+from flash_mask_cute.call.build_backward import BwdKernels
 from flash_mask_cute.call.check.validate import check_inputs
-from flash_mask_cute.call.choose import plan as plan_module
-from flash_mask_cute.call.choose.config import select_bwd_config
-from flash_mask_cute.call.choose.plan import ExecutionPlan
-from flash_mask_cute.call.run.backward import EmptyBackward, KernelBackward
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tiles.config import select_bwd_config
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime import plain_tensors
@@ -447,7 +447,7 @@ def test_a_warm_call_is_one_look_up(recorder: Recorder, monkeypatch: pytest.Monk
     launches = Counting()
     monkeypatch.setattr(interface, "_prepared_bwd", launches)
     call(causal=True)
-    monkeypatch.setattr(plan_module, "check_inputs", None)
+    monkeypatch.setattr(facts_module, "check_inputs", None)
     monkeypatch.setattr(interface, "prepare_bwd", None)
     fresh = arguments()
     dq, dk, dv = _flash_attn_bwd(**fresh, causal=True)

@@ -14,10 +14,10 @@ from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
+from flash_mask_cute.call import mask_bits as choose_module
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose import plan as plan_module
-from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
 from flash_mask_cute.runtime.target import Target
@@ -81,7 +81,7 @@ def bwd_bits_plan(head_dim: int, **more: Any) -> EntryBitsPlan | None:
 
 def bits_plan_of(call: AttentionCall) -> EntryBitsPlan | None:
     """Of a call whose documents are not packed, whatever its size."""
-    with mock.patch.object(plan_module, "can_pack", lambda call: False):
+    with mock.patch.object(choose_module, "can_pack", lambda call: False):
         mask_bits = planned(call, TARGET).mask_bits
     assert mask_bits is None or isinstance(mask_bits, EntryBitsPlan)
     return mask_bits
