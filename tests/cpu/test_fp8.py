@@ -339,10 +339,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "one of the two": (
         {"v": CODES.bfloat16()}, TypeError,
-        "^k(_cache)? and v(_cache)? must both be in float8_e4m3fn, .* got torch.float8_e4m3fn and torch.bfloat16",
+        "^k(_cache)? and v(_cache)? must both be in .* got torch.float8_e4m3fn and torch.bfloat16",
     ),
     "the other": (
-        {"k": CODES.bfloat16()}, TypeError, "^k(_cache)? and v(_cache)? must both be in float8_e4m3fn",
+        {"k": CODES.bfloat16()}, TypeError, "^k(_cache)? and v(_cache)? must both be in float8",
     ),
     "q": (
         {"q": Q.to(FP8)}, TypeError, "^q must be in bfloat16 or float16 .* torch.float8_e4m3fn$",
@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "beside 16 bits": (
         {"k": CODES.bfloat16(), "v": CODES.bfloat16(), "v_descale": ONE}, ValueError,
-        "^v_descale is a scale of v(_cache)? in float8_e4m3fn, .* None beside v(_cache)? in torch.bf",
+        "^v_descale is a scale of v(_cache)? in float8.*, .* None beside v(_cache)? in torch.bf",
     ),
 }  # fmt: skip
 
