@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_mask_cute.lowering.values import NotLowerable
+from flash_mask_cute.runtime.checks import refuse_jit_trace
 
 _TORCH = str(Path(torch.__file__).parent)
 INDEX_NAMES = ("b_idx", "h_idx", "q_idx", "kv_idx")
@@ -83,6 +84,7 @@ def trace(
 ) -> Trace:
     """Trace a mod. Raises NotImplementedError, naming the mod and its line, if it cannot be
     traced."""
+    refuse_jit_trace()
     given = _arguments(is_score, device)
 
     def call(*arguments: Tensor) -> Any:
