@@ -71,10 +71,15 @@ def refuse_splits(problem: AttentionProblem, what: str) -> None:
     Raises:
         NotImplementedError: lse_low or max_scores are asked for, too.
     """
-    for name in ("lse_low", "max_scores"):
+    results = {
+        "lse_low": "gradients through score_mod (lse_low)",
+        "max_scores": "return_max_logit (max_scores)",
+    }
+    for name, result in results.items():
         if getattr(problem, f"needs_{name}"):
             raise NotImplementedError(
-                f"{what} is not supported together with {name}: of splits, out and lse are combined"
+                f"{what} is not supported together with {result}: of splits, out and lse are "
+                "combined"
             )
 
 
