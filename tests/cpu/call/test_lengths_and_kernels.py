@@ -29,8 +29,8 @@ def operand(seqlen: int, dim: int) -> torch.Tensor:
         # of docs/host.md
         (64, True, [1, 65, 129, 161]),
         (64, False, [1, 65]),
-        (128, True, [1]),
-        (128, False, [1]),
+        (128, True, [1, 65]),
+        (128, False, [1, 65]),
     ],
 )
 def test_lengths_that_change_the_forward(dim: int, has_table: bool, limits: list[int]) -> None:
