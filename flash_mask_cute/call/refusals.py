@@ -16,7 +16,7 @@ def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
     """Refuse what neither a kernel nor the CPU path computes, and head dimensions that kernels do
     not have."""
     if problem.deterministic and problem.wants_aux and facts.masks.score_mod is not None:
-        unordered = why_unordered(facts.target, problem.common_kv)
+        unordered = why_unordered(facts.target, problem.shared_kv)
         if unordered is not None:
             refuse_order("daux is given", unordered)
     backward, score_mod = facts.call.backward, facts.masks.score_mod
@@ -56,7 +56,7 @@ def refuse_on_gpu(facts: CallFacts, problem: AttentionProblem) -> None:
     if problem.causal_each and not kernel.causal_each:
         raise NotImplementedError(
             f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
-            f"each kind of sequences, got {brief(given.tensors.optional.causals)}"
+            f"each kind of sequences, got {brief(given.tensors.optional.causal_per_seq)}"
         )
     if problem.in_fp8 and not kernel.reads_fp8:
         raise NotImplementedError(
@@ -69,8 +69,8 @@ def refuse_on_gpu(facts: CallFacts, problem: AttentionProblem) -> None:
         )
 
 
-def refuse_large_choice(facts: CallFacts) -> None:
-    """Refuse a choice of blocks whose bits take too much memory."""
+def refuse_large_selection(facts: CallFacts) -> None:
+    """Refuse a selection of blocks whose bits take too much memory."""
     selected, seqlen_k = facts.masks.selected, facts.shapes.seqlen_k
     if selected is None:
         return
