@@ -36,8 +36,7 @@ class MadeInside(NamedTuple):
     is_constant: bool
 
     def steps_from_parts(self, steps: Steps) -> Steps:
-        """Steps from the mod as steps from its parts. Raises NotImplementedError where there are
-        none."""
+        """Steps from the mod as steps from its parts. Raises NotImplementedError if impossible."""
         for length in range(len(steps), -1, -1):
             place = self.places.get(steps[:length])
             if place is not None:

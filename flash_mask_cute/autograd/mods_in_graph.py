@@ -71,7 +71,7 @@ def mods_in_graph(
         mask_name = mask_mod
     mods = score_parts or score_mod, mask_parts or mask_mod
     for which, steps in functions:
-        # Dynamo guards the code of a function of which an attribute is read
+        # Dynamo guards the code of a function where an attribute of it is read
         followed(mods[which], (*steps, ("attribute", "__code__")))
     for which, steps, value in numbers:
         if followed(mods[which], steps) != value:

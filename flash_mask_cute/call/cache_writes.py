@@ -31,7 +31,7 @@ def check_entries_once(entries: Sequence[int], seqlens_new: Sequence[int]) -> No
 
 def check_written_once(slots: Sequence[Slots]) -> None:
     """Refuse a row of a page that two new rows are written into; pages that are only read may be
-    shared, and so may those of which each sequence writes other rows.
+    shared, and so may those where each sequence writes other rows.
 
     slots: of each sequence.
 
@@ -53,7 +53,7 @@ def check_rotary_rows(rows: int, capacity: int | None, longest: int) -> None:
     """Refuse tables without a row for each position that shapes allow.
 
     rows: of the tables. capacity: rows that the cache has for a sequence, if new keys are rotated
-    by where they go; None: rotary_seqlens says by what. longest: rows of k, or of q, of which each
+    by where they go; None: rotary_seqlens says by what. longest: rows of k, or of q, where each
     has a position of its own.
 
     Raises:
@@ -72,7 +72,7 @@ def check_rotary_rows(rows: int, capacity: int | None, longest: int) -> None:
 def check_rotary_positions(rows: int, by: str, positions: Sequence[range]) -> None:
     """Refuse positions outside of the tables.
 
-    rows: of the tables. by: the name of the argument that tells the first position of a sequence.
+    rows: of the tables. by: the name of the argument with the first position of a sequence.
     positions: those of each sequence, in k and q.
 
     Raises:

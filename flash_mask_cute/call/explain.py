@@ -219,8 +219,7 @@ def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
 def _compiled_facts(
     run: ExecutionPlan, device: str, notes: list[str], keeps_code: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The compiler's facts about the kernel, and its code; adds remarks for the reader to
-    `notes`."""
+    """The compiler's facts about the kernel, and its code; adds remarks to `notes`."""
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
         return {}, {}
@@ -238,8 +237,7 @@ def _compiled_facts(
 
 
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
-    """The values on a device that counting tiles would have to read, with a verb for the
-    message."""
+    """The values on a device that counting tiles would read, with a verb for the message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
     lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causal_per_seq
@@ -254,8 +252,7 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
 
 
 def _to_count(run: ExecutionPlan) -> ExecutionPlan:
-    """The plan whose sequences are counted, with the tiles of the kernel. The host does not know
-    documents found on the device."""
+    """The plan whose sequences are counted: not documents that only the device knows."""
     if run.without_bits is None or not isinstance(run.mask_bits, DocumentBitsPlan):
         return run
     return replace(run.without_bits, choice=run.choice)

@@ -130,8 +130,7 @@ class CallFacts:
 def _with_causal_sequences(
     causal_per_seq: torch.Tensor | None, window: FoldedWindow
 ) -> tuple[bool, FoldedWindow]:
-    """Whether a kernel asks which sequences are causal, and the window, of which they shorten the
-    right side. The window of all others may be as wide as any sequence."""
+    """Whether a kernel asks which sequences are causal, and the window without that right side."""
     right = window.right
     if causal_per_seq is None or window.is_causal or (right is not None and right <= 0):
         return False, window

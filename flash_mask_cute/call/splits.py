@@ -289,7 +289,7 @@ class CombinedForward:
     def __call__(
         self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None = None
     ) -> None:
-        """Combine the splits in the scratch memory, of which the first has the sink."""
+        """Combine the splits in the scratch memory; the first one has the sink."""
         of_out, of_lse, of_low, pending, _ = partials
         self._function(of_out, of_lse, of_low, pending, *by_rows(out, lse, self._is_packed))
 

@@ -125,7 +125,7 @@ class _Rows(NamedTuple):
     ) -> _Rows:
         empty = sees_nothing = lse == NEG_INF
         if sink is not None:
-            # told as the kernel tells them; it could be a row that sees values of 0 and little else
+            # marked as the kernel does; it could be a row that sees values of 0 and little else
             of_sink = (lse - sink).abs() <= SINK_RTOL * sink.abs().clamp(min=1.0)
             is_hostile = ~(q.isfinite().all(dim=-1) & dout.isfinite().all(dim=-1))
             sees_nothing = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
@@ -137,8 +137,7 @@ class _Rows(NamedTuple):
         return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
     def sink_gradient(self, sink: Tensor) -> Tensor:
-        """The contribution of each row to the gradient of its head's sink, (heads_kv, lanes, rows)
-        both."""
+        """Each row's part in the gradient of its head's sink, (heads_kv, lanes, rows) both."""
         return -torch.exp((sink - self.lse) - self.lse_low) * self.delta
 
 
@@ -198,10 +197,7 @@ def _chain_tile(
     tile: Tile,
     heads: Tensor,
 ) -> tuple[Tensor, _PullBack]:
-    """Modified scores (heads_kv, lanes, rows, keys) of the given heads, and their derivative.
-
-    The callables get float32. Scores and gradients of other heads are returned unchanged.
-    """
+    """Modified scores (heads_kv, lanes, rows, keys) of these heads, in float32; derivatives."""
     modified = scores.clone()
     parts = []
     for head in heads_in_tile(tile, heads):

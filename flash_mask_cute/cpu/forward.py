@@ -164,8 +164,7 @@ class _Result(NamedTuple):
 
 
 class _Splits:
-    """State of the rows of a query tile, split by split. sink: for its rows; the first split of
-    each head adds it."""
+    """Sums of the rows of a query tile, split by split. sink: which the first split adds."""
 
     def __init__(self, softmax: _OnlineSoftmax, sink: Tensor | None) -> None:
         self._softmax = softmax

@@ -76,7 +76,7 @@ def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
     """
     accepted = _accepts(mod)
     if accepted is None:
-        raise TypeError(f"{_name(mod)} does not tell its arguments: pass kind")
+        raise TypeError(f"{_name(mod)} has no signature that shows its arguments: pass kind")
     for kind, (in_torch, _) in _ARITY.items():
         if accepted(in_torch):
             return kind
@@ -87,7 +87,7 @@ def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
 
 
 def _accepts(mod: Callable[..., Any]) -> Callable[[int], bool] | None:
-    """A test for a number of positional arguments; None: the callable does not tell."""
+    """A test for a number of positional arguments; None: the callable has no signature."""
     if type(mod) is FunctionType and not hasattr(mod, "__wrapped__"):
         # the usual case, at a tenth of the time
         code, defaults = mod.__code__, len(mod.__defaults__ or ())

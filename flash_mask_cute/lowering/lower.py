@@ -587,8 +587,7 @@ def _lowered(
 
 
 def _forget_captured(module: GraphModule) -> None:
-    """Drop captured tensors from a kept program: it must not keep the traced mod's tensors
-    alive."""
+    """Drop captured tensors from a kept program, so that it does not keep them alive."""
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if node.meta["captured"] is not None and hasattr(module, name):

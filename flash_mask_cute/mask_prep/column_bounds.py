@@ -88,8 +88,7 @@ def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
 def bounds_by_torch(
     indices: Tensor, tile_n: int, cu_seqlens_k: Tensor | None, num_blocks: int
 ) -> Tensor:
-    """The result of `ColumnMask.bounds` by torch: each block lists its keys, with the last one
-    repeated."""
+    """`ColumnMask.bounds` by torch: each block lists its keys, the last one repeated."""
     seqlen_k = indices.shape[2]
     block = torch.arange(num_blocks, device=indices.device)
     lane = torch.arange(tile_n, device=indices.device)

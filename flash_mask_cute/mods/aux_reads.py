@@ -83,8 +83,7 @@ class ReadAxis(Enum):
 
 
 class PlacedRead(NamedTuple):
-    """A read of an aux tensor by places and numbers, one for each dimension. The places may be
-    limited to the extents."""
+    """A read by places and numbers, one for each dimension; places may be limited to extents."""
 
     number: int
     indices: tuple[ReadAxis | int, ...]
@@ -264,8 +263,7 @@ class AuxTensors(tuple):
 
 
 class _Mode(NamedTuple):
-    """A dimension of a read: its number, the index (None for a slice that keeps it), and the
-    extent."""
+    """A dimension of a read: its number, the index (None for a slice), and the extent."""
 
     dimension: int
     index: Any

@@ -52,7 +52,7 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
     if tensor.is_neg():
         raise ValueError(
-            f"{name} must be in memory as it is, got the negative of what is there (is_neg(), as "
+            f"{name} must be in memory as it is, got the negative of its memory (is_neg(), as "
             "x.conj().imag is); pass x.resolve_neg()"
         )
 

@@ -452,8 +452,7 @@ def _evaluate_score_mod_bwd(
 
 
 class _Kind(NamedTuple):
-    """What to compute from a callable, which kind of callable it is, and the dtypes of the tensors
-    (rows, cols) that the computation takes."""
+    """What to compute from a callable, its kind, and the dtypes of the tensors (rows, cols)."""
 
     evaluate: Callable[..., tuple[Any, ...]]
     callable: str

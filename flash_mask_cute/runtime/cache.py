@@ -170,7 +170,7 @@ class CompileCache:
             return CacheUsage(None)
         folder = root / _LAYOUT
         kernels = num_bytes = 0
-        with contextlib.suppress(OSError):  # not there, or not readable
+        with contextlib.suppress(OSError):  # missing, or not readable
             for path in folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):  # another process evicts
                     num_bytes += path.lstat().st_size

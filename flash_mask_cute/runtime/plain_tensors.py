@@ -30,7 +30,7 @@ class NotPlainError(TypeError):
 
     def __init__(self, argument: str, kind: str) -> None:
         super().__init__(
-            f"{argument} must be a plain torch.Tensor, got a {kind}: kernels read memory, of which "
+            f"{argument} must be a plain torch.Tensor, got a {kind}: kernels read memory, and "
             "a subclass may have none"
         )
         self.argument = argument
@@ -102,8 +102,7 @@ def kind_refused(check: Callable[..., None], *arguments: Any) -> NotPlainError |
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """A plain view of a subclass tensor that leaves operators to torch and is ordinary memory;
-    everything else unchanged."""
+    """A plain view of a subclass tensor over ordinary memory; everything else unchanged."""
     kind = type(tensor)
     is_memory = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
     if kind in PLAIN_TYPES or not is_memory:

@@ -2,7 +2,7 @@
 
 The files are read when the package is imported, before any other module of it. Modules are imported
 later, on demand, and the compiler reads the text of a kernel when it compiles. So after an edit or
-an upgrade beside a live process nothing tells which code a kernel was made of. `fingerprint`
+an upgrade beside a live process nothing records which code a kernel was made of. `fingerprint`
 therefore looks at the files again whenever it is asked.
 
 Importing this module imports neither cutlass nor torch, and takes 2 ms.

@@ -163,7 +163,7 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
             )
     if cache.page_table is None and cache.batch_idx is None and k.shape[0] != cache.batch:
         raise ValueError(
-            f"k_cache must have batch {cache.batch}, as q has, or cache_batch_idx tells entries, "
+            f"k_cache must have batch {cache.batch}, as q has, or cache_batch_idx its entries, "
             f"got shape {tuple(k.shape)}"
         )
 
@@ -256,7 +256,7 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
 
 
 def _as_pages(cache: Cache) -> Cache:
-    """A contiguous cache as a pool of pages, of which each entry has as many in order."""
+    """A contiguous cache as a pool of pages: each entry has as many, in order."""
     entries, rows = cache.k.shape[:2]
     _refuse_gaps(cache)
     page_size = next(n for n in range(min(max(rows, 1), MAX_PAGE_SIZE), 0, -1) if rows % n == 0)

@@ -16,8 +16,7 @@ from flash_mask_cute.runtime.checks import brief, check_device, check_int, check
 
 
 class SideArguments(NamedTuple):
-    """A call's arguments about its queries, or its keys. name: "q" or "k"; shape: of that
-    tensor."""
+    """A call's arguments about its queries, or its keys. name: "q" or "k", of that shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,8 +58,7 @@ class SideArguments(NamedTuple):
 def check_lengths(
     queries: SideArguments, keys: SideArguments, head_dim_v: int, in_pages: bool
 ) -> FwdShapes:
-    """Check the lengths of both sides, and return the extents of the problem. in_pages: whether
-    keys are."""
+    """Check the lengths of both sides, and return the problem's extents. in_pages: of keys."""
     sides = queries, keys
     for side in sides:
         if side.cu_seqlens is not None:

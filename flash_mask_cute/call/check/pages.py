@@ -149,8 +149,7 @@ def _check_numbers(
     num_pages: int,
     page_size: int,
 ) -> None:
-    """Check the numbers of the pages in use. Too large lengths are refused with the other
-    lengths."""
+    """Check the numbers of the pages in use. Lengths are checked elsewhere."""
     used = page_table
     if isinstance(seqused_k, torch.Tensor) and seqused_k.shape == page_table.shape[:1]:
         first_rows = torch.arange(page_table.shape[1], device="cpu") * page_size

@@ -375,8 +375,7 @@ def settle_order(reason: str | None, unordered: str | None, deterministic: bool)
 
 @assume_constant_result
 def _only_warns(reason: str, unordered: str) -> bool:
-    """Whether torch's setting is warn_only; if so, warn. Dynamo can trace neither: it warns once,
-    and guards the answer together with the setting."""
+    """Whether torch's setting is warn_only; if so, warn, in a way that Dynamo can trace."""
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
     warnings.warn(
@@ -396,8 +395,7 @@ def _check_operands(
     cu_seqlens_k: torch.Tensor | None,
     in_fp8: bool,
 ) -> None:
-    """Check q, k and v, and that their heads and head dimensions match. in_fp8: k and v are, and
-    are allowed to be."""
+    """Check shapes, heads and dtypes of q, k and v. in_fp8: k and v may be in fp8, and are."""
     _check_dtype_of_q(q.dtype, q.device)
     _check_like_q("k", k, FP8 if in_fp8 else q.dtype, q.device)
     _check_like_q("v", v, FP8 if in_fp8 else q.dtype, q.device)
