@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from bench import ROOT, blackwell_model
-from bench.blackwell_model import (
+from bench import ROOT
+from lab import model
+from lab.model import (
     FORWARD_NAMES,
     NAMES,
     NO_DISASSEMBLER,
+    PREDICTED,
     predictions,
     read_forward_rows,
     read_rows,
     row_of,
     tables,
 )
-from bench.blackwell_peer import BACKWARD_64_CAUSAL
+from lab.recorded_peer import BACKWARD_64_CAUSAL
 
 STEPS = {"d64": 32, "d96": 36, "d128-alone": 40, "d128": 48}
 LEAST = {"d64": 0.525, "d96": 0.585, "d128-alone": 0.62, "d128": 0.75}
@@ -45,15 +47,16 @@ def test_kept_rows_reach_the_bars() -> None:
 
 def test_the_page_has_the_tables_of_the_kept_rows(capsys: pytest.CaptureFixture[str]) -> None:
     pages = {d: (ROOT / "docs" / f"{d}_sm100.md").read_text() for d in ("forward", "backward")}
-    counted = tables(read_rows())
-    predicted = predictions(read_rows(), read_forward_rows())
-    of_backward, of_forward = predicted.split("\n\n")
-    for table in (*counted.split("\n\n"), of_backward):
-        assert table in pages["backward"]
-    assert of_forward in pages["forward"]
-    assert all("predicted, never measured" in page for page in pages.values())
-    assert blackwell_model.main(["--kept"]) == 0
-    assert capsys.readouterr().out == f"{counted}\n\n{predicted}\n"
+    counted, predicted = tables(read_rows()), predictions(read_rows(), read_forward_rows())
+    of_backward, of_forward = predicted.split(f"\n\n{PREDICTED[:9]}")
+    for table in (*counted.split(f"{PREDICTED}\n\n")[1:], of_backward):
+        assert table.removeprefix(f"{PREDICTED}\n\n").strip() in pages["backward"]
+    assert of_forward.partition("\n\n")[2] in pages["forward"]
+    assert all("predicted, never measured" in page.lower() for page in pages.values())
+    assert model.main(["--kept"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"{counted}\n\n{predicted}\n"
+    assert printed.count(PREDICTED) == printed.count("| --- |\n") == 5
 
 
 def test_kept_forward_rows() -> None:
