@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
-from flash_mask_cute.call.build.backward import (
+from flash_mask_cute.call.batch_sums import build_shared_sums, build_short
+from flash_mask_cute.call.build_backward import (
     Padding,
     PaddingFacts,
     PartFacts,
@@ -22,18 +23,17 @@ from flash_mask_cute.call.build.backward import (
     build_preprocess,
     build_zero_padding,
 )
-from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
-from flash_mask_cute.call.build.shared_sums import build_shared_sums, build_short
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import (
+from flash_mask_cute.call.execution_plan import DifferenceTables, SharedSums, ShortTile
+from flash_mask_cute.call.forward import NO_MODS, build_fwd
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
+from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import (
     BwdWalkFacts,
     WalkFacts,
     select_bwd_config,
     select_fwd_config,
 )
-from flash_mask_cute.call.choose.execution_plan import DifferenceTables, SharedSums, ShortTile
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
-from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds

@@ -1,6 +1,6 @@
 """The public calls.
 
-A call is planned and compiled once (`call/choose/plan.py`, `call/prepare.py`). Later calls find the
+A call is planned and compiled once (`call/plan.py`, `call/prepare.py`). Later calls find the
 prepared launch by the metadata of their arguments (`call/lookup.py`).
 """
 

@@ -10,17 +10,17 @@ from cutlass import BFloat16
 from planned import call_of, planned
 
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.choose.arch import SM90, SM100, SM103
-from flash_mask_cute.call.choose.config import (
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.settings import BwdConfig, FwdConfig
+from flash_mask_cute.call.tiles.arch import SM90, SM100, SM103
+from flash_mask_cute.call.tiles.config import (
     FwdChoice,
     WalkFacts,
     check_feasible,
     select_fwd_config,
 )
-from flash_mask_cute.call.choose.rows import FwdRow
-from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.settings import BwdConfig, FwdConfig
+from flash_mask_cute.call.tiles.rows import FwdRow
+from flash_mask_cute.call.tiles.tables import SM90_FWD, SM100_FWD
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.exponentials import spread
