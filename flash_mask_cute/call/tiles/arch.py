@@ -14,6 +14,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM100_FWD,
     SM103_FWD,
 )
+from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
 from flash_mask_cute.runtime.target import Target
 
 DqOrder: TypeAlias = Literal["accumulators", "lanes"]
@@ -42,7 +43,7 @@ class ForwardKernel(AttentionKernel):
     computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
     decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
     warpgroups may have block lists of their own. keeps_rows: rows of tables may stay in shared
-    memory."""
+    memory. most_head_dim: of heads."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -53,6 +54,7 @@ class ForwardKernel(AttentionKernel):
     decodes_whole: bool = False
     owns_lists: bool = False
     keeps_rows: bool = False
+    most_head_dim: int = MAX_HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ SM90 = ArchSpec(
         decodes_whole=True,
         owns_lists=True,
         keeps_rows=True,
+        most_head_dim=MAX_WIDE_HEAD_DIM,
     ),
     SM90_BACKWARD,
     _columns_sm90,
