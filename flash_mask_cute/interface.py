@@ -37,12 +37,12 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import check_segment_keys
-from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.mask_mods import form_without_contents
