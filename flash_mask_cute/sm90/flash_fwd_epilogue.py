@@ -173,7 +173,8 @@ class Epilogue:
         has, unless this is the first one. `memory` gets the new ones, unless this is the last."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
-        total, at_once, factors = 2 * columns, self.traits.folded_at_once, []
+        total, at_once = self.traits.rows_of_thread * columns, self.traits.folded_at_once
+        factors = []
         for first in cutlass.range_constexpr(0, total, at_once):
             of_part = min(at_once, total - first)
             before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)
