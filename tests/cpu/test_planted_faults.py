@@ -1,4 +1,4 @@
-"""The planted faults: each is still a change of one place of the package, and is told of by name."""
+"""The planted faults: each is still a change of one place of the package."""
 
 from __future__ import annotations
 
