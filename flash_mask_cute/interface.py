@@ -1,6 +1,6 @@
 """The public calls.
 
-A call is planned and compiled once (`call/choose/plan.py`, `call/prepare.py`). Later calls find the
+A call is planned and compiled once (`call/plan.py`, `call/prepare.py`). Later calls find the
 prepared launch by the metadata of their arguments (`call/lookup.py`).
 """
 
@@ -37,6 +37,7 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import check_segment_keys
+from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
@@ -319,6 +320,16 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared, call)
     return prepared(call.tensors, call.masks)
+
+
+def widest_head(device: torch.device) -> int:
+    """The largest head_dim of a forward on a GPU. Above 256 no gradients can be recorded, and
+    head_dim_v must be equal.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    return arch_spec(Target.from_device(device)).forward.most_head_dim
 
 
 def explain(

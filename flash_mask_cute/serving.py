@@ -25,6 +25,7 @@ from flash_mask_cute.autograd.combine_op import check_parts_plain, run_combine
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.autograd.passes import refuse_dual_level
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS
+from flash_mask_cute.call.append import Append
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
     NO_OPTIONAL,
@@ -52,7 +53,6 @@ from flash_mask_cute.call.check.kvcache import (
     view_of,
 )
 from flash_mask_cute.call.check.validate import check_num_splits, refuse_transforms
-from flash_mask_cute.call.run.append import Append
 from flash_mask_cute.functional import WindowSize
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask

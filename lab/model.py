@@ -28,10 +28,10 @@ from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
 from bench.rows import row_line
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import select_bwd_config
 from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import select_bwd_config
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target

@@ -93,8 +93,8 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
 def documents_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that a mask_mod tells of are packed sequences in calls of any size."""
     from flash_mask_cute import interface
-    from flash_mask_cute.call.choose import plan
-    from flash_mask_cute.call.choose.mask_bits import Limits
+    from flash_mask_cute.call import plan
+    from flash_mask_cute.call.mask_bits import Limits
 
     monkeypatch.setattr(plan, "LIMITS", Limits(min_tiles_packed=0))
     # a launch of the same metadata may have been prepared before

@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.passes import refuse_dual_level
 from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to_operator, with_out
+from flash_mask_cute.call.append import Append, append, check_append, restored_on_error
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.check.kvcache import (
     CacheView,
@@ -22,7 +23,6 @@ from flash_mask_cute.call.check.kvcache import (
     check_contents,
     view_of,
 )
-from flash_mask_cute.call.run.append import Append, append, check_append, restored_on_error
 from flash_mask_cute.runtime.checks import check_outputs_apart
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import own_memory

@@ -35,7 +35,7 @@ from flash_mask_cute.call.check.validate import (
     refuse_transforms,
     settle_order,
 )
-from flash_mask_cute.call.choose.packed import packs_declared_documents
+from flash_mask_cute.call.documents import packs_declared_documents
 from flash_mask_cute.call.lookup import in_transform, mask_key
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_mask_cute.call.choose.aux_order import why_unordered_on
+from flash_mask_cute.call.batch_sums import why_unordered_on
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.run.combine import check_combine, combine_partials
+from flash_mask_cute.call.splits import check_combine, combine_partials
 from flash_mask_cute.cpu.combine import combine_by_torch, combine_gradients
 from flash_mask_cute.runtime.checks import check_apart, check_own_memory
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory

@@ -8,23 +8,24 @@ from typing import Any
 from flash_mask_cute.block_sparsity import FULL, PARTIAL
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.check.pages import describe_pages
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import FwdTiles
-from flash_mask_cute.call.choose.copies import describe_copies
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.facts import Backend, CallFacts, target_of
-from flash_mask_cute.call.choose.masks import ResolvedMasks
-from flash_mask_cute.call.choose.packed import call_by_documents
-from flash_mask_cute.call.choose.plan import plan
-from flash_mask_cute.call.choose.widen import call_in_16_bits
+from flash_mask_cute.call.copies import describe_copies
+from flash_mask_cute.call.documents import call_by_documents
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
-from flash_mask_cute.call.explain_choice import explain_choice
+from flash_mask_cute.call.facts import Backend, CallFacts, target_of
+from flash_mask_cute.call.forward import cpu_call
+from flash_mask_cute.call.fp8 import call_in_16_bits
+from flash_mask_cute.call.masks import ResolvedMasks
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import compiled_fwd
-from flash_mask_cute.call.run.forward import cpu_call
+from flash_mask_cute.call.selection import explain_choice
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import FwdTiles
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.tiles import sequence_walks
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.target import Target
 
@@ -263,9 +264,9 @@ def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
 def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
-    ctas = run.fwd_choice.tiles.ctas_per_tile
+    ctas = run.fwd_choice.tiles.ctas_per_tile * ctas_of_tile(run.problem.head_dim_v)
     if run.splits is not None and run.splits.kind == BY_SLOTS:
-        return run.splits.number
+        return run.splits.number * ctas
     if run.splits is not None and work_tiles is not None:
         work_tiles *= run.splits.number
     most = run.target.num_sms // ctas

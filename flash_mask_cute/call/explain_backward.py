@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
-from flash_mask_cute.call.build.scratch import BwdScratch, aux_sums_bytes
+from flash_mask_cute.call.batch_sums import AuxGradient, entry_traits, explain_reads, short_traits
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import BwdChoice, BwdTiles
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.facts import Backend, CallFacts
-from flash_mask_cute.call.choose.plan import plan
-from flash_mask_cute.call.choose.shared_sums import entry_traits, short_traits
-from flash_mask_cute.call.choose.token_lists import why_bits
-from flash_mask_cute.call.explain_reads import AuxGradient, explain_reads
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.facts import Backend, CallFacts
+from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.scratch import BwdScratch, aux_sums_bytes
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import BwdChoice, BwdTiles
+from flash_mask_cute.call.token_lists import why_bits
 from flash_mask_cute.runtime.named_tuples import replaced
 
 OF_SHORT = "a CTA has all queries and keys of a batch entry, and walks over the entries of a head"

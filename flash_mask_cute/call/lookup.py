@@ -17,7 +17,7 @@ from flash_mask_cute.call.arguments import (
     Masks,
 )
 from flash_mask_cute.call.check.inputs import tensors_of_masks
-from flash_mask_cute.call.choose.copies import misplaced
+from flash_mask_cute.call.copies import misplaced
 from flash_mask_cute.limits import ADDRESS_MASK
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks

@@ -7,24 +7,21 @@ from functools import partial
 from typing import Any
 
 from flash_mask_cute.call.arguments import AttentionCall, PreparedBwd, PreparedFwd
-from flash_mask_cute.call.build.backward import BwdKernels, compile_bwd, compile_short
-from flash_mask_cute.call.build.difference_tables import compile_difference_tables
-from flash_mask_cute.call.build.forward import compile_fwd
-from flash_mask_cute.call.build.shared_sums import compile_shared_sums
+from flash_mask_cute.call.backward import CpuBackward, EmptyBackward, KernelBackward
+from flash_mask_cute.call.batch_sums import MakeSharedSums, compile_shared_sums
+from flash_mask_cute.call.build_backward import BwdKernels, compile_bwd, compile_short
 from flash_mask_cute.call.check.validate import refuse_transforms
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.facts import Backend
-from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.documents import PackedBackward, PackedForward
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.facts import Backend
+from flash_mask_cute.call.forward import CpuForward, EmptyForward, KernelForward, compile_fwd
+from flash_mask_cute.call.fp8 import WidenedForward
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import Mods
-from flash_mask_cute.call.run.backward import CpuBackward, EmptyBackward, KernelBackward
-from flash_mask_cute.call.run.combine import CombinedForward
-from flash_mask_cute.call.run.difference_tables import MakeDifferenceTables
-from flash_mask_cute.call.run.forward import CpuForward, EmptyForward, KernelForward
-from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
-from flash_mask_cute.call.run.segments import segments_of
-from flash_mask_cute.call.run.shared_sums import MakeSharedSums
-from flash_mask_cute.call.run.widen import WidenedForward
+from flash_mask_cute.call.segments import segments_of
+from flash_mask_cute.call.splits import CombinedForward
+from flash_mask_cute.call.tables import MakeDifferenceTables, compile_difference_tables
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.named_tuples import replaced

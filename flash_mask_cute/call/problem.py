@@ -110,15 +110,15 @@ class AttentionProblem:
     choice see the same of a mask_mod. common_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
     `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
-    tile of a backward that takes the choice as token lists (`choose/token_lists.py`), and packs all
+    tile of a backward that takes the choice as token lists (`token_lists.py`), and packs all
     heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
     other scores from one head of a group than from another. tables: dtypes of the tables of
-    differences that the kernel gets behind the aux tensors (`difference_tables.py`), summed:
+    differences that the kernel gets behind the aux tensors (`tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
     warpgroups of a forward, or keys of one in a backward, have block lists of their own
     (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a backward
-    (`choose/entry_order.py`). row_bits: bits of a score, of rows of tables that batch entries of a
-    forward share (`kept_rows.py`), 0 if they do not, or are few.
+    (`bias_rows.py`). row_bits: bits of a score, of rows of tables that batch entries of a
+    forward share (`bias_rows.py`), 0 if they do not, or are few.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.

@@ -2,7 +2,7 @@
 
 A CTA processes a row of the new keys, of the new values or, with rotation, of the queries. The last
 CTAs write the new number of keys of each sequence, so the host needs no launch for it. Contents
-that the host would refuse on a CPU (`call/run/cache_writes.py`) never cause a fault: rows and page
+that the host would refuse on a CPU (`call/cache_writes.py`) never cause a fault: rows and page
 numbers outside of the cache are ignored, and positions outside of the rotary tables are moved to
 their ends. Of two rows for one place, either may be written.
 

@@ -17,7 +17,7 @@ stored, and their order is fixed. Others are added to memory, once for a query a
 
 A batch entry is two fills: Q, K and statistics for S, and dO and V for dP. Few tiles would leave
 SMs idle, so the batch may have parts, which have stored sums of their own
-(`call/choose/shared_sums.py`).
+(`call/batch_sums.py`).
 
 Elements outside the sequences are computed from whatever lies there, and not stored.
 """

@@ -7,8 +7,8 @@ from typing import Any
 from planned import planned
 
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.run.forward import KernelForward
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.forward import KernelForward
 from flash_mask_cute.runtime.target import Target
 
 

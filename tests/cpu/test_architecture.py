@@ -71,33 +71,28 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call.arguments", "call.problem", "masks.q_start", "call.settings", "masks.column_mask"),
         *("masks.selected_blocks", "block_sparsity", "mods", "runtime", *INDEX_RULES),
     ),
-    "call.choose": (
-        *("call.check", "call.arguments", "call.problem", "masks.q_start", "call.settings"),
-        *(
-            "masks.column_mask",
-            "masks.selected_blocks",
-            "block_sparsity",
-            "mask_prep",
-            "sm90",
-            "sm100",
-            "mods",
-            "runtime",
-            *INDEX_RULES,
-        ),
+    # the only host code that knows an architecture
+    "call.tiles": (
+        *("call.problem", "call.settings", "sm90", "sm100", "core", "runtime", *INDEX_RULES),
     ),
-    "call.build": (
-        *("call.choose", "call.arguments", "call.problem", "mask_prep", "sm90", "sm100", "kernels"),
-        *("core.row_blocks", "mods", "runtime", *INDEX_RULES),
+    "call.masks": (
+        *("call.tiles", "call.arguments", "call.problem", "masks.column_mask"),
+        *("masks.selected_blocks", "block_sparsity", "runtime"),
     ),
-    "call.run": (
-        *("call.build", "call.choose", "call.check", "call.arguments", "call.problem"),
-        *("masks.q_start", "cpu"),
-        *("block_sparsity", "masks.column_mask", "masks.selected_blocks", "mask_prep", "kernels"),
-        *("core.row_blocks", "mods.exact_words", "runtime", *INDEX_RULES),
+    "call.facts": (
+        *("call.masks", "call.tiles", "call.check", "call.arguments", "call.problem"),
+        *("call.settings", "masks.q_start", "runtime", *INDEX_RULES),
     ),
+    "call.gradient_facts": ("call.arguments", "call.problem", "runtime"),
+    # records; those who decide about them come after
+    "call.execution_plan": (
+        *("call.facts", "call.gradient_facts", "call.masks", "call.tiles", "call.arguments"),
+        *("call.problem", "masks.q_start", "mask_prep", "mods", "runtime", *INDEX_RULES),
+    ),
+    # steps of a plan, beside what they compile and launch; then `plan`, `prepare` and `explain`
     "call": (
-        *("cpu", "masks.column_mask", "masks.selected_blocks", "block_sparsity", "mask_prep"),
-        *("mods", "runtime", *INDEX_RULES),
+        *("cpu", "masks", "block_sparsity", "mask_prep", "kernels", "core.row_blocks"),
+        *("sm90", "mods", "runtime", *INDEX_RULES),
     ),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
@@ -177,7 +172,7 @@ LAZY = (
 WITHOUT_TORCH = (
     *("limits", "core", "kernels", "sm90", "sm100", "rules", "index_math", "seqlen_info"),
     *(
-        *("call.choose.rows", "call.choose.tables"),
+        *("call.tiles.rows", "call.tiles.tables"),
         "mods.calling",
         "mods.ir_analysis",
         "mods.derivative",
@@ -309,7 +304,7 @@ def test_no_arrow_points_up() -> None:
         ("rules.intervals", "import torch"),
         ("rules.intervals", "def f():\n    import cutlass"),
         ("rules.block_info", "from flash_mask_cute.core.cursor import Cursor"),
-        ("sm90.flash_fwd", "from flash_mask_cute.call.choose.config import FwdConfig"),
+        ("sm90.flash_fwd", "from flash_mask_cute.call.tiles.config import FwdConfig"),
         ("sm90.flash_fwd", "from flash_mask_cute.sm100 import umma"),
         ("runtime.cache", "def f():\n    from flash_mask_cute.sm90 import flash_fwd"),
         (
@@ -318,24 +313,24 @@ def test_no_arrow_points_up() -> None:
         ),
         ("mods.on_cpu", "from flash_mask_cute.mods.calling import call_mask_mod"),
         ("mods.traits", "from flash_mask_cute.call.problem import AttentionProblem"),
-        ("mask_prep.mask_bits", "from flash_mask_cute.call.choose.plan import plan"),
+        ("mask_prep.mask_bits", "from flash_mask_cute.call.plan import plan"),
         ("mask_prep.mask_bits", "def f():\n    from flash_mask_cute.sm90.wgmma import COLUMNS"),
         ("mask_prep.documents", "from flash_mask_cute.mask_prep import documents_kernel"),
         ("mask_prep.documents_kernel", "import torch"),
         ("masks.builders", "from flash_mask_cute.call.check import validate"),
         ("masks.column_mask", "def f():\n    import cutlass"),
-        ("call.choose.config", "from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits"),
-        ("call.build.forward", "def f():\n    from flash_mask_cute.core import softmax"),
-        ("call.choose.tables", "import torch"),
+        ("call.tiles.config", "from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits"),
+        ("call.forward", "def f():\n    from flash_mask_cute.core import softmax"),
+        ("call.tiles.tables", "import torch"),
         ("cpu.forward", "def f():\n    import cutlass.cute as cute"),
-        ("cpu.forward", "from flash_mask_cute.call.choose.config import FwdConfig"),
+        ("cpu.forward", "from flash_mask_cute.call.tiles.config import FwdConfig"),
         ("interface", "def f():\n    from flash_mask_cute.sm90 import wgmma"),
         ("interface", "import flash_attn"),
         ("", "from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90"),
         ("kernels.bwd_preprocess", "import torch"),
         ("plotting", "import matplotlib"),
         ("functional", "from typing_extensions import Unpack"),
-        ("call.run.forward", "def f():\n    import matplotlib"),
+        ("call.forward", "def f():\n    import matplotlib"),
         ("block_sparsity", "from cutlass.cute.runtime import from_dlpack"),
         ("functional", "from flash_mask_cute.integrations import transformers"),
         ("functional", "def f():\n    import transformers"),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
+from flash_mask_cute.call import facts as facts_module
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
@@ -29,13 +30,12 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
 )
-from flash_mask_cute.call.build.backward import BwdKernels
+from flash_mask_cute.call.backward import EmptyBackward, KernelBackward
+from flash_mask_cute.call.build_backward import BwdKernels
 from flash_mask_cute.call.check.validate import check_inputs
-from flash_mask_cute.call.choose import facts as facts_module
-from flash_mask_cute.call.choose.config import select_bwd_config
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.run.backward import EmptyBackward, KernelBackward
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tiles.config import select_bwd_config
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime import plain_tensors

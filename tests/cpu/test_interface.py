@@ -30,7 +30,7 @@ from flash_mask_cute.call.arguments import (
     keywords_of,
 )
 from flash_mask_cute.call.explain import Explanation
-from flash_mask_cute.call.run.forward import EmptyForward
+from flash_mask_cute.call.forward import EmptyForward
 from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
 from flash_mask_cute.runtime.recent import Recent
 

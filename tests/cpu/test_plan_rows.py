@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_rows import KEPT, differences, packed, rows_now, unpacked
 
-from flash_mask_cute.call.choose import splits as splits_module
+from flash_mask_cute.call import splits as splits_module
 
 # Calls of the grid that are planned in a moment.
 FEW = slice(0, 120)

@@ -20,8 +20,8 @@ from flash_mask_cute import (
     flash_attn_with_kvcache,
     interface,
 )
+from flash_mask_cute.call import append as append_module
 from flash_mask_cute.call import explain as explain_module
-from flash_mask_cute.call.run import append as append_module
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.call.check import validate
-from flash_mask_cute.call.run.forward import NewOutputs
+from flash_mask_cute.call.forward import NewOutputs
 
 TASKS = ("sft", "dpo")
 SMALL = ("--device", "cpu", "--layers", "2", "--hidden", "64", "--steps", "10")

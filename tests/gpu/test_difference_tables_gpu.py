@@ -16,8 +16,8 @@ from torch import Tensor
 from trained_mods import TRAINED_MODS, TrainedInputs, make_trained
 
 from flash_mask_cute import flash_attn_func, interface
+from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.choose import difference_tables
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ CASES = (
     (Case("buckets-long-gqa2", 2, 1100, 1000, 4, 2, window_left=300), "buckets", 2, 0),
     (Case("grid-long", 2, 1400, 1400, 4, 4), "grid", 2, 2),
     (Case("grid-long-gqa2-d64", 2, 1400, 1300, 4, 2, head_dim=64, causal=True), "grid", 2, 2),
-    # more entries have a kernel of their own for these sums (`choose/shared_sums.py`)
+    # more entries have a kernel of their own for these sums (`batch_sums.py`)
     (Case("swin-windows", 15, 144, 144, 4, 4, head_dim=32), "swin", 0, 1),
     (Case("swin-gqa2-d64", 15, 100, 140, 8, 4, head_dim=64, causal=True), "swin", 0, 1),
     (Case("grid-d192", 2, 1000, 1000, 4, 2, head_dim=192, head_dim_v=64), "grid", 2, 2),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, interface
-from flash_mask_cute.call.run.packed import PackedBackward
+from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu

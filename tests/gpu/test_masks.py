@@ -20,9 +20,9 @@ from torch import Tensor
 
 import flash_mask_cute
 from flash_mask_cute import ColumnMask, builders, interface
-from flash_mask_cute.call.choose import plan as plan_module
-from flash_mask_cute.call.choose.mask_bits import Limits
-from flash_mask_cute.call.run.packed import PackedForward
+from flash_mask_cute.call import plan as plan_module
+from flash_mask_cute.call.documents import PackedForward
+from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu

@@ -21,8 +21,8 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_mask_cute.call.choose import plan as plan_module
-from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call import plan as plan_module
+from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.utils import scalar_to_ssa
 
 # so many heads that there are mask bits

@@ -13,7 +13,7 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 

@@ -12,7 +12,7 @@ from conftest import ACTIVE_ARCH
 from quiet_runs import quiet_run
 from torch import Tensor
 
-from flash_mask_cute.call.run.append import Append, append, check_append
+from flash_mask_cute.call.append import Append, append, check_append
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH

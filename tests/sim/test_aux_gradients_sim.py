@@ -25,7 +25,7 @@ from trained_mods import (
     make_trained,
 )
 
-from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 

@@ -23,7 +23,7 @@ from trained_mods import (
     make_trained,
 )
 
-from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.call import tables as difference_tables
 
 pytestmark = [
     pytest.mark.sim,

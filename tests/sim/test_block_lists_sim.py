@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flash_mask_cute import block_sparsity
-from flash_mask_cute.call.run.mask_arguments import bits_by_kernel
+from flash_mask_cute.call.mask_arguments import bits_by_kernel
 from flash_mask_cute.flex import block_mask
 from flash_mask_cute.mask_prep import block_lists
 from flash_mask_cute.mask_prep.block_lists import OrderedTensors, compile_ordered_lists

@@ -588,7 +588,7 @@ def test_a_grid_of_many_blocks_of_sums(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All dimensions of a grid but the first one end at 65535."""
-    from flash_mask_cute.call.build.backward import ADD_PARTS_NAME, PartFacts, build_add_parts
+    from flash_mask_cute.call.build_backward import ADD_PARTS_NAME, PartFacts, build_add_parts
     from flash_mask_cute.runtime.compiler import CACHE, by_facts
     from flash_mask_cute.runtime.target import Target
 

@@ -10,7 +10,7 @@ from conftest import ACTIVE_ARCH
 from quiet_runs import quiet_run
 from torch import Tensor
 
-from flash_mask_cute.call.run.combine import _MAX_COLUMNS, check_combine, combine_partials
+from flash_mask_cute.call.splits import _MAX_COLUMNS, check_combine, combine_partials
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH

@@ -18,7 +18,7 @@ from simulated_backward import launch_on_simulator
 from tolerances import assert_close_to_oracle
 from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
 
-from flash_mask_cute.call.choose import difference_tables
+from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 

@@ -15,8 +15,8 @@ from quiet_runs import quiet_run
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.mask_bits import Limits
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (

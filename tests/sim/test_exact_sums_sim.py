@@ -17,7 +17,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from quiet_runs import quiet_run
 from torch import Tensor
 
-from flash_mask_cute.call.run.aux_sums import values_of
+from flash_mask_cute.call.aux_sums import values_of
 from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.exact_words import NUM_WORDS
 from flash_mask_cute.runtime.fake_tensors import strided

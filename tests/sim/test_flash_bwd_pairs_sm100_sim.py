@@ -16,7 +16,7 @@ from simulated_backward import run_hostile, run_sim
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused_gradients
 
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.build.backward import compile_bwd
+from flash_mask_cute.call.build_backward import compile_bwd
 from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals, PeerGrads
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Role

@@ -35,7 +35,7 @@ from unseen_memory import (
 )
 
 from flash_mask_cute import functional, interface
-from flash_mask_cute.call.run.packed import PackedBackward
+from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

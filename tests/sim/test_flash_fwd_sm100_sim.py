@@ -17,7 +17,7 @@ from unseen_memory import NAN, with_unused
 
 from flash_mask_cute import builders
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.build.forward import compile_fwd
+from flash_mask_cute.call.forward import compile_fwd
 from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.sm100 import umma
 

@@ -27,10 +27,10 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
-from flash_mask_cute.call.choose.mask_bits import Limits
-from flash_mask_cute.call.choose.rows import FwdRow
-from flash_mask_cute.call.choose.tables import SM90_FWD
-from flash_mask_cute.call.run.packed import PackedForward
+from flash_mask_cute.call.documents import PackedForward
+from flash_mask_cute.call.mask_bits import Limits
+from flash_mask_cute.call.tiles.rows import FwdRow
+from flash_mask_cute.call.tiles.tables import SM90_FWD
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules import share_walks
 

@@ -17,7 +17,7 @@ from slow_roles import SEED, with_each_role_slow
 from torch import Tensor
 
 from flash_mask_cute import builders
-from flash_mask_cute.call.run.append import Append, append, check_append
+from flash_mask_cute.call.append import Append, append, check_append
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.utils import scalar_to_ssa
 

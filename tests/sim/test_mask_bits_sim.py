@@ -14,10 +14,10 @@ from quiet_runs import quiet_run
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, block_bits
+from flash_mask_cute.call import mask_bits as choose_module
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose import mask_bits as choose_module
-from flash_mask_cute.call.choose.arch import arch_spec
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
 from flash_mask_cute.runtime.target import Target

@@ -26,7 +26,7 @@ from test_flash_bwd_pairs_sm100_sim import EMPTY, FUZZED, UNUSED
 from unseen_memory import INF, NAN, with_empty, with_unused_gradients
 
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.build.backward import compile_bwd
+from flash_mask_cute.call.build_backward import compile_bwd
 from flash_mask_cute.core import semaphore
 from flash_mask_cute.rules.mask_warps import send_walks
 from flash_mask_cute.runtime.cache import CompileCache

@@ -20,8 +20,8 @@ from simulated_backward import run_sim
 from torch import Tensor
 from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
 
+from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.choose import difference_tables
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

@@ -26,10 +26,10 @@ from split_cases import SplitCase
 from torch import Tensor
 
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.build.forward import compile_fwd
-from flash_mask_cute.call.choose.rows import FwdRow
+from flash_mask_cute.call.forward import compile_fwd
 from flash_mask_cute.call.prepare import prepared_fwd
-from flash_mask_cute.call.run.segments import FoldedForward
+from flash_mask_cute.call.segments import FoldedForward
+from flash_mask_cute.call.tiles.rows import FwdRow
 from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
 from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.runtime.target import Target

@@ -19,7 +19,7 @@ from simulated_forward import run_on_simulator as run_forward
 from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks
-from flash_mask_cute.call.run import mask_arguments
+from flash_mask_cute.call import mask_arguments
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep.selected_bits import (
     QueryTiles,

@@ -15,7 +15,7 @@ from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 from test_append_sim import append_of
 
-from flash_mask_cute.call.run.append import append
+from flash_mask_cute.call.append import append
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH

@@ -15,8 +15,8 @@ from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from trained_mods import SHARED_CASES, TrainedInputs, assert_aux_gradients_close, make_trained
 
+from flash_mask_cute.call import bias_rows as entry_order
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.choose import entry_order
 from flash_mask_cute.core import key_schedule
 from flash_mask_cute.runtime.target import Target
 

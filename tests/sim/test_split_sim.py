@@ -15,7 +15,7 @@ from quiet_runs import quiet_run
 from simulated_forward import DELAY_SEEDS, run_on_simulator, run_sim
 from split_cases import SPLIT_CASES, SplitCase
 
-from flash_mask_cute.call.choose import splits
+from flash_mask_cute.call import splits
 
 ARCH = ACTIVE_ARCH
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

@@ -15,7 +15,7 @@ from simulated_backward import run_on_simulator as run_backward
 from test_selected_sim import Composed, check_backward, positions
 
 from flash_mask_cute import SelectedBlocks
-from flash_mask_cute.call.choose import token_lists as choose_lists
+from flash_mask_cute.call import token_lists as choose_lists
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.mask_prep import token_lists
 from flash_mask_cute.masks.column_mask import ColumnMask

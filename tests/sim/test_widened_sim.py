@@ -12,8 +12,8 @@ from planned import forward_call, planned
 from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 
-from flash_mask_cute.call.choose import widen
-from flash_mask_cute.call.run.widen import WidenFacts, compile_widen
+from flash_mask_cute.call import fp8 as widen
+from flash_mask_cute.call.fp8 import WidenFacts, compile_widen
 from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"

@@ -21,9 +21,9 @@ from flash_mask_cute import (
     flashmask_attention,
     interface,
 )
+from flash_mask_cute.call import batch_sums as aux_order
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose import aux_order
-from flash_mask_cute.call.choose.arch import SM100
+from flash_mask_cute.call.tiles.arch import SM100
 from flash_mask_cute.interface import BwdConfig, FwdConfig
 
 Found = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import pytest
 
 from bench import ROOT, Json, codegen
 from bench.codegen_variants import VARIANTS, AttentionVariant
-from flash_mask_cute.call.choose.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD
+from flash_mask_cute.call.tiles.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD
 
 ROW: Json = {
     "name": "d64-full",

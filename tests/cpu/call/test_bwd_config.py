@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flash_mask_cute.call.choose.arch import SM100
-from flash_mask_cute.call.choose.config import BwdTiles, BwdWalkFacts, select_bwd_config
-from flash_mask_cute.call.choose.tables import SM90_BWD, SM100_BWD
 from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tiles.arch import SM100
+from flash_mask_cute.call.tiles.config import BwdTiles, BwdWalkFacts, select_bwd_config
+from flash_mask_cute.call.tiles.tables import SM90_BWD, SM100_BWD
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
 

@@ -12,7 +12,7 @@ from on_cuda import OnCuda
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_with_kvcache
-from flash_mask_cute.call.run.append import Append, check_append
+from flash_mask_cute.call.append import Append, check_append
 
 INT = torch.int32
 ROWS, DIM = 32, 16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_mask_cute.call.run import combine
+from flash_mask_cute.call import splits as combine
 from flash_mask_cute.runtime.target import Target
 
 

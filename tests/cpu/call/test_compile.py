@@ -29,13 +29,13 @@ from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
-from flash_mask_cute.call.build.forward import build_fwd, compile_fwd
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import FwdTiles, WalkFacts, select_fwd_config
-from flash_mask_cute.call.choose.rows import FwdRow
-from flash_mask_cute.call.choose.tables import SM90_FWD, SM100_FWD
+from flash_mask_cute.call.forward import build_fwd, compile_fwd
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.call.settings import FwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import FwdTiles, WalkFacts, select_fwd_config
+from flash_mask_cute.call.tiles.rows import FwdRow
+from flash_mask_cute.call.tiles.tables import SM90_FWD, SM100_FWD
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.runtime.cache import CompileCache, compile_count, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key

@@ -16,13 +16,13 @@ from planned import planned
 
 from flash_mask_cute import compile_count
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.build.backward import BwdKernels, build_bwd, compile_bwd
-from flash_mask_cute.call.build.forward import NO_MODS
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import select_bwd_config
-from flash_mask_cute.call.choose.tables import SM100_BWD
+from flash_mask_cute.call.build_backward import BwdKernels, build_bwd, compile_bwd
+from flash_mask_cute.call.forward import NO_MODS
 from flash_mask_cute.call.problem import AttentionProblem, Mods, may_empty_rows
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import select_bwd_config
+from flash_mask_cute.call.tiles.tables import SM100_BWD
 from flash_mask_cute.runtime.cache import CompileCache, compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.target import Target

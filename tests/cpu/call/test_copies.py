@@ -15,14 +15,14 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, interface
-from flash_mask_cute.call.choose.copies import (
+from flash_mask_cute.call import forward as host_launch
+from flash_mask_cute.call.copies import (
     LEAST_SCALE,
     Copy,
     input_conversion,
     sink_conversion,
     split_scale,
 )
-from flash_mask_cute.call.run import forward as host_launch
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")

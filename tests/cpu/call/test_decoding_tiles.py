@@ -11,8 +11,8 @@ from planned import forward_call, planned
 import flash_mask_cute
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Options
-from flash_mask_cute.call.choose.config import FwdTiles
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.tiles.config import FwdTiles
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 

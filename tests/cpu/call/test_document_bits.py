@@ -15,16 +15,15 @@ from planned import call_of, planned
 from torch import Tensor
 
 from flash_mask_cute import explain
+from flash_mask_cute.call import plan as plan_module
 from flash_mask_cute.call.arguments import AttentionCall, Direction, Gradients, Tensors
-from flash_mask_cute.call.build.kernel_operands import FORWARD, STREAM
-from flash_mask_cute.call.choose import plan as plan_module
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.mask_bits import Limits
-from flash_mask_cute.call.choose.packed import rows_follow
+from flash_mask_cute.call.backward import KernelBackward
+from flash_mask_cute.call.documents import PackedBackward, PackedForward, rows_follow
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.forward import KernelForward
+from flash_mask_cute.call.kernel_operands import FORWARD, STREAM
+from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
-from flash_mask_cute.call.run.backward import KernelBackward
-from flash_mask_cute.call.run.forward import KernelForward
-from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
     BitTiles,

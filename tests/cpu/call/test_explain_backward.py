@@ -12,9 +12,9 @@ from planned import backward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks, create_block_mask, explain
-from flash_mask_cute.call.build.backward import BwdKernels
-from flash_mask_cute.call.choose.difference_tables import MARGIN
-from flash_mask_cute.call.run.backward import KernelBackward
+from flash_mask_cute.call.backward import KernelBackward
+from flash_mask_cute.call.build_backward import BwdKernels
+from flash_mask_cute.call.tables import MARGIN
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.runtime.target import Target
 

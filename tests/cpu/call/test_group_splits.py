@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flash_mask_cute as fmc
-from flash_mask_cute.call.choose.config import BwdChoice, select_bwd_config
-from flash_mask_cute.call.choose.group_splits import split_group
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.tiles.config import BwdChoice, select_bwd_config
+from flash_mask_cute.call.tiles.group_splits import split_group
 from flash_mask_cute.core.tile_order import heads_in_turn
 from flash_mask_cute.interface import _flash_attn_bwd
 

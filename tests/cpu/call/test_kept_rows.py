@@ -11,8 +11,8 @@ from planned import forward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import explain
-from flash_mask_cute.call.build.forward import build_fwd
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.forward import build_fwd
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target

@@ -17,14 +17,14 @@ from planned import call_of, forward_call, planned
 from flash_mask_cute import explain
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.build.backward import BwdKernels
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.mask_bits import Limits
+from flash_mask_cute.call.backward import KernelBackward
+from flash_mask_cute.call.build_backward import BwdKernels
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.forward import KernelForward
+from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.run.backward import KernelBackward
-from flash_mask_cute.call.run.forward import KernelForward
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.mask_prep import mask_bits
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, MaskBitsProblem, SequenceBitsPlan

@@ -23,10 +23,10 @@ from flash_mask_cute.call.arguments import (
     Tensors,
     keywords_of,
 )
-from flash_mask_cute.call.build.kernel_operands import BACKWARD, FORWARD, STREAM, KernelOperand
+from flash_mask_cute.call.backward import KernelBackward
+from flash_mask_cute.call.forward import KernelForward
+from flash_mask_cute.call.kernel_operands import BACKWARD, FORWARD, STREAM, KernelOperand
 from flash_mask_cute.call.operands import OF_OPERATORS
-from flash_mask_cute.call.run.backward import KernelBackward
-from flash_mask_cute.call.run.forward import KernelForward
 from flash_mask_cute.flash_bwd import FlashAttentionBackwardSm90, FlashAttentionBackwardSm100
 from flash_mask_cute.flash_fwd import FlashAttentionForwardSm90, FlashAttentionForwardSm100
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd

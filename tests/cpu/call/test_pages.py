@@ -6,7 +6,7 @@ import pytest
 import torch
 from planned import forward_call, planned
 
-from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.limits import MAX_PAGE_SIZE
 from flash_mask_cute.runtime.target import Target
 

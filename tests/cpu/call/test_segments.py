@@ -15,8 +15,8 @@ from torch import Tensor
 import flash_mask_cute
 from flash_mask_cute import builders, explain, interface
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.segments import MOST_BYTES
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.segments import MOST_BYTES
 from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask

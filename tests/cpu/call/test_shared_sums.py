@@ -15,11 +15,10 @@ from torch import Tensor
 from trained_mods import TRAINED_MODS, make_trained
 
 from flash_mask_cute import explain
+from flash_mask_cute.call import bias_rows as entry_order
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.build.shared_sums import build_shared_sums
-from flash_mask_cute.call.choose import entry_order
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.shared_sums import MOST_PARTS, TILE, num_parts
+from flash_mask_cute.call.batch_sums import MOST_PARTS, TILE, build_shared_sums, num_parts
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
@@ -178,7 +177,7 @@ def test_entries_take_turns_over_a_large_table(monkeypatch: pytest.MonkeyPatch) 
 
 def test_sums_are_new_where_all_elements_are_read() -> None:
     """Otherwise those that nothing reads are 0."""
-    from flash_mask_cute.call.run.shared_sums import MakeSharedSums
+    from flash_mask_cute.call.batch_sums import MakeSharedSums
 
     found = plan_of(pair_case("new"))
     assert found.shared is not None
@@ -198,8 +197,8 @@ def test_sums_are_new_where_all_elements_are_read() -> None:
 
 def test_sums_of_one_part_are_the_gradient() -> None:
     """If it is fp32 and contiguous; a table of all pairs is larger than all other tensors."""
-    from flash_mask_cute.call.run.aux_sums import write_gradients
-    from flash_mask_cute.call.run.shared_sums import MakeSharedSums
+    from flash_mask_cute.call.aux_sums import write_gradients
+    from flash_mask_cute.call.batch_sums import MakeSharedSums
 
     found = plan_of(pair_case("one"))
     assert found.shared is not None

@@ -13,9 +13,8 @@ from trained_mods import TRAINED_MODS, make_trained
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.build.shared_sums import build_short
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.shared_sums import LEAST_SHORT, short_traits
+from flash_mask_cute.call.batch_sums import LEAST_SHORT, build_short, short_traits
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm90.flash_bwd_short_traits import QUERY_TILES, ShortTraits

@@ -15,8 +15,8 @@ from torch import Tensor
 import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.splits import aligned_shares
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.splits import aligned_shares
 from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, TILE_COST, Shares
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target

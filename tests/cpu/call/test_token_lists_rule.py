@@ -9,7 +9,7 @@ import torch
 from planned import backward_call, planned
 
 from flash_mask_cute import SelectedBlocks, explain
-from flash_mask_cute.call.choose import token_lists
+from flash_mask_cute.call import token_lists
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")

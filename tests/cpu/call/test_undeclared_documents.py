@@ -10,11 +10,10 @@ import torch
 from recording import calls_of
 
 from flash_mask_cute import explain, flash_attn_func
+from flash_mask_cute.call import documents as packed
 from flash_mask_cute.call.arguments import Masks
-from flash_mask_cute.call.choose import packed
-from flash_mask_cute.call.choose.packed import holds_documents
+from flash_mask_cute.call.documents import PackedBackward, PackedForward, holds_documents
 from flash_mask_cute.call.lookup import mask_key
-from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 

@@ -10,8 +10,8 @@ import torch
 from fp8_caches import Fp8Case, make_call
 from planned import forward_call, planned
 
-from flash_mask_cute.call.choose import widen
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
+from flash_mask_cute.call import fp8 as widen
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.explain import explain_fwd
 from flash_mask_cute.runtime.target import Target
 

@@ -10,7 +10,7 @@ import torch
 from inputs import Inputs
 
 from flash_mask_cute.call.arguments import Tensors
-from flash_mask_cute.call.choose.masks import ResolvedMasks
+from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import fold_window
 from flash_mask_cute.cpu.call import CpuCall, CpuTiles
 

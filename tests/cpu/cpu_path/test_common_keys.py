@@ -13,7 +13,7 @@ from planned import backward_call, forward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.call.choose.copies import FirstEntry
+from flash_mask_cute.call.copies import FirstEntry
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 

@@ -12,7 +12,7 @@ from score_tables import TABLES, make_tabled
 from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase
 from tolerances import assert_close_to_oracle
 
-from flash_mask_cute.call.choose import splits
+from flash_mask_cute.call import splits
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.cpu import forward
 from flash_mask_cute.runtime.target import Target

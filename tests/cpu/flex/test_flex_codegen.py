@@ -14,10 +14,10 @@ from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod
 from mask_cases import MASK_MODS, SCORE_MODS
 
 from bench import codegen, codegen_variants
-from flash_mask_cute.call.build.backward import build_bwd
-from flash_mask_cute.call.build.forward import NO_MODS
-from flash_mask_cute.call.choose.config import select_bwd_config
+from flash_mask_cute.call.build_backward import build_bwd
+from flash_mask_cute.call.forward import NO_MODS
 from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.tiles.config import select_bwd_config
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.lowering import lower
 from flash_mask_cute.runtime.cache import compile_lock

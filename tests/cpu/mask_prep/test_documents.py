@@ -16,11 +16,10 @@ from torch import Tensor
 from flash_mask_cute import explain, interface
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import Masks
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.packed import holds_documents
+from flash_mask_cute.call.documents import PackedBackward, PackedForward, holds_documents
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.forward import KernelForward
 from flash_mask_cute.call.lookup import mask_key
-from flash_mask_cute.call.run.forward import KernelForward
-from flash_mask_cute.call.run.packed import PackedBackward, PackedForward
 from flash_mask_cute.functional import flash_attn_func, flashmask_attention
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.limits import MAX_PACKED_SEQLEN

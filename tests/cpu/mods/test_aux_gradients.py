@@ -33,12 +33,12 @@ from trained_mods import (
 from bench.codegen import count_sass, disassembly
 from flash_mask_cute import flash_attn_func, interface
 from flash_mask_cute.autograd import torch_ops
+from flash_mask_cute.call import batch_sums as aux_order
 from flash_mask_cute.call.arguments import AttentionCall, Masks, Options, Tensors
-from flash_mask_cute.call.build.backward import build_bwd
-from flash_mask_cute.call.choose import aux_order
-from flash_mask_cute.call.choose.arch import SM100
-from flash_mask_cute.call.choose.config import select_bwd_config
+from flash_mask_cute.call.build_backward import build_bwd
 from flash_mask_cute.call.problem import AttentionProblem, Mods
+from flash_mask_cute.call.tiles.arch import SM100
+from flash_mask_cute.call.tiles.config import select_bwd_config
 from flash_mask_cute.interface import _flash_attn_bwd
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key

@@ -16,12 +16,12 @@ from random_reads import EXTENTS, NUMBERS, SIZE, Draw
 from test_read_classes import DRAWS, SEED, reads_of
 from torch import Tensor
 
-from flash_mask_cute.call.choose.difference_tables import (
+from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.tables import (
     MARGIN,
     DifferenceTables,
     values_of,
 )
-from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.read_classes import DifferenceRead, ReadClass
 from flash_mask_cute.mods.traits import difference_reads
 from flash_mask_cute.runtime.callable_key import callable_key

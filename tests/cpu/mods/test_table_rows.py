@@ -16,10 +16,10 @@ import torch
 from compiled_code import B200, PLAIN, SWEEP, TARGET, shapes_of
 from torch import Tensor
 
-from flash_mask_cute.call.build.forward import build_fwd
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import select_fwd_config
+from flash_mask_cute.call.forward import build_fwd
 from flash_mask_cute.call.problem import Mods
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import select_fwd_config
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flash_mask_cute import interface
-from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.runtime.target import Target, _of_index
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bench.codegen import count_sass, disassemblers, disassembly
-from flash_mask_cute.call.build.forward import NO_MODS, build_fwd
-from flash_mask_cute.call.choose.arch import arch_spec
-from flash_mask_cute.call.choose.config import WalkFacts, select_fwd_config
+from flash_mask_cute.call.forward import NO_MODS, build_fwd
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.call.settings import FwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import WalkFacts, select_fwd_config
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.target import Target

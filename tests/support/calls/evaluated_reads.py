@@ -12,8 +12,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
-from flash_mask_cute.call.choose.difference_tables import most_difference
 from flash_mask_cute.call.problem import AttentionProblem
+from flash_mask_cute.call.tables import most_difference
 from flash_mask_cute.mods.aux_reads import ElementRead, answered_reads
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import differentiate

@@ -10,9 +10,9 @@ from inputs import Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Direction
-from flash_mask_cute.call.choose.execution_plan import ExecutionPlan
-from flash_mask_cute.call.choose.mask_bits import Limits
-from flash_mask_cute.call.choose.plan import plan
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.mask_bits import Limits
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.runtime.target import Target
 
 

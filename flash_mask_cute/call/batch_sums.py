@@ -1,0 +1,541 @@
+"""Kernels that walk over batch entries: what they compute, in how many parts of the batch, and the
+order of sums of gradients of aux tensors.
+
+`sm90/flash_bwd_shared.py` sums gradients of scores over the batch. So a table that scores of all
+batch entries share gets an addition for each query and key, and not for each score. Where an entry
+is one tile, `sm90/flash_bwd_short.py` computes all other gradients as well, and so does
+`sm90/flash_bwd_entries.py` where its queries are few and scores read a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.call.aux_sums import new_sums
+from flash_mask_cute.call.execution_plan import ExecutionPlan, SharedSums, ShortTile
+from flash_mask_cute.call.facts import CallFacts
+from flash_mask_cute.call.forward import count_writing
+from flash_mask_cute.call.kernel_operands import BACKWARD
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.call.tiles.config import BwdChoice
+from flash_mask_cute.mods.exact_words import MOST_ENTRIES
+from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, SummedBy, TensorReads
+from flash_mask_cute.mods.traits import find_reads
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.fake_tensors import strided
+from flash_mask_cute.runtime.target import Target
+
+if TYPE_CHECKING:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
+
+# queries and keys of a tile (`sm90/flash_bwd_shared.py`)
+TILE = 128
+# With one entry, no two scores add to an element.
+LEAST_BATCH = 2
+MOST_PARTS = 32
+# Of a part, where several scores of an entry add to an element: with fewer, the main kernel sums
+# along lines and walks in less time.
+LEAST_ENTRIES = 16
+# Of wider heads, the main kernel sums along lines in less time: 2500 clocks of 128 queries and keys
+# by the main kernel, 1300 by this one at d=32 and 5200 at d=128.
+MOST_DIM_BEFORE_LINES = 32
+# Short sequences of all heads for each SM, to walk over: with fewer, the main kernel has as much to
+# do for a CTA.
+LEAST_SHORT = 4
+# Keys of a tile where an entry has several, and columns of heads that it may have.
+KEYS_OF_ENTRIES, MOST_COLUMNS_OF_ENTRIES = 64, 64
+# Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
+# as, and clocks for which an SM writes and reads a byte of a part's sums.
+ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
+
+
+def with_shared_sums(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a backward with the kernel that walks over batch entries, if there is one."""
+    if facts.is_forward:
+        return plan
+    shared = choose_shared_sums(plan, may_be_short=not facts.has_config)
+    if shared is None:
+        return plan
+    problem = replace(plan.problem, **shared.problem_fields(plan.problem))
+    return replace(plan, shared=shared, problem=problem)
+
+
+def choose_shared_sums(plan: ExecutionPlan, may_be_short: bool) -> SharedSums | None:
+    """None: the main kernel sums all gradients. may_be_short: the caller asked for no tiles."""
+    if may_be_short:
+        short = _choose_short(plan)
+        if short is not None:
+            return short
+    problem, shapes, target = plan.problem, plan.shapes, plan.target
+    score_mod = plan.masks.score_mod
+    if score_mod is None or not problem.wants_aux or not _is_possible(plan):
+        return None
+    reads = find_reads(score_mod, problem, problem.wants_aux)
+    if shapes.batch < LEAST_BATCH or not reads.shared:
+        return None
+    parts, once = num_parts(shapes, target.num_sms), reads.shared_once
+    if not once:
+        parts = max(min(parts, shapes.batch // LEAST_ENTRIES), 1)
+    numbers = once
+    if shapes.batch >= LEAST_ENTRIES * parts:
+        has_lines = max(problem.head_dim, problem.head_dim_v) > MOST_DIM_BEFORE_LINES
+        slow = (
+            i
+            for i in reads.shared
+            if reads.tensors[i].read_class in _ADDED_BY_SCORE
+            and not (has_lines and reads.tensors[i].is_of_lines)
+        )
+        numbers = tuple(sorted({*once, *slow}))
+    exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
+    return SharedSums(numbers, parts, once, exact) if numbers else None
+
+
+def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
+    """The kernel of short sequences; None: it cannot compute the call, or there are few of them."""
+    problem, shapes, target = plan.problem, plan.shapes, plan.target
+    score_mod = plan.masks.score_mod
+    from flash_mask_cute.sm90.flash_bwd_short_traits import MOST_ROWS, QUERY_TILES
+
+    if not arch_spec(target).backward.owns_shared or _has_lengths_or_lists(problem):
+        return None
+    has_few = shapes.batch * shapes.heads_q < LEAST_SHORT * target.num_sms
+    has_groups = shapes.heads_q != shapes.heads_kv
+    if has_few or has_groups or problem.reads_mask_bits:
+        return None
+    numbers = problem.wants_aux
+    once: tuple[int, ...] = ()
+    if score_mod is not None:
+        reads = find_reads(score_mod, problem, problem.wants_aux)
+        if not reads.adds_alike or not set(reads.shared) >= set(numbers):
+            return None
+        once = reads.shared_once
+    exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
+    if max(shapes.seqlen_q, shapes.seqlen_k) <= MOST_ROWS:
+        tile = ShortTile(
+            next(rows for rows, _ in QUERY_TILES if rows >= shapes.seqlen_q),
+            -(-shapes.seqlen_k // 16) * 16,
+        )
+        traits = short_traits(problem, tile, plan.bwd_choice, bool(numbers))
+        if traits.fits:
+            ctas = target.num_sms * traits.ctas_of_sm
+            parts = min(max(ctas // shapes.heads_q, 1), shapes.batch)
+            return SharedSums(numbers, parts, once, exact, tile)
+    if score_mod is None or once or problem.deterministic:
+        return None
+    return _choose_entries(plan)
+
+
+def _choose_entries(plan: ExecutionPlan) -> SharedSums | None:
+    problem, shapes, choice = plan.problem, plan.shapes, plan.bwd_choice
+    numbers = problem.wants_aux
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import MOST_QUERIES, QUERIES_OF_BOTH
+
+    queries = -(-shapes.seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
+    tiles = -(-shapes.seqlen_k // KEYS_OF_ENTRIES) * shapes.heads_q
+    # the kernel numbers entries of tiles in 32 bits
+    if max(queries, shapes.seqlen_k) > MOST_QUERIES or tiles * shapes.batch >= 2**30:
+        return None
+    traits = entry_traits(problem, ShortTile(queries, KEYS_OF_ENTRIES, True), bool(numbers))
+    # as the postprocess reads the sums of dQ
+    is_alike = (choice.tiles.tile_m, choice.tile_d) == (traits.block_m, traits.cols[0])
+    if not (traits.fits and is_alike and max(traits.cols) <= MOST_COLUMNS_OF_ENTRIES):
+        return None
+    tile = ShortTile(queries, KEYS_OF_ENTRIES, True)
+    return SharedSums(numbers, plan.target.num_sms, (), (), tile)
+
+
+def entry_traits(problem: AttentionProblem, tile: ShortTile, has_sums: bool) -> EntryTraits:
+    """As `short_traits`, of a tile with some of the keys."""
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+
+    return EntryTraits(
+        cutlass_dtype(problem.dtype),
+        *(problem.head_dim, problem.head_dim_v, tile.tile_m),
+        has_score_mod=True,
+        sums=has_sums,
+        has_marks=problem.may_empty_rows,
+        is_banded=problem.is_causal or problem.is_local,
+    )
+
+
+def short_traits(
+    problem: AttentionProblem, tile: ShortTile, choice: BwdChoice, has_sums: bool
+) -> ShortTraits:
+    """has_sums: gradients of aux tensors are wanted."""
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
+
+    has_score_mod = problem.score_mod is not None
+    return ShortTraits(
+        cutlass_dtype(problem.dtype),
+        *(problem.head_dim, problem.head_dim_v, tile.tile_m, tile.tile_n, choice.tiles.tile_m),
+        has_score_mod=has_score_mod,
+        adds=has_score_mod or problem.is_causal or problem.is_local,
+        sums=has_sums,
+        has_marks=problem.may_empty_rows,
+        is_banded=problem.is_causal or problem.is_local,
+    )
+
+
+# Classes of which the main kernel adds scores, or lines of scores, one by one.
+_ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
+
+
+def _is_possible(plan: ExecutionPlan) -> bool:
+    """Whether the kernel can compute the scores of a problem."""
+    problem, choice = plan.problem, plan.bwd_choice
+    if not arch_spec(plan.target).backward.owns_shared or choice.tile_n != TILE:
+        return False
+    if _has_lengths_or_lists(problem):
+        return False
+    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
+
+    dims = problem.head_dim, problem.head_dim_v
+    traits = SharedTraits(
+        cutlass_dtype(problem.dtype), *dims, choice.tiles.tile_m, problem.may_empty_rows
+    )
+    return traits.fits
+
+
+def _has_lengths_or_lists(problem: AttentionProblem) -> bool:
+    """Whether sequences have lengths of their own, or a mask hides other scores of each of them,
+    unless its bits are stored."""
+    others = (
+        *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
+        *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),
+        *(problem.common_kv, problem.tables, problem.summed, problem.token_lists),
+    )
+    absent = problem.intervals, problem.mask_mod, problem.score_mod_bwd, problem.q_start
+    return any(others) or any(x is not None for x in absent)
+
+
+def num_parts(shapes: FwdShapes, num_sms: int) -> int:
+    """The parts of the batch by which the kernel is estimated to take least time."""
+    tiles = shapes.heads_q * -(-shapes.seqlen_q // TILE) * -(-shapes.seqlen_k // TILE)
+    num_bytes = 8 * shapes.heads_q * shapes.seqlen_q * shapes.seqlen_k
+
+    def clocks(parts: int) -> float:
+        waves = -(-tiles * parts // num_sms)
+        entries = -(-shapes.batch // parts) + ENTRIES_OF_ENDS
+        return waves * entries * ENTRY_CLOCKS + parts * num_bytes / num_sms * BYTE_CLOCKS
+
+    return min(range(1, min(shapes.batch, MOST_PARTS) + 1), key=clocks)
+
+
+# -- sums in a fixed order ---------------------------------------------------------------------
+
+
+def sums_in_order(
+    call: AttentionCall, score_mod: Callable, problem: AttentionProblem, wants_aux: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The aux tensors among these whose sums are of integers, so that their order does not matter,
+    and those that are summed for each batch entry by itself."""
+    reads = find_reads(score_mod, problem, wants_aux)
+    entry_aux: tuple[int, ...] = ()
+    of_many = reads.of_many
+    if call.options.q_start.is_given:
+        # queries before position 0 are all at 0, and read the same elements
+        of_many = reads.of_any
+    elif not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
+        entry_aux = tuple(i for i in of_many if reads.tensors[i].is_once_an_entry)
+    return tuple(i for i in of_many if i not in entry_aux), entry_aux
+
+
+def why_unordered(target: Target) -> str | None:
+    """Why gradients of aux tensors have no fixed order of sums, in words; None if they have one."""
+    if arch_spec(target).backward.orders_aux:
+        return None
+    return f"gradients of aux tensors are summed in no fixed order on {arch_spec(target).name}"
+
+
+def why_unordered_on(device: torch.device) -> str | None:
+    """`why_unordered` on a device, before a call is planned."""
+    return why_unordered(Target.from_device(device) if device.type == "cuda" else Target.default())
+
+
+# -- compiled and launched ---------------------------------------------------------------------
+
+NAME, SHORT_NAME = "bwd_shared", "bwd_short"
+
+
+def compile_shared_sums(
+    score_mod: Callable[..., Any] | None,
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    shared: SharedSums,
+    target: Target,
+    cache: CompileCache = CACHE,
+) -> Compiled:
+    """The compiled kernel, from the cache or built now. `function` takes q, k, v, dout and stats as
+    the main kernel does, the sums and the aux tensors, as tuples, the scale, the number of
+    parts, both sides of the window, and mask bits. For short sequences, dq or sums of dq, dk and dv
+    follow stats, the scale of dq the scale, and there are no mask bits; of no tensors there is
+    None."""
+    facts = {
+        "dtype": problem.dtype,
+        "head_dims": (problem.head_dim, problem.head_dim_v),
+        "tile_m": choice.tiles.tile_m,
+        "score_mod": problem.score_mod,
+        "aux": problem.aux,
+        "sums": (shared.numbers, shared.once, shared.exact),
+        "is_causal": problem.is_causal,
+        "window": (problem.has_window_left, problem.has_window_right),
+        "reads_mask_bits": problem.reads_mask_bits,
+        "may_empty_rows": problem.may_empty_rows,
+    }
+    build, name = build_shared_sums, NAME
+    if shared.short is not None:
+        build, name = build_short, SHORT_NAME
+        facts["tile"] = tuple(shared.short)
+    return cache.get(
+        name,
+        lambda: facts,
+        lambda: build(score_mod, problem, choice, shared, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=tuple(facts.values()),
+    )
+
+
+def build_shared_sums(
+    score_mod: Callable[..., Any] | None,
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    shared: SharedSums,
+    target: Target,
+) -> Compiled:
+    """Compile the kernel that sums gradients of aux tensors now."""
+    import cutlass
+
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90, SharedTraits
+
+    traits = SharedTraits(
+        fake_tensors.cutlass_dtype(problem.dtype),
+        *(problem.head_dim, problem.head_dim_v, choice.tiles.tile_m, problem.may_empty_rows),
+    )
+    assert score_mod is not None
+    flags = problem.is_causal, problem.is_local
+    kernel = SharedGradientsSm90(traits, score_mod, shared.numbers, shared.once, *flags)
+    # this kernel reads no tables of differences
+    problem = replace(problem, tables=())
+    of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
+    arguments = [
+        *(of[name] for name in ("q", "k", "v", "dout", "stats")),
+        *(_sums(problem, shared), of["aux_tensors"], of["scale"]),
+        *(cutlass.Int32(1), of["stream"]),
+        *(of["window_left"], of["window_right"], of["mask_bits"]),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_short(
+    score_mod: Callable[..., Any] | None,
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    shared: SharedSums,
+    target: Target,
+) -> Compiled:
+    """Compile the kernel of short sequences now."""
+    import cutlass
+
+    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
+    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
+
+    assert shared.short is not None
+    has_sums, is_causal = bool(shared.numbers), problem.is_causal
+    kernel: Any
+    if shared.short.several_keys:
+        assert score_mod is not None
+        of_entries = entry_traits(problem, shared.short, has_sums)
+        kernel = EntryBackwardSm90(of_entries, score_mod, shared.numbers, is_causal)
+    else:
+        traits = short_traits(problem, shared.short, choice, has_sums)
+        kernel = ShortBackwardSm90(traits, score_mod, shared.numbers, shared.once, is_causal)
+    # gradients may have other strides than their tensors
+    of, like = ({row.argument: row.fake(problem, choice) for row in BACKWARD} for _ in range(2))
+    target_of_dq = "dq_accum" if shared.short.several_keys else "q"
+    arguments = [
+        *(of[name] for name in ("q", "k", "v", "dout", "stats")),
+        *(like[name] for name in (target_of_dq, "k", "v")),
+        *(_sums(problem, shared) or None, of["aux_tensors"], of["scale"], of["scale"]),
+        *(cutlass.Int32(1), of["stream"], of["window_left"], of["window_right"]),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def _sums(problem: AttentionProblem, shared: SharedSums) -> tuple[Any, ...]:
+    def sums_of(i: int) -> Any:
+        _, rank = problem.aux[i]
+        if i in shared.exact:
+            return strided(rank + 1, "int64")
+        return strided(rank + int(i in shared.once), "float32")
+
+    return tuple(map(sums_of, shared.numbers))
+
+
+class MakeSharedSums:
+    """Makes the sums of a plan, and all gradients of short sequences. function: of
+    `compile_shared_sums`."""
+
+    __slots__ = "_count", "_function", "shared"
+
+    def __init__(self, shared: SharedSums, shapes: FwdShapes, function: Callable[..., Any]) -> None:
+        self.shared, self._function = shared, function
+        self._count = shapes.heads_q * shapes.seqlen_q * shapes.seqlen_k
+
+    def __call__(
+        self,
+        daux: Sequence[Tensor | None],
+        operands: tuple[Tensor | None, ...],
+        gradients: tuple[Tensor, ...],
+        aux_tensors: Sequence[Tensor] | None,
+        scales: tuple[float, float],
+        *more: Any,
+    ) -> dict[int, Tensor]:
+        """The sums by number of the tensor, with the parts as the first dimension, or as
+        `new_sums` makes them; of one part in the gradient itself, if it can have them. operands:
+        q, k, v, dout, stats; gradients: dq or sums of dq, dk, dv; scales: of scores and dk, and of
+        dq; more: both sides of the window, and mask bits."""
+        numbers, parts, once, exact, short = self.shared
+        others = tuple(i for i in numbers if i not in once)
+        sums = new_sums(daux, others, torch.float32, exact)
+        for i in once:
+            gradient = daux[i]
+            assert gradient is not None
+            # no two scores read the same element, so as many scores read all
+            is_written = gradient.numel() == self._count
+            if self.shared.is_in_place(gradient):
+                # a table of all pairs is larger than everything else
+                count_writing(gradient)
+                sums[i] = (gradient if is_written else gradient.zero_())[None]
+                continue
+            new = gradient.new_empty if is_written else gradient.new_zeros
+            sums[i] = new((parts, *gradient.shape), dtype=torch.float32)
+        in_order = tuple(sums[i] for i in numbers)
+        aux = tuple(aux_tensors or ())
+        if short is None:
+            self._function(*operands, in_order, aux, scales[0], parts, *more)
+        else:
+            given = (*operands, *gradients, in_order or None, aux or None, *scales, parts)
+            self._function(*given, *more[:2])
+        return sums
+
+
+# -- described: the class of each aux tensor, and what its gradient costs ----------------------
+
+# What a gradient costs, by the class of its tensor. Additions to one element wait for each other.
+_COSTS_OF_SUMS = {
+    ReadClass.HEAD: "an addition to memory for each 16 keys and head",
+    ReadClass.KEY: "an addition to memory for each key and head",
+    ReadClass.QUERY: "an addition to memory for each 16 keys and a query",
+}
+_COST_OF_DIAGONALS = (
+    "an addition to memory for each distance in 16 keys and 16 to 64 queries, fewer if neighbours "
+    "agree"
+)
+_BY_DIFFERENCE = "sums in shared memory, and an addition to memory for each difference, "
+_COSTS_BY_DIFFERENCE = {
+    SummedBy.SCORES: _BY_DIFFERENCE + "16 keys and head",
+    SummedBy.LINES: _BY_DIFFERENCE + "16 keys and head",
+    SummedBy.MASKS: _BY_DIFFERENCE + "64 keys and head",
+    SummedBy.TURNS: _BY_DIFFERENCE + "head and warp, of ten that sum for 128 keys",
+}
+_COSTS = {
+    ReadClass.HEAD: "an addition to memory for each 32 queries and 16 keys",
+    ReadClass.KEY: "an addition to memory for each 8 queries and a key",
+    ReadClass.QUERY: "an addition to memory for each score",
+    ReadClass.DIFFERENCE: "an addition to memory for each score, fewer if neighbours agree",
+    ReadClass.PLACES: "an addition to memory for each score",
+    ReadClass.OTHER: "an addition to memory for each score, fewer if neighbours agree",
+    ReadClass.UNREAD: "nothing, for it is 0",
+}
+
+
+class AuxGradient(NamedTuple):
+    """The gradient of an aux tensor through score_mod.
+
+    number: of the tensor. is_wanted: it requires grad. cost: of its gradient, in words.
+    """
+
+    number: int
+    reads: TensorReads
+    is_wanted: bool
+    cost: str
+
+    def __str__(self) -> str:
+        kind = self.reads.read_class
+        text = "is not read" if kind is ReadClass.UNREAD else f"is read by {kind.value}"
+        if more := self.reads.difference or self.reads.why:
+            text += f" ({more})"
+        costs = "its gradient costs" if self.is_wanted else "a gradient would cost"
+        return f"aux_tensors[{self.number}] {text}; {costs} {self.cost}"
+
+
+def explain_reads(
+    run: ExecutionPlan, aux_tensors: Sequence[Tensor] | None
+) -> tuple[AuxGradient, ...]:
+    """Of the tensors that require grad; if there are none, of each floating-point tensor that
+    score_mod reads, as if it alone did. run: the plan of the backward."""
+    score_mod = run.masks.score_mod
+    if score_mod is None or aux_tensors is None or run.problem.score_mod_bwd is not None:
+        return ()
+    shared = () if run.shared is None else run.shared.numbers
+    wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
+    if wanted:
+        together = find_reads(score_mod, run.problem, wanted)
+        return tuple(_reads_of(run, i, x, True, run.shared) for i, x in together.tensors.items())
+    found = []
+    for i, tensor in enumerate(aux_tensors):
+        if tensor.dtype.is_floating_point:
+            alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
+            if alone.read_class is not ReadClass.UNREAD:
+                wanting = replace(run, problem=replace(run.problem, wants_aux=(i,)))
+                shared_then = choose_shared_sums(wanting, may_be_short=run.is_short)
+                found.append(_reads_of(run, i, alone, False, shared_then))
+    return tuple(found)
+
+
+def _reads_of(
+    run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool, shared: SharedSums | None
+) -> AuxGradient:
+    is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
+    if is_long and reads.read_class is ReadClass.DIFFERENCE:
+        reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")
+    costs = _COSTS
+    if arch_spec(run.target).backward.orders_aux and run.problem.walks_by_head:
+        costs = _COSTS | _COSTS_OF_SUMS
+        if reads.is_diagonal and reads.is_of_lines and run.problem.q_start is None:
+            sizes = " and ".join(str(size) for size in sorted({cut.size for cut in reads.cuts}))
+            between = f", between multiples of {sizes}" if sizes else ""
+            costs |= {ReadClass.DIFFERENCE: _COST_OF_DIAGONALS + between}
+    for summed in () if run.tables is None else run.tables.summed:
+        if summed.read.tensor == number:
+            costs = costs | {ReadClass.DIFFERENCE: _COSTS_BY_DIFFERENCE[summed.by]}
+    cost = costs[reads.read_class]
+    if shared is not None and number in shared.numbers:
+        cost = "a kernel that computes scores again, " if shared.short is None else ""
+        cost += (
+            "with one owner for each element"
+            if number in shared.once
+            else "an addition to memory for each query and key"
+        )
+        if shared.short is not None and shared.short.several_keys:
+            # parts are CTAs
+            cost += " of a part of the batch"
+        elif shared.parts > 1:
+            cost += f" in each of {shared.parts} parts of the batch"
+    if number in run.problem.exact_aux or (shared is not None and number in shared.exact):
+        cost += ", each as two of integers, in any order"
+    return AuxGradient(number, reads, is_wanted, cost)

@@ -1,1 +1,0 @@
-"""From a problem to compiled kernels."""

@@ -1,0 +1,377 @@
+"""Compile the kernels of a backward from its problem, without real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flash_mask_cute.call.forward import NO_MODS, cached_attention
+from flash_mask_cute.call.gradient_facts import GradientFacts
+from flash_mask_cute.call.kernel_operands import (
+    BACKWARD,
+    fakes,
+    leaves_sums,
+    num_stats,
+    stats_words,
+)
+from flash_mask_cute.call.problem import AttentionProblem, Mods, Padding
+from flash_mask_cute.call.tiles.arch import DqOrder, arch_spec
+from flash_mask_cute.call.tiles.config import BwdChoice
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.fake_tensors import int32_vector, operand, scratch, strided
+from flash_mask_cute.runtime.target import Target
+
+if TYPE_CHECKING:
+    from flash_mask_cute.kernels.bwd_add_parts import SumsOrder
+
+# keys of a tile that both warpgroups have
+SHARED_TILE_N = 64
+PREPROCESS_NAME = "bwd_preprocess"
+POSTPROCESS_NAME = "bwd_postprocess"
+ADD_PARTS_NAME = "bwd_add_parts"
+ZERO_PADDING_NAME = "bwd_zero_padding"
+
+
+class BwdKernels(NamedTuple):
+    """The compiled functions, in the order of their launches. They take, by position and None for
+    what the problem does not have:
+
+    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
+    sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
+    main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
+    kernel of short sequences (`call/batch_sums.py`) makes all gradients.
+    postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
+    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then sums):
+    sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
+    zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    """
+
+    preprocess: Callable[..., Any]
+    main: Callable[..., Any] | None
+    postprocess: Callable[..., Any] | None
+    zero_padding: Callable[..., Any] | None = None
+    add_parts: Callable[..., Any] | None = None
+
+
+class PaddingFacts(NamedTuple):
+    """Facts that determine the code of the kernel that zeroes padding (`Padding`)."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    padding: Padding
+
+
+class RowFacts(NamedTuple):
+    """Facts that determine the code of the kernels before and after the main one.
+
+    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
+    marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
+    row (`BwdTraits`). num_ctas: CTAs that summed a row block; before, it matters only where these
+    have semaphores. order: order of the sums of dQ; in_halves: see `BwdPostprocess`. These two
+    matter only after. With num_ctas of 0 there are no sums. packing: rows of a query in
+    a row block that heads of a group share, and these heads, as in `Packing`.
+    """
+
+    dtype: str
+    dim: int
+    tile_m: int
+    tile_d: int
+    varlen_q: bool
+    has_seqused_q: bool
+    clears_dq: bool
+    has_dlse: bool = False
+    sink_dtype: str | None = None
+    marked_dim: int | None = None
+    num_stats: int = 2
+    has_lse_low: bool = False
+    order: DqOrder = "accumulators"
+    num_ctas: int = 1
+    packing: tuple[int, int] = (1, 1)
+    in_halves: bool = False
+
+
+class PartFacts(NamedTuple):
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV, which has
+    parameters of the same names."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile_d: int
+    tile_dv: int
+    varlen_k: bool
+    has_seqused_k: bool
+    tile_n: int
+    order: SumsOrder
+
+
+def num_row_blocks(rows: int, batch: int, is_packed: bool, tile_m: int) -> int:
+    """Row blocks of a head in scratch tensors; rows: seqlen_q, or total_q if packed."""
+    from flash_mask_cute.core import row_blocks
+
+    return row_blocks.num_row_blocks(rows, batch, is_packed, tile_m)
+
+
+def compile_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods,
+    facts: GradientFacts,
+    cache: CompileCache = CACHE,
+) -> BwdKernels:
+    """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
+    num_ctas = 1 if choice.tiles.clears_dq else choice.ctas_of_tile
+    preprocess = compile_preprocess(problem, choice, target, facts, num_ctas, cache)
+    main = cached_attention(
+        arch_spec(target).backward.cache_name,
+        problem,
+        choice.tiles,
+        target,
+        lambda: build_bwd(problem, choice, target, mods),
+        cache,
+    )
+    postprocess = compile_postprocess(problem, choice, target, cache)
+    add_parts = None
+    if leaves_sums(problem, choice):
+        sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
+        of_keys = problem.varlen_k, problem.has_seqused_k
+        tile_n = problem.token_lists or choice.tile_n
+        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, _sums_order(problem, choice))
+        add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
+    zero_padding = None
+    if any(facts.padding):
+        dims = problem.head_dim, problem.head_dim_v
+        of_padding = PaddingFacts(problem.dtype, *dims, facts.padding)
+        zero_padding = by_facts(
+            ZERO_PADDING_NAME, of_padding, build_zero_padding, target, cache
+        ).function
+    return BwdKernels(
+        preprocess.function, main.function, postprocess.function, zero_padding, add_parts
+    )
+
+
+def compile_short(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    facts: GradientFacts,
+    several_keys: bool,
+    cache: CompileCache = CACHE,
+) -> BwdKernels:
+    """The kernels before and after that of short sequences. several_keys: as in `ShortTile`."""
+    if not several_keys:
+        preprocess = compile_preprocess(problem, choice, target, facts, 0, cache)
+        return BwdKernels(preprocess.function, None, None)
+    choice = replace(choice, tiles=replace(choice.tiles, clears_dq=True))
+    preprocess = compile_preprocess(problem, choice, target, facts, 1, cache)
+    postprocess = compile_postprocess(problem, choice, target, cache)
+    return BwdKernels(preprocess.function, None, postprocess.function)
+
+
+def compile_postprocess(
+    problem: AttentionProblem, choice: BwdChoice, target: Target, cache: CompileCache = CACHE
+) -> Compiled:
+    """The kernel that writes dQ."""
+    facts = RowFacts(
+        *(problem.dtype, problem.head_dim, *_row_facts(problem, choice)),
+        order=arch_spec(target).backward.dq_order,
+        num_ctas=choice.ctas_of_tile,
+        in_halves=choice.tiles.splits_keys,
+        packing=_packing(problem),
+    )
+    return by_facts(POSTPROCESS_NAME, facts, build_postprocess, target, cache)
+
+
+def compile_preprocess(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    facts: GradientFacts,
+    num_ctas: int,
+    cache: CompileCache = CACHE,
+) -> Compiled:
+    """The kernel before the main one. num_ctas: as in `RowFacts`."""
+    rows = _row_facts(problem, choice)
+    if num_ctas == 0:
+        rows = (*rows[:-1], False)
+    marked_dim = problem.head_dim if problem.may_empty_rows else None
+    statistics = num_stats(problem), facts.has_lse_low
+    of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
+    before = RowFacts(
+        *(problem.dtype, problem.head_dim_v, *rows, *of_scores),
+        num_ctas=num_ctas,
+        packing=_packing(problem),
+    )
+    return by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
+
+
+def _row_facts(problem: AttentionProblem, choice: BwdChoice) -> tuple[int, int, bool, bool, bool]:
+    """The fields of `RowFacts` from tile_m to clears_dq."""
+    lengths = problem.varlen_q, problem.has_seqused_q
+    return choice.tiles.tile_m, choice.tile_d, *lengths, choice.tiles.clears_dq
+
+
+def _packing(problem: AttentionProblem) -> tuple[int, int]:
+    return (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
+
+
+def build_bwd(
+    problem: AttentionProblem,
+    choice: BwdChoice,
+    target: Target,
+    mods: Mods = NO_MODS,
+) -> Compiled:
+    """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
+    from flash_mask_cute.rules.intervals import Intervals
+
+    tiles = asdict(choice.tiles)
+    backward = arch_spec(target).backward
+    if not backward.splits_groups:
+        del tiles["splits_group"]
+    if not backward.splits_keys:
+        del tiles["splits_keys"]
+    of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
+    of_order = {"entries_first": True} if problem.entries_first else {}
+    if problem.token_lists:
+        shares_tile = problem.token_lists == SHARED_TILE_N
+        group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
+        by_head = problem.masks_by_head
+        of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
+    kernel = backward.load_class()(
+        fake_tensors.cutlass_dtype(problem.dtype),
+        problem.head_dim,
+        problem.head_dim_v,
+        is_causal=problem.is_causal,
+        is_local=problem.is_local,
+        **mods._asdict(),
+        wants_aux=problem.wants_aux,
+        has_aux_tensors=bool(problem.aux),
+        deterministic=problem.deterministic,
+        intervals=None if problem.intervals is None else Intervals(*problem.intervals),
+        num_sms=target.num_sms,
+        may_empty_rows=problem.may_empty_rows,
+        common_kv=problem.common_kv,
+        **of_lists,
+        **of_order,
+        **tiles,
+    )
+    arguments = fakes(BACKWARD, problem, choice)
+    smem_bytes = kernel.traits.smem_bytes
+    return compile_object(kernel, arguments, options_of(target), smem_bytes=smem_bytes)
+
+
+def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel of the row statistics now."""
+    from flash_mask_cute.kernels.bwd_preprocess import BwdPreprocess, Packing
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPreprocess(
+        fake_tensors.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        has_reference=facts.num_stats == 3,
+        packing=Packing(*facts.packing),
+        has_marks=facts.marked_dim is not None,
+        num_semaphores=facts.num_ctas,
+    )
+    arguments = [
+        operand(facts.dtype, rank, facts.dim),
+        operand(facts.dtype, rank, facts.dim),
+        strided(rank - 1, "float32"),
+        strided(rank - 1, "float32") if facts.has_dlse else None,
+        scratch(
+            stats_words(
+                facts.tile_m, facts.num_stats, facts.marked_dim is not None, facts.packing[0]
+            )
+        ),
+        scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
+        None if facts.clears_dq or facts.num_ctas == 0 else strided(2),
+        fake_tensors.vector(facts.sink_dtype),
+        scratch() if facts.sink_dtype else None,
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+        None if facts.marked_dim is None else operand(facts.dtype, rank, facts.marked_dim),
+        strided(rank - 1, "float32") if facts.has_lse_low else None,
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_postprocess(facts: RowFacts, target: Target) -> Compiled:
+    """Compile the kernel that writes dQ now."""
+    import cutlass
+
+    from flash_mask_cute.kernels.bwd_postprocess import BwdPostprocess
+    from flash_mask_cute.kernels.bwd_preprocess import Packing
+
+    rank = 3 if facts.varlen_q else 4
+    kernel = BwdPostprocess(
+        fake_tensors.cutlass_dtype(facts.dtype),
+        facts.dim,
+        facts.tile_m,
+        facts.tile_d,
+        facts.order,
+        facts.num_ctas,
+        Packing(*facts.packing),
+        facts.in_halves,
+    )
+    arguments = [
+        scratch(facts.tile_m * facts.tile_d),
+        None if facts.clears_dq else strided(2),
+        operand(facts.dtype, rank, facts.dim),
+        cutlass.Float32(1.0),
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_q),
+        int32_vector(facts.has_seqused_q),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
+    """Compile the kernel that zeroes padding now."""
+    from flash_mask_cute.kernels.zero_padding import ZeroPadding
+
+    of_q, of_k, of_v = facts.padding
+    arguments = [
+        operand(facts.dtype, 3, facts.head_dim) if of_q else None,
+        operand(facts.dtype, 3, facts.head_dim) if of_k else None,
+        operand(facts.dtype, 3, facts.head_dim_v) if of_v else None,
+        int32_vector(of_q),
+        int32_vector(of_k or of_v),
+        fake_tensors.stream(),
+    ]
+    return compile_object(ZeroPadding(), arguments, options_of(target))
+
+
+def _sums_order(problem: AttentionProblem, choice: BwdChoice) -> SumsOrder:
+    """The order in which the main kernel leaves sums of dK and dV."""
+    from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
+
+    if problem.token_lists:
+        return "lanes"
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_OWN_DIM
+    return "rows" if is_wide and not choice.tiles.splits_keys else "accumulators"
+
+
+def build_add_parts(facts: PartFacts, target: Target) -> Compiled:
+    """Compile the kernel that adds partial sums of dK and dV now."""
+    from flash_mask_cute.kernels.bwd_add_parts import BwdAddParts
+
+    rank = 3 if facts.varlen_k else 4
+    cols = facts.tile_d, facts.tile_dv
+    arguments = [
+        *(scratch(facts.tile_n * width) for width in cols),
+        operand(facts.dtype, rank, facts.head_dim),
+        operand(facts.dtype, rank, facts.head_dim_v),
+        fake_tensors.stream(),
+        int32_vector(facts.varlen_k),
+        int32_vector(facts.has_seqused_k),
+    ]
+    dtype = fake_tensors.cutlass_dtype(facts.dtype)
+    kernel = BwdAddParts(dtype, cols, facts.tile_n, facts.order)
+    return compile_object(kernel, arguments, options_of(target))

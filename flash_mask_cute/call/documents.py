@@ -1,0 +1,297 @@
+"""Dense calls with documents in their mask, computed as packed sequences.
+
+`mask_prep/documents.py` gives the reasons. Eligibility is decided here if column intervals have the
+documents, and in `mask_bits.py` if they are found in a mask_mod.
+
+The host cannot know whether intervals hold documents without a wait. So they are declared, or the
+call is so large that looking for them, and packed kernels where there are none, cost little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.arguments import (
+    AttentionCall,
+    Direction,
+    Masks,
+    PreparedBwd,
+    PreparedFwd,
+    Tensors,
+)
+from flash_mask_cute.call.copies import new_gradient
+from flash_mask_cute.call.masks import column_mask_of
+from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
+from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.q_start import NO_START
+from flash_mask_cute.runtime.named_tuples import replaced
+
+# -- which --------------------------------------------------------------------------------------
+
+# Documents that nobody declared are looked for in calls with at least so many tokens in a sequence
+# and so many operations in the forward. The second number does not count what the mask hides.
+# From this length on, packed kernels lose about 1 % or less if there are no documents
+# (docs/facts/masks.md#packing-every-mask-costs-those-without-documents).
+MIN_UNDECLARED_SEQLEN = 16384
+# To find documents in a new mask takes 20 us, which is 1 % of 2 ms. A mask may hide three quarters
+# of the scores. So without the mask the call must take 8 ms, at 600 TFLOP/s so many operations.
+MIN_UNDECLARED_OPERATIONS = 5e12
+
+
+def holds_documents(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
+) -> bool:
+    """Whether a mask may hold documents, and this call can be packed by them.
+
+    Calls with other operands, even wrong ones, use the dense mask. causal: of the call; it must not
+    hide more than the mask does. others: lengths, mods and block lists of the call, which packed
+    sequences cannot take unchanged.
+    """
+    indices, mask_is_causal, documents = mask, causal, None
+    if isinstance(mask, ColumnMask):
+        indices, mask_is_causal = mask.startend_row_indices, mask.causal
+        documents = mask.documents
+    if documents is False or any(x is not None for x in others):
+        return False
+    if causal is not False and causal is not mask_is_causal:
+        return False
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v, indices)):
+        return False
+    batch, seqlen = q.shape[:2]
+    of_mask, heads, num_keys, _ = indices.shape
+    return (
+        k.shape[:2] == v.shape[:2] == (batch, seqlen)
+        and batch > 0
+        and DOCUMENT_STRIDE < seqlen <= MAX_PACKED_SEQLEN
+        and batch * seqlen < MAX_PACKED_ROWS
+        and of_mask in (1, batch)
+        and heads == 1
+        and num_keys == seqlen
+        and indices.device == q.device
+        and rows_follow(q, k, v)
+        and (documents is True or _is_large(q, v, mask_is_causal))
+    )
+
+
+def _is_large(q: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether documents are looked for that nobody declared."""
+    batch, seqlen, heads, head_dim = q.shape
+    scores = batch * heads * seqlen * seqlen // (2 if is_causal else 1)
+    operations = 2 * scores * (head_dim + v.shape[3])
+    return seqlen >= MIN_UNDECLARED_SEQLEN and operations >= MIN_UNDECLARED_OPERATIONS
+
+
+def rows_follow(*tensors: Tensor | None) -> bool:
+    """Whether the rows of all batch entries of a tensor (batch, row, ...) are contiguous."""
+    return all(
+        x is None or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors
+    )
+
+
+# -- how ----------------------------------------------------------------------------------------
+
+
+def packs_documents(call: AttentionCall) -> bool:
+    """Whether the documents of a call's mask become packed sequences."""
+    return _may_hold_documents(call) and can_pack(call)
+
+
+def packs_declared_documents(call: AttentionCall) -> bool:
+    """The same for operators, whose caller must have declared the documents.
+
+    A limit on lengths would be a guard of the trace, so none decides about undeclared ones.
+    """
+    mask = None if call.masks is None else call.masks.startend_row_indices
+    is_declared = isinstance(mask, ColumnMask) and mask.documents is True
+    return is_declared and _may_hold_documents(call)
+
+
+def _may_hold_documents(call: AttentionCall) -> bool:
+    x, options, masks = call.tensors, call.options, call.masks
+    if masks is None or options.q_start.shifts_square():
+        return False
+    if options.seqlen_k_per_split is not None:
+        # keys are counted, and sums cut, from the start of a sequence and not of a document
+        return False
+    others = (
+        *x.lengths.of_sequences(),
+        *(options.max_seqlen_q, options.max_seqlen_k, *x.optional),
+        *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
+    )
+    return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)
+
+
+def can_pack(call: AttentionCall) -> bool:
+    """Whether documents may be sequences: all tensors that a packed batch does not copy have
+    contiguous rows, and keys need not be counted from the start of a sequence."""
+    if call.options.seqlen_k_per_split is not None:
+        return False
+    x, of = call.tensors, call.tensors.gradients
+    return rows_follow(x.q, x.k, x.v, x.out, of.dq, of.dk, of.dv)
+
+
+def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
+    """The call with the documents of its mask as packed sequences. needs_lse: of a forward."""
+    batch, seqlen = call.tensors.q.shape[:2]
+    tensors = call.tensors
+    if call.direction is Direction.BACKWARD:
+        tensors = as_rows_bwd(with_gradients(tensors))
+    else:
+        tensors = as_rows(tensors)._replace(lse=None)
+    tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
+    options = replaced(
+        call.options,
+        max_seqlen_q=seqlen,
+        max_seqlen_k=seqlen,
+        return_lse=needs_lse,
+        q_start=NO_START,
+    )
+    return replaced(call, tensors=tensors, masks=masks, options=options)
+
+
+def by_documents(
+    tensors: Tensors, masks: Masks | None, causal: bool, batch: int
+) -> tuple[Tensors, Masks]:
+    """The call with the documents of its mask as sequences. causal: of the call."""
+    assert masks is not None and masks.startend_row_indices is not None
+    mask = column_mask_of(masks.startend_row_indices, causal)
+    starts, row_indices = mask.split(batch)
+    lengths = replaced(tensors.lengths, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return replaced(tensors, lengths=lengths), replaced(masks, startend_row_indices=row_indices)
+
+
+def with_gradients(tensors: Tensors) -> Tensors:
+    """The call with new tensors for missing gradients.
+
+    A launch would clear the rows behind the last sequence in its own tensors; here there are no
+    such rows.
+    """
+    x, given = tensors, tensors.gradients
+    gradients = replaced(
+        given,
+        dq=new_gradient(x.q) if given.dq is None else given.dq,
+        dk=new_gradient(x.k) if given.dk is None else given.dk,
+        dv=new_gradient(x.v) if given.dv is None else given.dv,
+    )
+    return replaced(x, gradients=gradients)
+
+
+def as_rows(tensors: Tensors) -> Tensors:
+    """The tensors of a forward, without lse, in the form of a packed batch."""
+    x = tensors
+    return replaced(x, q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
+
+
+def as_rows_bwd(tensors: Tensors) -> Tensors:
+    """The tensors of a backward, in the form of a packed batch.
+
+    lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
+    """
+    x, of = as_rows(tensors), tensors.gradients
+    gradients = replaced(
+        of,
+        dout=rows_of(of.dout),
+        dlse=lse_by_heads(of.dlse),
+        dq=rows_of(of.dq),
+        dk=rows_of(of.dk),
+        dv=rows_of(of.dv),
+    )
+    return replaced(x, lse=lse_by_heads(x.lse), gradients=gradients)
+
+
+@overload
+def rows_of(tensor: Tensor) -> Tensor: ...
+
+
+@overload
+def rows_of(tensor: None) -> None: ...
+
+
+def rows_of(tensor: Tensor | None) -> Tensor | None:
+    """(batch * rows, ...) from (batch, rows, ...); a copy if rows are not contiguous."""
+    return None if tensor is None else tensor.flatten(0, 1)
+
+
+def lse_by_heads(lse: Tensor | None) -> Tensor | None:
+    """(heads, batch * seqlen) from (batch, heads, seqlen); a copy for several sequences."""
+    return None if lse is None else lse.transpose(0, 1).flatten(1)
+
+
+# -- prepared calls ----------------------------------------------------------------------------
+
+
+class PackedForward:
+    """Runs the prepared call of a packed batch on dense tensors.
+
+    needs_lse: whether the packed call computes LSE. mask_causal: how intervals in a plain tensor
+    are meant, if the documents of the mask are the sequences; None: the packed call itself finds
+    where they begin.
+    """
+
+    __slots__ = ("_mask_causal", "_needs_lse", "inner")
+
+    def __init__(self, inner: PreparedFwd, needs_lse: bool, mask_causal: bool | None) -> None:
+        self.inner = inner
+        self._needs_lse = needs_lse
+        self._mask_causal = mask_causal
+
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        q = tensors.q
+        batch, seqlen, heads, _ = q.shape
+        # results of their own: autograd refuses to have a view changed in place
+        out, lse = tensors.out, tensors.lse
+        if out is None:
+            out = q.new_empty((batch, seqlen, heads, tensors.v.shape[-1]))
+        if lse is None and self._needs_lse:
+            lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
+        # rows of several sequences do not follow each other in lse
+        by_head: Any = None if lse is None or batch > 1 else lse[0]
+        largest = tensors.max_scores
+        largest_by_head: Any = (
+            None
+            if largest is None
+            else largest[0]
+            if batch == 1
+            else (largest.new_empty((heads, batch * seqlen)))
+        )
+        packed = as_rows(tensors)._replace(
+            out=rows_of(out), lse=by_head, max_scores=largest_by_head
+        )
+        if self._mask_causal is not None:
+            packed, masks = by_documents(packed, masks, self._mask_causal, batch)
+        _, by_head = self.inner(packed, masks)
+        if lse is not None and batch > 1:
+            # a kernel would not ask in which mode the caller made it
+            with torch.inference_mode():
+                lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
+        if largest is not None and batch > 1:
+            largest.copy_(largest_by_head.unflatten(1, (batch, -1)).transpose(0, 1))
+        return out, lse
+
+
+class PackedBackward:
+    """As `PackedForward`, for a backward."""
+
+    __slots__ = ("_mask_causal", "inner")
+
+    def __init__(self, inner: PreparedBwd, mask_causal: bool | None) -> None:
+        self.inner = inner
+        self._mask_causal = mask_causal
+
+    def __call__(
+        self, tensors: Tensors, masks: Masks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = with_gradients(tensors)
+        given: Any = tensors.gradients
+        if self._mask_causal is not None:
+            batch = tensors.q.shape[0]
+            tensors, masks = by_documents(tensors, masks, self._mask_causal, batch)
+        self.inner(as_rows_bwd(tensors), masks)
+        return given.dq, given.dk, given.dv

@@ -1,0 +1,127 @@
+"""The mask arguments of a kernel, made of those of a call each time it runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flash_mask_cute.block_sparsity import (
+    BlockSparseTensorsTorch,
+    LogicalBits,
+    block_bits,
+    from_block_mask,
+    retile_lists,
+)
+from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.masks import column_mask_of
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.mask_prep.block_lists import order_lists
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
+from flash_mask_cute.masks.column_mask import ColumnMask
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks
+
+
+class KernelArguments(NamedTuple):
+    """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
+    columns: indices and bounds. block_size: of the lists; not given together with block_bits
+    (visible, full, block_q, block_k); of a choice full is None, and the bits of tiles follow."""
+
+    block_lists: tuple[Any, ...] | None = None
+    aux_tensors: tuple[Tensor, ...] | None = None
+    columns: tuple[Tensor, Tensor] | None = None
+    block_size: tuple[int, int] | None = None
+    block_bits: tuple[Any, ...] | None = None
+
+
+class MaskArguments:
+    """Makes the last arguments of a kernel from the arguments of a call.
+
+    reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
+    mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
+    computed for a `ColumnMask` or for lists that were seen before. The bits of a choice are made in
+    each call, since layers do not share choices, or its entries are given as they are.
+    """
+
+    __slots__ = (
+        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_entries",
+        "_reads_lists", "_seqlens", "_tile",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        shapes: FwdShapes,
+        block_size: tuple[int, int] | None,
+        tile: tuple[int, int],
+        reads_lists: bool,
+    ) -> None:
+        self._causal_form = problem.intervals is not None and problem.intervals[1]
+        self._seqlens = shapes.seqlen_q, shapes.seqlen_k
+        self._block_size = block_size
+        self._tile = tile
+        self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
+        self._reads_lists = reads_lists
+        self._by_tokens = problem.token_lists
+        self._reads_entries = problem.choice_dtype is not None
+
+    def __call__(
+        self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
+    ) -> KernelArguments:
+        _, _, aux_tensors, given_lists, given_columns = masks
+        lists = columns = block_size = None
+        bits: tuple[Any, ...] | None = None
+        if given_columns is not None:
+            columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
+        if given_lists is not None:
+            if isinstance(given_lists, SelectedBlocks):
+                # a backward makes token lists itself
+                bits = None if self._by_tokens else self._choice_bits(given_lists, cu_seqlens_q)
+            elif not self._reads_lists:
+                sized = _sized(given_lists, self._block_size)
+                on_gpu = sized.mask_block_idx.is_cuda
+                bits = tuple(block_bits(sized, bits_by_kernel if on_gpu else None))
+            else:
+                sized = _sized(given_lists, self._block_size)
+                retiled = retile_lists(sized, *self._tile, *self._seqlens)
+                counted, block_size = retiled.lists, retiled.lists.block_size
+                lists = (
+                    counted.mask_block_cnt,
+                    counted.mask_block_idx,
+                    counted.full_block_cnt,
+                    counted.full_block_idx,
+                )
+                bits = None if retiled.bits is None else tuple(retiled.bits)
+        aux = tuple(aux_tensors) if aux_tensors else None
+        return KernelArguments(lists, aux, columns, block_size, bits)
+
+    def _choice_bits(
+        self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
+    ) -> tuple[Any, ...]:
+        num_blocks = selected.num_blocks(self._seqlens[1])
+        by_entry, size, tiles = selected.by_entry, selected.block_size, self._query_tiles
+        queries = min(-(-tiles.tile_m // tiles.pack), self._seqlens[0])
+        most_tiles = queries * by_entry.shape[3] * max(size // self._tile[1], 1)
+        if self._reads_entries:
+            return by_entry, None, 1, size, None, None, most_tiles
+        made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
+        return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
+
+
+def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
+    """A call's block lists, with a block size resolved before."""
+    return from_block_mask(given)._replace(block_size=block_size)
+
+
+def bits_by_kernel(lists: BlockSparseTensorsTorch) -> LogicalBits:
+    """The bits of lists on a GPU, by one launch."""
+    assert lists.block_size is not None
+    return LogicalBits(*order_lists(*lists[:4]).bits, *lists.block_size)
+
+
+def _column_tensors(
+    given: Tensor | ColumnMask, causal_form: bool, tile_n: int, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    mask = column_mask_of(given, causal_form)
+    return mask.startend_row_indices, mask.bounds(tile_n, cu_seqlens_k)

@@ -1,1 +1,0 @@
-"""What runs each time a prepared call is used."""

@@ -1,0 +1,110 @@
+"""A choice of key blocks: what a forward's kernel may know of it, and its description."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.facts import Backend, CallFacts
+from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.mask_prep.selected_bits import row_bytes
+from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
+from flash_mask_cute.mods.traits import find_reliance
+from flash_mask_cute.runtime.dtypes import dtype_name
+
+
+def has_equal_walks(facts: CallFacts) -> bool:
+    """Whether queries of a decoding call chose much less than there is, so that walks are about as
+    long in sequences of any length."""
+    selected, shapes = facts.masks.selected, facts.shapes
+    if selected is None:
+        return False
+    chosen = shapes.seqlen_q * selected.indices.shape[-1] * selected.block_size
+    return 2 * chosen <= shapes.seqlen_k
+
+
+def with_choice_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a forward with what its kernel may know of a choice.
+
+    The only query of a sequence decides for whole tiles of keys. Then the kernel reads its entries,
+    and nothing is launched before it. A mask_mod that does not use the head is evaluated once for
+    the heads that share a tile, of which there are many, since a choice packs them.
+    """
+    selected, mask_mod = facts.masks.selected, facts.masks.mask_mod
+    problem, shapes, tile_n = plan.problem, facts.shapes, plan.fwd_choice.tiles.tile_n
+    if selected is None:
+        return plan
+    is_whole = selected.block_size % tile_n == 0
+    decides_alone = shapes.seqlen_q == 1 and not problem.varlen_q and mask_mod is None and is_whole
+    shares_mask = False
+    if problem.packed_heads > 1 and mask_mod is not None:
+        shares_mask = not find_reliance(mask_mod, problem).head
+    choice_dtype = dtype_name(selected.indices.dtype) if decides_alone else None
+    problem = replace(problem, choice_dtype=choice_dtype, shares_mask=shares_mask)
+    return replace(plan, problem=problem)
+
+
+# -- described ---------------------------------------------------------------------------------
+
+# from so many blocks of a tile for each that a query chose, there is something to say
+MUCH = 2.0
+
+
+def explain_choice(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
+    """What a forward makes of its choice; empty if it has none."""
+    selected = run.masks.selected
+    if selected is None:
+        return ""
+    tiles, heads = run.fwd_choice.tiles, run.problem.packed_heads
+    parts = [f"tiles of {tiles.cluster_tile_m} rows walk over what their queries chose together"]
+    if heads > 1:
+        queries = tiles.cluster_tile_m // padded_group(heads)
+        parts[0] = f"tiles of {queries} queries x {heads} heads walk over what these chose together"
+    if run.problem.choice_dtype is not None:
+        parts.append("the kernel reads the entries of the only query")
+    elif run.backend is Backend.KERNEL:
+        num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
+        parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
+    return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])
+
+
+def _union(run: ExecutionPlan, selected: SelectedBlocks, cu_seqlens_q: Tensor | None) -> str:
+    """How many blocks queries chose, and tiles of them, by the entries of a choice on the CPU.
+    Blocks behind a sequence's end or hidden by other masks count as well."""
+    on_device = selected.indices.is_cuda or (cu_seqlens_q is not None and cu_seqlens_q.is_cuda)
+    if on_device or run.shapes.is_empty:
+        why = "the choice is on the device" if on_device else "there is nothing to compute"
+        return f"blocks of a tile are unknown: {why}"
+    by_entry, pack = selected.by_entry, padded_group(run.problem.packed_heads)
+    num_blocks, tile_m = (
+        selected.num_blocks(run.shapes.seqlen_k),
+        run.fwd_choice.tiles.cluster_tile_m,
+    )
+    starts = [0, by_entry.shape[2]] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    rows = tiles = of_rows = of_any = of_every = 0
+    for start, end in zip(starts[:-1], starts[1:], strict=True):
+        for tile in range(-(-(end - start) * pack // tile_m)):
+            first = start + tile * tile_m // pack
+            stop = min(start + -(-(tile + 1) * tile_m // pack), end)
+            chosen = is_chosen(by_entry[:, :, first:stop], 0, num_blocks)
+            rows, tiles = rows + (stop - first), tiles + 1
+            of_rows += int(chosen.sum())
+            of_any += int(chosen.any(2).sum())
+            of_every += int(chosen.all(2).sum())
+    count = by_entry.shape[0] * by_entry.shape[1]
+    if not of_rows:
+        return "no query chose a block"
+    of_query, of_tile = of_rows / (rows * count), of_any / (tiles * count)
+    text = (
+        f"{of_query:.1f} blocks a query, {of_tile:.1f} a tile ({of_tile / of_query:.2f} times as "
+        f"many), {of_every / of_any:.0%} of these chosen by all its queries"
+    )
+    if of_tile > MUCH * of_query:
+        text += (
+            "; advice: neighbouring queries share little, and a tile computes all that one of them "
+            "chose. Larger blocks, choices that neighbours share, or more query heads for a KV "
+            "head make it less"
+        )
+    return text

@@ -1,0 +1,383 @@
+"""Forwards that compute their work tiles in splits: which, and what combines the results.
+
+*By rows*: each work tile in the number of splits that the caller requests (`num_splits` of 2 and
+more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
+(`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0, the default).
+One split is one pass, without a combination.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
+from flash_mask_cute.call.facts import CallFacts
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.selection import has_equal_walks
+from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.core.segments import ONE_SEGMENT
+from flash_mask_cute.core.shares import (
+    BY_ROWS,
+    BY_SLOTS,
+    DECODE_ROWS,
+    SLOTS_PER_SHARE,
+    are_busy,
+)
+from flash_mask_cute.limits import STRIDE_STEP, ctas_of_tile
+from flash_mask_cute.masks.q_start import END
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.runtime.fake_tensors import operand, strided
+from flash_mask_cute.runtime.named_tuples import replaced
+from flash_mask_cute.runtime.target import Target
+
+# keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
+# known yet
+_KEYS, _ROWS = 128, 128
+# walks of fewer blocks are not worth a combination: of decoding, and of more queries than that
+_LEAST_BLOCKS, _LEAST_BLOCKS_OF_MANY = 4, 32
+# work tiles of decoding, in units of SMs, from which on the last wave weighs little
+_MANY_WAVES = 8
+# Equal work tiles that fill so much of their waves are faster as a whole: of 512 on 132 SMs, 0.97
+# of the stream of a H100 against 0.94 (docs/serving.md).
+_FULL_WAVES = 0.95
+
+
+def aligned_shares(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
+    """CTAs that have shares: num_ctas, or a few less if each head has a line of its own, with so
+    many work tiles, and equal tiles then fill whole shares."""
+    most = num_ctas // heads
+    if tile_m <= DECODE_ROWS:
+        for of_head in range(most, 0, -1):
+            if not are_busy(of_head * heads, num_ctas):
+                break
+            if tiles % of_head == 0:
+                return num_ctas if of_head == most else of_head * heads
+    return num_ctas
+
+
+def refuse_splits(problem: AttentionProblem, what: str) -> None:
+    """Refuse results that splits do not have. what: of the call asks for splits.
+
+    Raises:
+        NotImplementedError: lse_low or max_scores are asked for, too.
+    """
+    for name in ("lse_low", "max_scores"):
+        if getattr(problem, f"needs_{name}"):
+            raise NotImplementedError(
+                f"{what} is not supported together with {name}: of splits, out and lse are combined"
+            )
+
+
+def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a forward with its way of computing work tiles in splits, if any.
+
+    A kernel writes `out` in the dtype of q, and splits of it in float32. So an `out` in float32 is
+    combined from splits, from a single one if no more are requested. Splits by slots do not serve
+    for that: a kernel writes `out` itself where a work tile has one share.
+
+    A single query sees the same keys without causal masking, and a kernel without masks does less.
+    So later steps ask the facts, and not the problem, whether the call is causal.
+    """
+    x = facts.call.tensors
+    # tiles say later how segments are computed (`with_segments`)
+    split = ONE_SEGMENT if facts.is_ordered else _choose_split(facts, problem)
+    if split in (None, BY_SLOTS) and x.out is not None and x.out.dtype != x.q.dtype:
+        refuse_splits(problem, f"out in {x.out.dtype} of q in {x.q.dtype}")
+        split = BY_ROWS
+    if split is None and not facts.decodes_whole:
+        return problem
+    is_at_end = problem.q_start is None or facts.call.options.q_start.kind == END
+    sees_all = facts.shapes.seqlen_q == 1 and not problem.varlen_q and is_at_end
+    return replace(problem, split=split, is_causal=problem.is_causal and not sees_all)
+
+
+def _choose_split(facts: CallFacts, problem: AttentionProblem) -> str | None:
+    """BY_ROWS, BY_SLOTS, or None: one pass.
+
+    Tiles that the caller chose are for one pass, unless the caller also asks for splits.
+
+    Raises:
+        NotImplementedError: num_splits is requested together with lse_low or max_scores.
+    """
+    num_splits, shapes, window = facts.call.options.num_splits, facts.shapes, facts.window.visible
+    if num_splits > 1:
+        refuse_splits(problem, f"num_splits={num_splits}")
+        return BY_ROWS
+    if num_splits == 1:
+        return None
+    if facts.has_config or problem.needs_lse_low or problem.needs_max_scores:
+        return None
+    keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
+    is_decoding = facts.decode_rows <= DECODE_ROWS
+    if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
+        return None
+    packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
+    tile_m = DECODE_ROWS if is_decoding else _ROWS
+    return None if are_enough_tiles(facts, problem, packed_heads, tile_m) else BY_SLOTS
+
+
+def are_enough_tiles(
+    facts: CallFacts, problem: AttentionProblem, packed_heads: int, tile_m: int
+) -> bool:
+    """Whether work tiles of tile_m rows, with so many heads in a tile, keep all SMs busy without
+    splits."""
+    shapes, group = facts.shapes, padded_group(packed_heads)
+    num_sms = _tiles_at_once(facts.target, problem)
+    rows = shapes.seqlen_q * group
+    is_decoding = rows <= DECODE_ROWS
+    tiles = math.ceil(rows / tile_m) * shapes.batch
+    if problem.varlen_q:
+        tiles = min(tiles, shapes.total_q * group // tile_m + shapes.batch)
+    tiles *= shapes.heads_q // packed_heads
+    most = num_sms * _MANY_WAVES if is_decoding else num_sms
+    if tiles >= most:
+        return True
+    varying = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
+    are_equal = has_equal_walks(facts) or not varying
+    return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+
+
+def _tiles_at_once(target: Target, problem: AttentionProblem) -> int:
+    """Work tiles that run at a time."""
+    return max(target.num_sms // ctas_of_tile(problem.head_dim_v), 1)
+
+
+def with_splits(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a forward with the scratch of its splits, for tiles that are chosen."""
+    if plan.problem.split is None:
+        return plan
+    if plan.problem.split == BY_SLOTS:
+        return replace(plan, splits=_splits_by_slots(plan))
+    number = max(facts.call.options.num_splits, 1)
+    return replace(plan, splits=splits_by_rows(plan.problem, plan.shapes, number))
+
+
+def splits_by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) -> Splits:
+    """number: splits of each work tile."""
+    rows = (1, shapes.total_q) if problem.varlen_q else (shapes.batch, shapes.seqlen_q)
+    lse_shape = (number, *rows, shapes.heads_q)
+    has_low = problem.score_mod is not None
+    return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
+
+
+def _splits_by_slots(plan: ExecutionPlan) -> Splits:
+    """A share for each CTA at most, or for each pair of CTAs."""
+    problem, shapes = plan.problem, plan.shapes
+    num_ctas = _tiles_at_once(plan.target, problem)
+    rows = tile_m = plan.fwd_choice.tiles.tile_m
+    if not problem.varlen_q:
+        of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
+        rows, tiles = min(rows, of_sequence), shapes.batch * math.ceil(of_sequence / tile_m)
+        heads = shapes.heads_q // problem.packed_heads
+        num_ctas = aligned_shares(tiles, heads, num_ctas, tile_m)
+    lse_shape = SLOTS_PER_SHARE * num_ctas, rows
+    has_low = problem.score_mod is not None
+    return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
+
+
+# -- the combination ---------------------------------------------------------------------------
+
+COMBINE_NAME = "combine"
+# `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
+_PENDING_WORDS = 8
+_MAX_COLUMNS = 512
+# Of a work tile of so few rows, four warps combine a row: its splits are many, and CTAs are not.
+_FEW_ROWS = 16
+
+
+class CombineFacts(NamedTuple):
+    """Facts that determine the code of the combination kernel.
+
+    partial_dtype, dtype: names of torch dtypes, of the splits' outputs and of the output. tile_m:
+    rows of a work tile by slots; None: splits lie by rows. packed_heads, group, warps_per_row: see
+    `Combine`. has_low: splits have the rounding error of their LSE.
+    """
+
+    partial_dtype: str
+    dtype: str
+    head_dim_v: int
+    has_lse: bool
+    tile_m: int | None = None
+    packed_heads: int = 1
+    group: int = 1
+    warps_per_row: int = 1
+    has_low: bool = False
+
+
+def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
+    """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, its
+    rounding error or None, pending or None, out, lse or None (shapes: `kernels/combine.py`)."""
+    return by_facts(COMBINE_NAME, facts, build_combine, target, cache)
+
+
+def build_combine(facts: CombineFacts, target: Target) -> Compiled:
+    """Compile now."""
+    from flash_mask_cute.kernels.combine import Combine
+
+    kernel = Combine(
+        facts.head_dim_v, facts.tile_m, facts.packed_heads, facts.group, facts.warps_per_row
+    )
+    by_slots = facts.tile_m is not None
+    arguments: list[Any] = [
+        operand(facts.partial_dtype, 3 if by_slots else 5, facts.head_dim_v),
+        strided(2 if by_slots else 4, "float32"),
+        strided(2 if by_slots else 4, "float32") if facts.has_low else None,
+        strided(2) if by_slots else None,
+        operand(facts.dtype, 4, facts.head_dim_v),
+        strided(3, "float32") if facts.has_lse else None,
+        fake_tensors.stream(),
+    ]
+    return compile_object(kernel, arguments, options_of(target))
+
+
+class CombinedForward:
+    """What a forward in splits needs beside its kernel: scratch memory, and the combination.
+
+    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place.
+    """
+
+    __slots__ = ("_by_slots", "_function", "_is_packed", "_splits", "is_wide")
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        assert plan.splits is not None
+        problem = plan.problem
+        self._splits = plan.splits
+        self._is_packed = problem.varlen_q
+        self._by_slots = problem.split == BY_SLOTS
+        self.is_wide = plan.out_dtype != problem.dtype
+        facts = CombineFacts(
+            "float32",
+            plan.out_dtype,
+            problem.head_dim_v,
+            problem.needs_lse,
+            has_low=plan.splits.has_low,
+        )
+        if self._by_slots:
+            facts = replaced(
+                facts,
+                tile_m=plan.fwd_choice.tiles.tile_m,
+                packed_heads=padded_group(problem.packed_heads),
+                group=problem.packed_heads,
+                warps_per_row=4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
+            )
+        self._function = compile_combine(facts, plan.target).function
+
+    @property
+    def counts(self) -> bool:
+        """Whether CTAs of the attention kernel take work tiles from a counter."""
+        return not self._by_slots
+
+    def new_partials(self, like: Tensor) -> tuple[Any, ...]:
+        """Scratch memory, as the attention kernel takes it."""
+        splits = self._splits
+        if not self._by_slots:
+            return *new_splits(splits, like), None, splits.number
+        pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
+        return *new_splits(splits, like), pending, None
+
+    def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
+        """As `in_splits`."""
+        return in_splits(partials[0], self._is_packed, q)
+
+    def __call__(
+        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None = None
+    ) -> None:
+        """Combine the splits in the scratch memory, of which the first has the sink."""
+        of_out, of_lse, of_low, pending, _ = partials
+        self._function(of_out, of_lse, of_low, pending, *by_rows(out, lse, self._is_packed))
+
+
+def new_splits(splits: Splits, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scratch memory of splits: their outputs, LSE, and its rounding error or None."""
+    out = like.new_empty(splits.out_shape, dtype=torch.float32)
+    lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
+    return out, lse, torch.empty_like(lse) if splits.has_low else None
+
+
+def in_splits(of_out: Tensor, is_packed: bool, q: Tensor) -> Tensor:
+    """A tensor in the dtype of q and the shape of out. The kernel reads its shape, and writes
+    splits only: this is in the memory of their outputs."""
+    of_out = of_out[0, 0] if is_packed else of_out[0]
+    return of_out.view(q.dtype)[..., : of_out.shape[-1]]
+
+
+def by_rows(out: Tensor, lse: Tensor | None, is_packed: bool) -> tuple[Tensor, Tensor | None]:
+    """out (batch, row, head, d) and lse (batch, row, head), as kernels of rows take them."""
+    if is_packed:
+        out = out.unsqueeze(0)
+        lse = None if lse is None else lse.unsqueeze(0)
+    return out, None if lse is None else lse.transpose(-1, -2)
+
+
+def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
+    """Refuse partial results that the kernel cannot combine, which torch combines on the CPU.
+
+    Raises:
+        TypeError, NotImplementedError: naming argument and value.
+    """
+    for name, dtype in (("out_partial", out_partial.dtype), ("out_dtype", out_dtype)):
+        if dtype == torch.float64:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")
+    columns = out_partial.shape[-1]
+    if columns % STRIDE_STEP or not 0 < columns <= _MAX_COLUMNS:
+        raise NotImplementedError(
+            f"out_partial must have a head_dim that is a multiple of {STRIDE_STEP} up to "
+            f"{_MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
+        )
+
+
+def combine_partials(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    target: Target | None = None,
+) -> None:
+    """Combine splits that lie by rows, on the current stream.
+
+    Shapes: out_partial (splits, batch, row, head, d) or (splits, row, head, d), lse_partial the
+    same without d, out and lse the same without the splits; lse and lse_partial fp32, the others
+    fp32, bf16 or fp16, any strides. A row whose splits are all empty, LSE -inf, gets 0 and
+    -inf. target: the kernel's target, if not that of the device of out.
+    """
+    if out.numel() == 0:
+        return
+    if not _can_copy(out):
+        combined = torch.empty_like(out, memory_format=torch.contiguous_format)
+        combine_partials(out_partial, lse_partial, combined, lse, target)
+        out.copy_(combined)
+        return
+    if out.dim() == 3:
+        out_partial, lse_partial = out_partial.unsqueeze(1), lse_partial.unsqueeze(1)
+        out, lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
+    facts = CombineFacts(
+        dtype_name(out_partial.dtype), dtype_name(out.dtype), out.shape[-1], lse is not None
+    )
+    function = compile_combine(facts, target or Target.from_device(out.device)).function
+    if target is not None:
+        function(_readable(out_partial), lse_partial, None, None, out, lse)
+        return
+    with torch.cuda.device(out.device):
+        function(_readable(out_partial), lse_partial, None, None, out, lse)
+
+
+def _can_copy(tensor: Tensor) -> bool:
+    """Whether the kernel can copy its rows: they start on 16 bytes."""
+    steps = all(x % STRIDE_STEP == 0 for x in tensor.stride()[:-1])
+    is_aligned = tensor.data_ptr() % fake_tensors.BASE_ALIGNMENT == 0
+    return tensor.stride(-1) == 1 and steps and is_aligned
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that the kernel can read."""
+    if _can_copy(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

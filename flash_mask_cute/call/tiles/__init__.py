@@ -1,0 +1,1 @@
+"""Tiles of the attention kernels, and what each architecture has."""

@@ -1,0 +1,232 @@
+"""The kernels of each architecture. The only host module that distinguishes architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
+from flash_mask_cute.call.tiles.tables import (
+    SM90_BWD,
+    SM90_FWD,
+    SM100_BWD,
+    SM100_FWD,
+    SM103_FWD,
+)
+from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
+from flash_mask_cute.runtime.target import Target
+
+DqOrder: TypeAlias = Literal["accumulators", "lanes"]
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The attention kernel of one direction.
+
+    class_name, cache_name: its names for readers and in the compile cache. load_class, load_traits:
+    load its class, and that of its traits (`FwdTraits`, `BwdTraits`). They import device code, so
+    they are called only when a kernel or a configuration is needed.
+    """
+
+    class_name: str
+    cache_name: str
+    load_class: Callable[[], Any]
+    load_traits: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ForwardKernel(AttentionKernel):
+    """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
+    or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
+    reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
+    computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
+    decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
+    warpgroups may have block lists of their own. keeps_rows: rows of tables may stay in shared
+    memory. most_head_dim: of heads."""
+
+    rows: tuple[FwdRow, ...]
+    packed_rows: int
+    causal_each: bool
+    reads_fp8: bool
+    has_polynomial: bool = False
+    orders_sums: bool = False
+    decodes_whole: bool = False
+    owns_lists: bool = False
+    keeps_rows: bool = False
+    most_head_dim: int = MAX_HEAD_DIM
+
+
+@dataclass(frozen=True)
+class BackwardKernel(AttentionKernel):
+    """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
+    splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
+    have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
+    summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
+    where they come first. gathers_tokens: it takes each query's choice of key blocks as token
+    lists. owns_lists: block lists may say of each warpgroup's keys what they see."""
+
+    rows: tuple[BwdRow, ...]
+    dq_order: DqOrder
+    splits_groups: bool
+    splits_keys: bool
+    orders_aux: bool
+    pairs_take_turns: bool
+    gathers_tokens: bool = False
+    owns_lists: bool = False
+    owns_shared: bool = False
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """The kernels of an architecture.
+
+    name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
+    the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
+    evaluated before attention.
+    """
+
+    name: str
+    forward: ForwardKernel
+    backward: BackwardKernel
+    load_columns: Callable[[], Any]
+    reads_mask_bits: bool
+
+
+def _forward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+
+    return FlashAttentionForwardSm90
+
+
+def _forward_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
+
+    return FwdTraits
+
+
+def _backward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+
+    return FlashAttentionBackwardSm90
+
+
+def _backward_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+
+    return BwdTraits
+
+
+def _columns_sm90() -> Any:
+    from flash_mask_cute.sm90.wgmma import COLUMNS
+
+    return COLUMNS
+
+
+def _forward_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
+
+    return FlashAttentionForwardSm100
+
+
+def _forward_traits_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits
+
+    return FwdTraits
+
+
+def _backward_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
+
+    return FlashAttentionBackwardSm100
+
+
+def _backward_traits_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
+
+    return BwdTraits
+
+
+def _columns_sm100() -> Any:
+    from flash_mask_cute.sm100.umma import COLUMNS
+
+    return COLUMNS
+
+
+SM90_BACKWARD = BackwardKernel(
+    "FlashAttentionBackwardSm90",
+    "flash_bwd_sm90",
+    _backward_sm90,
+    _backward_traits_sm90,
+    SM90_BWD,
+    "accumulators",
+    splits_groups=True,
+    splits_keys=True,
+    orders_aux=True,
+    pairs_take_turns=False,
+    gathers_tokens=True,
+    owns_lists=True,
+    owns_shared=True,
+)
+SM90 = ArchSpec(
+    "Hopper",
+    ForwardKernel(
+        "FlashAttentionForwardSm90",
+        "flash_fwd_sm90",
+        _forward_sm90,
+        _forward_traits_sm90,
+        SM90_FWD,
+        packed_rows=64,
+        causal_each=True,
+        reads_fp8=True,
+        orders_sums=True,
+        decodes_whole=True,
+        owns_lists=True,
+        keeps_rows=True,
+        most_head_dim=MAX_WIDE_HEAD_DIM,
+    ),
+    SM90_BACKWARD,
+    _columns_sm90,
+    reads_mask_bits=True,
+)
+
+
+def _blackwell(fast_exp: bool) -> ArchSpec:
+    """fast_exp: the device computes exponentials at twice the rate of 10.0."""
+    return ArchSpec(
+        "Blackwell",
+        ForwardKernel(
+            "FlashAttentionForwardSm100",
+            "flash_fwd_sm100",
+            _forward_sm100,
+            _forward_traits_sm100,
+            SM103_FWD if fast_exp else SM100_FWD,
+            packed_rows=32,
+            causal_each=False,
+            reads_fp8=False,
+            has_polynomial=True,
+        ),
+        BackwardKernel(
+            "FlashAttentionBackwardSm100",
+            "flash_bwd_sm100",
+            _backward_sm100,
+            _backward_traits_sm100,
+            SM100_BWD,
+            "lanes",
+            splits_groups=False,
+            splits_keys=False,
+            orders_aux=False,
+            pairs_take_turns=True,
+        ),
+        _columns_sm100,
+        reads_mask_bits=False,
+    )
+
+
+SM100, SM103 = _blackwell(fast_exp=False), _blackwell(fast_exp=True)
+_SPECS = {"sm_90a": SM90, "sm_100a": SM100, "sm_103a": SM103}
+
+
+def arch_spec(target: Target) -> ArchSpec:
+    """The kernels of a target."""
+    return _SPECS[target.arch]
