@@ -37,7 +37,7 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import check_segment_keys
-from flash_mask_cute.call.choose.arch import arch_spec
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables

@@ -231,9 +231,16 @@ class Outcome(NamedTuple):
     said: str
 
 
-def noticed(fault: Fault, seed: str, tests: Sequence[str], workers: int) -> Outcome:
-    """Whether a share of the tests, or `all` of them, notices; it ends at the first failure."""
+def noticed(fault: Fault, seed: str, given: Sequence[str], workers: int) -> Outcome:
+    """Whether a share of the tests, or `all` of them, notices; it ends at the first failure. given:
+    tests instead of those of the share."""
     begin = time.monotonic()
+    if seed != "all" and not given:
+        # those of its kernel first, which are a part of the share and notice sooner
+        near = noticed(fault, seed, [x for x in fault.whole if (ROOT / x).exists()], workers)
+        if near.failed:
+            return near
+    tests = given or tests_of(fault, seed == "all")
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
         copy_of_checkout(Path(folder))
         plant(fault, Path(folder))
@@ -273,10 +280,8 @@ def runs_of(fault: Fault, tests: Sequence[str]) -> Iterator[tuple[str, list[str]
         yield ARCHS[0], on_cpu
 
 
-def tests_of(fault: Fault, given: Sequence[str], is_whole: bool) -> list[str]:
-    """Those of the share: of a kernel tests/sim, of the host tests/cpu, which `make test` runs."""
-    if given:
-        return list(given)
+def tests_of(fault: Fault, is_whole: bool) -> list[str]:
+    """All of the kernel; or of the share, tests/sim for a kernel and tests/cpu for the host."""
     if is_whole:
         return [x for x in fault.whole if (ROOT / x).exists()]
     return [SIM] if fault.archs else [CPU]
@@ -320,8 +325,7 @@ def main() -> int:
 
     def one(job: tuple[Fault, str]) -> Outcome:
         fault, seed = job
-        tests = tests_of(fault, given.tests, given.whole)
-        outcome = noticed(fault, seed, tests, given.workers)
+        outcome = noticed(fault, seed, given.tests, given.workers)
         what = outcome.failed or "NOT NOTICED"
         print(f"{fault.name} seed {seed}: {what} ({outcome.seconds:.0f} s)", flush=True)
         return outcome

@@ -13,7 +13,7 @@ from paged_inputs import paged
 from simulated_forward import run_sim
 from slow_roles import ISLANDS, SEED, add_islands, with_each_role_slow
 
-from flash_mask_cute.call.choose import splits
+from flash_mask_cute.call import splits
 from flash_mask_cute.limits import ctas_of_tile
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
