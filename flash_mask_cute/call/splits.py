@@ -25,6 +25,8 @@ from flash_mask_cute.core.shares import (
     BY_ROWS,
     BY_SLOTS,
     DECODE_ROWS,
+    MAX_COLUMNS,
+    PENDING_WORDS,
     SLOTS_PER_SHARE,
     are_busy,
 )
@@ -186,9 +188,6 @@ def _splits_by_slots(plan: ExecutionPlan) -> Splits:
 # -- the combination ---------------------------------------------------------------------------
 
 COMBINE_NAME = "combine"
-# `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
-_PENDING_WORDS = 8
-_MAX_COLUMNS = 512
 # Of a work tile of so few rows, four warps combine a row: its splits are many, and CTAs are not.
 _FEW_ROWS = 16
 
@@ -280,7 +279,7 @@ class CombinedForward:
         splits = self._splits
         if not self._by_slots:
             return *new_splits(splits, like), None, splits.number
-        pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
+        pending = like.new_empty((splits.number, PENDING_WORDS), dtype=torch.int32)
         return *new_splits(splits, like), pending, None
 
     def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
@@ -327,10 +326,10 @@ def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
         if dtype == torch.float64:
             raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")
     columns = out_partial.shape[-1]
-    if columns % STRIDE_STEP or not 0 < columns <= _MAX_COLUMNS:
+    if columns % STRIDE_STEP or not 0 < columns <= MAX_COLUMNS:
         raise NotImplementedError(
             f"out_partial must have a head_dim that is a multiple of {STRIDE_STEP} up to "
-            f"{_MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
+            f"{MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
         )
 
 
