@@ -163,6 +163,7 @@ DEVICE = (
     *("rules.mask_warps", "rules.share_walks", "rules.choice_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",
+    "integrations.triangle_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
