@@ -42,6 +42,7 @@ from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.mask_mods import form_without_contents
@@ -319,6 +320,16 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         prepared = prepare_bwd(call)
         _keep(_prepared_bwd, key, prepared, call)
     return prepared(call.tensors, call.masks)
+
+
+def widest_head(device: torch.device) -> int:
+    """The largest head_dim of a forward on a GPU. Above 256 no gradients can be recorded, and
+    head_dim_v must be equal.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    return arch_spec(Target.from_device(device)).forward.most_head_dim
 
 
 def explain(

@@ -21,6 +21,7 @@ from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seql
 from flash_mask_cute.call.check.pages import check_pages
 from flash_mask_cute.call.copies import byte_conversion
 from flash_mask_cute.cpu.append import Slots, append_rows, lengths_with_new, rotate, slots_of
+from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.checks import (
@@ -303,6 +304,10 @@ def check_append(x: Append) -> None:
 
 def _check_descales(x: Append) -> dict[str, Tensor | None]:
     """Check the scales of caches in fp8. Returns those that are written, by name."""
+    if (most := max(x.k.shape[-1], x.v.shape[-1])) > MAX_HEAD_DIM and x.k_cache.is_cuda:
+        raise NotImplementedError(
+            f"k_cache and v_cache in float8_e4m3fn have up to {MAX_HEAD_DIM} columns, got {most}"
+        )
     of_rows: dict[str, Tensor | None] = {}
     for name, descale, cache, is_written in zip(
         "kv",

@@ -25,6 +25,7 @@ from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.tiles import sequence_walks
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.machine_code import kept_code
 from flash_mask_cute.runtime.process_state import builds_are_said
@@ -278,9 +279,9 @@ def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
 def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
-    ctas = run.fwd_choice.tiles.ctas_per_tile
+    ctas = run.fwd_choice.tiles.ctas_per_tile * ctas_of_tile(run.problem.head_dim_v)
     if run.splits is not None and run.splits.kind == BY_SLOTS:
-        return run.splits.number
+        return run.splits.number * ctas
     if run.splits is not None and work_tiles is not None:
         work_tiles *= run.splits.number
     most = run.target.num_sms // ctas

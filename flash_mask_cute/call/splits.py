@@ -25,10 +25,12 @@ from flash_mask_cute.core.shares import (
     BY_ROWS,
     BY_SLOTS,
     DECODE_ROWS,
+    MAX_COLUMNS,
+    PENDING_WORDS,
     SLOTS_PER_SHARE,
     are_busy,
 )
-from flash_mask_cute.limits import STRIDE_STEP
+from flash_mask_cute.limits import STRIDE_STEP, ctas_of_tile
 from flash_mask_cute.masks.q_start import END
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -129,7 +131,8 @@ def are_enough_tiles(
 ) -> bool:
     """Whether work tiles of tile_m rows, with so many heads in a tile, keep all SMs busy without
     splits."""
-    shapes, num_sms, group = facts.shapes, facts.target.num_sms, padded_group(packed_heads)
+    shapes, group = facts.shapes, padded_group(packed_heads)
+    num_sms = _tiles_at_once(facts.target, problem)
     rows = shapes.seqlen_q * group
     is_decoding = rows <= DECODE_ROWS
     tiles = math.ceil(rows / tile_m) * shapes.batch
@@ -142,6 +145,11 @@ def are_enough_tiles(
     varying = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
     are_equal = has_equal_walks(facts) or not varying
     return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+
+
+def _tiles_at_once(target: Target, problem: AttentionProblem) -> int:
+    """Work tiles that run at a time."""
+    return max(target.num_sms // ctas_of_tile(problem.head_dim_v), 1)
 
 
 def with_splits(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
@@ -163,8 +171,9 @@ def splits_by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) ->
 
 
 def _splits_by_slots(plan: ExecutionPlan) -> Splits:
-    """A share for each CTA at most."""
-    problem, shapes, num_ctas = plan.problem, plan.shapes, plan.target.num_sms
+    """A share for each CTA at most, or for each pair of CTAs."""
+    problem, shapes = plan.problem, plan.shapes
+    num_ctas = _tiles_at_once(plan.target, problem)
     rows = tile_m = plan.fwd_choice.tiles.tile_m
     if not problem.varlen_q:
         of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
@@ -179,9 +188,6 @@ def _splits_by_slots(plan: ExecutionPlan) -> Splits:
 # -- the combination ---------------------------------------------------------------------------
 
 COMBINE_NAME = "combine"
-# `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
-_PENDING_WORDS = 8
-_MAX_COLUMNS = 512
 # Of a work tile of so few rows, four warps combine a row: its splits are many, and CTAs are not.
 _FEW_ROWS = 16
 
@@ -273,7 +279,7 @@ class CombinedForward:
         splits = self._splits
         if not self._by_slots:
             return *new_splits(splits, like), None, splits.number
-        pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
+        pending = like.new_empty((splits.number, PENDING_WORDS), dtype=torch.int32)
         return *new_splits(splits, like), pending, None
 
     def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
@@ -320,10 +326,10 @@ def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
         if dtype == torch.float64:
             raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")
     columns = out_partial.shape[-1]
-    if columns % STRIDE_STEP or not 0 < columns <= _MAX_COLUMNS:
+    if columns % STRIDE_STEP or not 0 < columns <= MAX_COLUMNS:
         raise NotImplementedError(
             f"out_partial must have a head_dim that is a multiple of {STRIDE_STEP} up to "
-            f"{_MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
+            f"{MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
         )
 
 

@@ -13,8 +13,6 @@ from flash_mask_cute.core.segments import BY_SEGMENTS
 from flash_mask_cute.core.shares import BY_SLOTS
 from flash_mask_cute.core.work_ring import Work
 
-# words of a `PendingCombine` in memory
-PENDING_WORDS = 8
 # `Work.place` of a work tile that is computed as a whole
 WHOLE = -1
 

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core import clusters
 from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.ordered_sums import RunningSums
 from flash_mask_cute.core.partials import WHOLE, Partials, PendingCombine
@@ -64,6 +65,13 @@ class Found(NamedTuple):
     @property
     def tile(self) -> TileOnLine:
         return TileOnLine(self.start, self.num_blocks)
+
+
+class CommonTiles(TileScheduler):
+    """Of CTAs that compute a work tile together, with the same rows."""
+
+    def own_block(self, block: Int32) -> Int32:
+        return block
 
 
 @dataclass(frozen=True)
@@ -151,15 +159,19 @@ def schedule_shares(
     ring: WorkRing,
     walk: WalkRing,
     pending: cute.Tensor,
+    ctas_per_tile: cutlass.Constexpr[int] = 1,
 ) -> None:
     """Walk along this CTA's share, and announce its splits of work tiles and their walks. Run by
     one warp.
 
     line: of all heads. tile_m: rows of a work tile. pending: (CTAs, PENDING_WORDS) int32.
+    ctas_per_tile: neighbouring CTAs that have the same share; they count as one.
     """
     rules, lengths = line.rules, line.lengths
     cta, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
+    if const_expr(ctas_per_tile > 1):
+        cta, num_ctas = cta // ctas_per_tile, num_ctas // ctas_per_tile
     of_head = line.measure_head()
     least_places = LEAST_PLACES_OF_CHOICE if rules.has_choice else LEAST_PLACES
     shares = Shares.create(of_head, line.num_heads, num_ctas, tile_m, least_places)
@@ -279,11 +291,12 @@ def schedule_forward(
     partials: Partials | RunningSums | None,
     ctas_per_tile: int = 1,
     in_turn: bool = False,
+    claims: clusters.Claims | None = None,
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
     kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: see
-    `TileScheduler`.
+    `TileScheduler`. claims: of CTAs that have the same work tiles (`core/value_halves.py`).
     """
     params = schedule.params
     if const_expr(isinstance(partials, Partials)):
@@ -292,7 +305,8 @@ def schedule_forward(
     if const_expr(kernel.split == BY_SLOTS):
         assert isinstance(partials, Partials)
         line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
-        schedule_shares(line, kernel.traits.tile_m, *rings, partials.pending)
+        num_same = 1 if const_expr(claims is None) else clusters.CTAS
+        schedule_shares(line, kernel.traits.tile_m, *rings, partials.pending, num_same)
     else:
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
@@ -303,8 +317,11 @@ def schedule_forward(
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if in_turn:
             params = params_in_turn(params)
-        scheduler = TileScheduler(
-            params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored,
+        kind = TileScheduler
+        if const_expr(claims is not None):
+            kind, ctas_per_tile = CommonTiles, clusters.CTAS
+        scheduler = kind(
+            params, tile_counter, last_first, varlen, ctas_per_tile, claims, mirrored=mirrored,
             entries_first=in_turn, in_turn=in_turn,
         )  # fmt: skip
         if isinstance(partials, RunningSums):

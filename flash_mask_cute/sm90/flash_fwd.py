@@ -72,6 +72,7 @@ from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
 from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
+from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
@@ -120,7 +121,7 @@ class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: multiples of 8 up to 256
+    :param head_dim, head_dim_v: multiples of 8 up to 512
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
@@ -231,13 +232,11 @@ class FlashAttentionForwardSm90:
                 raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        reason = self.traits.infeasible()
-        if reason is not None:
+        if (reason := self.traits.infeasible()) is not None:
             raise ValueError(reason)
-        if num_threads not in (None, self.traits.num_threads):
-            raise ValueError(
-                f"num_threads is {self.traits.num_threads} for tile_m={tile_m}, got {num_threads}"
-            )
+        wanted = self.traits.num_threads
+        if num_threads not in (None, wanted):
+            raise ValueError(f"num_threads is {wanted} for tile_m={tile_m}, got {num_threads}")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod, self.shares_mask = mask_mod, shares_mask
@@ -329,8 +328,9 @@ class FlashAttentionForwardSm90:
             group_bytes = L2_SHARE
         partials = destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
+        num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, traits, self.num_sms, group_bytes, blocks, num_splits
+            lengths, mQ, mK, traits, num_groups, group_bytes, blocks, num_splits
         )
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
@@ -343,16 +343,15 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        lse = LseTensors(mLSE, mLSELow, mMaxScores)
-        descales = Descales(mKDescale, mVDescale)
         # threads store rows where a TMA store would also write rows of no query
         rows_of_output = mO if const_expr(traits.stores_rows) else None
         self.kernel(
-            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
-            rows_of_output, descales,
+            operands, LseTensors(mLSE, mLSELow, mMaxScores), lengths, score_args, masks, schedule,
+            tile_counter, partials, pages, rows_of_output, Descales(mKDescale, mVDescale),
         ).launch(
-            grid=(grid, 1, 1),
+            grid=(grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
+            cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -410,7 +409,7 @@ class FlashAttentionForwardSm90:
             walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
-            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
+            k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
@@ -427,8 +426,9 @@ class FlashAttentionForwardSm90:
             kept = KeptRows.create(traits, allocator.allocate(traits.kept_storage()))
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
+        half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        sync_ctas(traits)
 
         tiles = self._tiles(storage, kept)
 
@@ -444,6 +444,7 @@ class FlashAttentionForwardSm90:
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
+                half=half,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loader.stream(channels.ring, channels.walk)
@@ -451,7 +452,7 @@ class FlashAttentionForwardSm90:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
                 schedule_forward(
                     self, rules, rings, lengths, schedule, tile_counter, partials,
-                    in_turn=traits.kept_blocks > 0,
+                    in_turn=traits.kept_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
                 self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
@@ -462,7 +463,7 @@ class FlashAttentionForwardSm90:
                 cute.arch.setmaxregister_increase(traits.mma_registers)
             epilogue = Epilogue(
                 traits, operands, lse, lengths, score_args.sink, partials, mO,
-                self.split in ORDERED,
+                self.split in ORDERED, half,
             )  # fmt: skip
             self.mma(epilogue, tiles, channels, score_args.scales, masks)
         elif const_expr(traits.mask_warpgroup):
@@ -477,6 +478,8 @@ class FlashAttentionForwardSm90:
             else:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
+        if const_expr(half is not None):
+            sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
     def _tiles(self, storage: Any, kept: KeptRows | None) -> Tiles:
         """The contents of shared memory. kept: rows of tables."""

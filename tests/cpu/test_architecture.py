@@ -92,7 +92,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # steps of a plan, beside what they compile and launch; then `plan`, `prepare` and `explain`
     "call": (
         *("cpu", "masks", "block_sparsity", "mask_prep", "kernels", "core.row_blocks"),
-        *("sm90", "mods", "runtime", *INDEX_RULES),
+        *("mods", "runtime", *INDEX_RULES),
     ),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
@@ -295,6 +295,24 @@ def test_no_arrow_points_up() -> None:
             assert row is not None, f"{name} names {target}, which has no row"
             ok = name == "__main__" or names.index(row) < i or row == name.split(".")[0]
             assert ok, f"{name} names {target}, which stands below it"
+
+
+def knows_an_architecture(module: str, source: str) -> bool:
+    folders = f"{PACKAGE}.sm90", f"{PACKAGE}.sm100"
+    return any(covers(folders, found.target) for found in imports_of(source))
+
+
+def test_of_the_host_one_module_knows_an_architecture() -> None:
+    """A new one adds a folder of device code, and its `ArchSpec`."""
+    host = {name_in_package(path): path.read_text() for path in MODULES}
+    found = {
+        name
+        for name, source in host.items()
+        if not is_device_code(name) and knows_an_architecture(name, source)
+    }
+    assert found == {"call.tiles.arch"}
+    lazy = "def f():\n    from flash_mask_cute.sm90 import wgmma"
+    assert knows_an_architecture("call.tables", lazy)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_l
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import LEAST_SEGMENT, MAX_HEAD_DIM, MOST_SPLITS
+from flash_mask_cute.limits import LEAST_SEGMENT, MAX_WIDE_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, check_rows
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
@@ -517,9 +517,9 @@ def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
 def check_head_dims(head_dim: int, head_dim_v: int, *, runs_kernels: bool) -> None:
     """Raises ValueError. Only kernels have a largest head dimension; the CPU path has none."""
     for name, tensor_name, value in (("head_dim", "q", head_dim), ("head_dim_v", "v", head_dim_v)):
-        is_too_large = runs_kernels and value > MAX_HEAD_DIM
+        is_too_large = runs_kernels and value > MAX_WIDE_HEAD_DIM
         if value < _MIN_HEAD_DIM or is_too_large or value % _HEAD_DIM_STEP:
-            most = f"from {_MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            most = f"from {_MIN_HEAD_DIM} to {MAX_WIDE_HEAD_DIM}"
             raise ValueError(
                 f"{name} (last dimension of {tensor_name}) must be a multiple of {_HEAD_DIM_STEP} "
                 f"{most if runs_kernels else f'from {_MIN_HEAD_DIM} on'}, got {value}"
