@@ -168,7 +168,7 @@ CASES = (
         keywords={"seqlen_k_per_split": 512, "causal": True},
     ),
     Fp8Case(
-        "segments in turn",
+        "fixed splits in sequence",
         64,
         lengths=(2060, 600),
         capacity=2064,

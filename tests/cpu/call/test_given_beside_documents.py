@@ -17,7 +17,7 @@ from ways import AnyMode
 
 from flash_mask_cute import ColumnMask, builders, explain, flash_attn_func
 from flash_mask_cute.call import documents as packed
-from flash_mask_cute.call.arguments import Lengths, OptionalTensors, Tensors
+from flash_mask_cute.call.arguments import CallLengths, OptionalTensors, Tensors
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
@@ -31,7 +31,7 @@ OF_BACKWARD = "dlse", "dq", "dk", "dv", "dsink"
 def test_each_tensor_of_a_call_has_its_form_beside_documents() -> None:
     bundles = {"lengths", "optional", "gradients"}
     named = set(Tensors(*(torch.empty(0),) * 3).by_name()) - bundles
-    refused = {*Lengths._fields, *OptionalTensors._fields}
+    refused = {*CallLengths._fields, *OptionalTensors._fields}
     forms = [*packed.AS_ROWS, *packed.BY_HEADS, *packed.UNCHANGED, *refused]
     assert sorted(forms) == sorted(named)
 

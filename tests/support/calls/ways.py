@@ -151,7 +151,7 @@ def _dense_ways() -> Iterator[tuple[str, Make]]:
         "score_mod": lambda grad: _operands(grad) | {"score_mod": _doubled},
         "mask_mod": lambda grad: _operands(grad) | {"mask_mod": _causal},
         "CuTe mask_mod": lambda grad: _operands(grad) | {"mask_mod": _causal_cute},
-        "a choice of blocks": lambda grad: (
+        "a selection of blocks": lambda grad: (
             _operands(grad, 128)
             | {"block_sparse_tensors": SelectedBlocks(int32(0).expand(BATCH, 1, 128, 1), 64)}
         ),
