@@ -43,25 +43,9 @@ ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatro
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
 
-demo: $(call needs_venv,$(RUN))
-	PYTHONPATH=. $(RUN) examples/01_causal.py
-	PYTHONPATH=. $(RUN) examples/02_varlen.py
-	PYTHONPATH=. $(RUN) examples/03_column_intervals.py
-	PYTHONPATH=. $(RUN) examples/04_block_sparse.py
-	PYTHONPATH=. $(RUN) examples/05_score_mod.py
-	PYTHONPATH=. $(RUN) examples/06_mask_mod_prefix_lm.py
-	PYTHONPATH=. $(RUN) examples/07_native_api.py
-	PYTHONPATH=. $(RUN) examples/08_autograd.py
-	PYTHONPATH=. $(RUN) examples/09_training.py
-	PYTHONPATH=. $(RUN) examples/10_native_backward.py
-	PYTHONPATH=. $(RUN) examples/11_decode.py
-	PYTHONPATH=. $(RUN) examples/12_flex.py
-	PYTHONPATH=. $(RUN) examples/13_context_parallel.py
-	PYTHONPATH=. $(RUN) examples/14_shared_prefixes.py
-	PYTHONPATH=. $(RUN) examples/15_block_diffusion.py
-	PYTHONPATH=. $(RUN) examples/16_draft_tree.py
-	PYTHONPATH=. $(RUN) examples/17_titan_context_parallel.py
-	PYTHONPATH=. $(RUN) examples/18_selected_blocks.py
+# A demo needs no tools for development.
+demo: $(if $(filter $(VENV)/%,$(RUN)),$(or $(wildcard $(STAMP)),$(VENV)/.runtime))
+	$(RUN) examples/demo.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
 # architecture, so there are two of it.
@@ -140,4 +124,10 @@ $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
 	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13,end-to-end]"
+	touch $@
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[cu13]"
 	touch $@

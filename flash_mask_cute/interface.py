@@ -339,6 +339,7 @@ def explain(
     *,
     target: str | None = None,
     deterministic: bool = False,
+    code: bool = False,
     **keywords: Any,
 ) -> Explanation:
     """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
@@ -353,8 +354,13 @@ def explain(
 
     deterministic: of the backward, as in `flash_attn_func`.
 
-    The kernel is compiled if it is not yet: for the device of q, or for an H200 if q is on the CPU.
-    A target ("sm_90a", "sm_100a" or "sm_103a") overrides this; no such GPU needs to be there.
+    code: compile the kernel anew, and keep its PTX and machine code (`.ptx`, `.sass`). Machine code
+    is empty if no disassembler is found: `cuobjdump` or `nvdisasm` on PATH, in triton, or in
+    NVIDIA's packages for pip.
+
+    The kernel is compiled if it is not yet, and a line on stderr says so. It is compiled for the
+    device of q, or for an H200 if q is on the CPU. A target ("sm_90a", "sm_100a" or "sm_103a")
+    overrides this; no such GPU needs to be there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would. ValueError also if there is
@@ -373,6 +379,7 @@ def explain(
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     check_bool("deterministic", deterministic)
+    check_bool("code", code)
     call = replaced(call, backward=BackwardOptions(deterministic=deterministic))
     if torch.is_grad_enabled() and any(
         getattr(x, "requires_grad", False) for x in (q, k, v, call.tensors.learnable_sink)
@@ -386,7 +393,7 @@ def explain(
         formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
     else:
         formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
-    explained = explain_fwd(formed, None if target is None else Target.named(target))
+    explained = explain_fwd(formed, None if target is None else Target.named(target), code)
     if not is_torch:
         return explained
     note, form = "mask_mod is torch's, and ", form_of(masks.mask_mod)
