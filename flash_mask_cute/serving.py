@@ -159,10 +159,9 @@ def flash_attn_with_kvcache(
 
     q_start: the position of the first query, for all masks and mods, which do not count padding;
     "end": the last query is at the last key, new keys included. Others: `flash_attn_varlen_func`.
-    qv, q_descale, attention_chunk, scheduler_metadata and sm_margin exist for flash-attention's
-    argument order; only their defaults are accepted. Caches may be float8_e4m3fn beside a 16-bit q.
-    k_descale, v_descale: None (1), fp32 (batch, heads_kv), or fp32 of the cache's shape without
-    head_dim; in the last form the call writes the scales of new rows (docs/serving.md).
+    qv, q_descale, attention_chunk, scheduler_metadata, sm_margin: flash-attention's, defaults only.
+    Caches may be float8_e4m3fn beside a 16-bit q. k_descale, v_descale: None (1), fp32 (batch,
+    heads_kv), or fp32 of the cache's shape without head_dim, into which new rows' scales go.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
