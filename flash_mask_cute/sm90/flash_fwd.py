@@ -357,12 +357,9 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
 
     def _num_loading_warps(self) -> int:
-        """The number of warps that load keys and values.
-
-        In decoding mask warps do, too, unless many blocks are partial: one warp needs longer for
-        addresses of rows of pages than memory for the bytes, and boxes beside converting warps were
-        faster so (docs/facts/hopper_forward.md#decoding).
-        """
+        """The number of warps that load keys and values: in decoding with mask warps, unless many
+        blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
+        the bytes; boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         few_partial = self.mask_mod is self.score_mod is self.intervals is None
         box = traits.page_box or traits.tile_n
