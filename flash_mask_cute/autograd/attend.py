@@ -276,11 +276,8 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
 
 
 def with_configs(call: AttentionCall) -> AttentionCall:
-    """The call with the argument config of both directions as configurations.
-
-    Raises:
-        TypeError, ValueError: as `FwdConfig.from_value` and `BwdConfig.from_value`.
-    """
+    """The call with the argument config of both directions as configurations. Raises TypeError,
+    ValueError as `FwdConfig.from_value` and `BwdConfig.from_value`."""
     config = FwdConfig.from_value(call.options.config)
     config_bwd = BwdConfig.from_value(call.backward.config)
     return replaced(

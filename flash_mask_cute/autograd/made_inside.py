@@ -49,11 +49,8 @@ class MadeInside(NamedTuple):
 
 def parts_made_inside(value: Any) -> list[Any]:
     """Nothing if the traced region does not define this function, nor what a partial object calls;
-    else a key for `made_inside` and the values that the function holds.
-
-    Raises:
-        NotImplementedError: it holds what cannot be followed; says what.
-    """
+    else a key for `made_inside` and the values that the function holds. Raises NotImplementedError:
+    it holds what cannot be followed; says what."""
     found: list[Any] = []
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_look)

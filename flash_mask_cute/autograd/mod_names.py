@@ -73,11 +73,7 @@ def _name_of(function: Any, owner: Any) -> str:
 
 
 def optional_mod(name: str | None) -> Mod | None:
-    """The callable of that name.
-
-    Raises:
-        RuntimeError: no callable has that name in this process.
-    """
+    """The callable of that name. Raises RuntimeError: no callable has that name in this process."""
     if name is None:
         return None
     mod = _mods.get(name)

@@ -246,11 +246,8 @@ def _slots(x: Append) -> list[Slots]:
 def check_append(x: Append) -> None:
     """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
 
-    Contents are checked on the CPU only (`cache_writes`).
-
-    Raises:
-        TypeError, ValueError: naming argument and value.
-    """
+    Contents are checked on the CPU only (`cache_writes`). Raises TypeError or ValueError, naming
+    argument and value."""
     device = x.k_cache.device
     check_tensor("q", x.q)
     if x.cu_seqlens_k_new is not None:

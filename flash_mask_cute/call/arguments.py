@@ -295,11 +295,8 @@ class AttentionCall(NamedTuple):
 
     @staticmethod
     def from_arguments(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
-        """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
-
-        Raises:
-            TypeError: the call has no such keyword, or config is no configuration.
-        """
+        """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`. Raises TypeError: the
+        call has no such keyword, or config is no configuration."""
         is_forward = direction is Direction.FORWARD
         positions: tuple[str, ...] = ("q", "k", "v")
         if not is_forward:
@@ -352,10 +349,7 @@ class AttentionCall(NamedTuple):
 
 def configs_of(config: Any) -> tuple[Any, Any]:
     """The argument `config` of a public function: that of the forward, and that of the backward.
-
-    Raises:
-        ValueError: it is a tuple of another length than 2.
-    """
+    Raises ValueError: it is a tuple of another length than 2."""
     if not isinstance(config, tuple):
         return config, config
     if len(config) != 2:
@@ -380,10 +374,7 @@ BY_POSITION = (
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
-
-    Raises:
-        ValueError: it is no pair.
-    """
+    Raises ValueError: it is no pair."""
     sides: Any = () if isinstance(window_size, Tensor) else window_size
     try:
         left, right = sides

@@ -124,11 +124,8 @@ def explain_fwd(
     call: AttentionCall, named: Target | None = None, keeps_code: bool = False
 ) -> Explanation:
     """Explain a forward, compiling its kernel if necessary. named: the target, instead of that of
-    q's device. keeps_code: compile it anew, for its PTX and machine code.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as the call would.
-    """
+    q's device. keeps_code: compile it anew, for its PTX and machine code. Raises TypeError,
+    ValueError, NotImplementedError as the call would."""
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
     if dense.in_16_bits is not None:

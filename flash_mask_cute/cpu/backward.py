@@ -54,12 +54,9 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     does dlse without a sink.
 
     Probabilities are computed from lse and lse_low. Without lse_low they have the rounding error of
-    lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
-            the CPU, see `eval_mask_mod`; or a score_mod has no derivative.
-    """
+    lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24. Raises
+    NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on the
+    CPU, see `eval_mask_mod`; or a score_mod has no derivative."""
     x, of = call.tensors, call.tensors.gradients
     masks, pack_gqa = call.masks, call.tiles.pack_gqa
     assert x.out is not None and of.dout is not None and x.lse is not None

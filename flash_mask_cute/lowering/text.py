@@ -128,13 +128,9 @@ def write(
 
     name: of the mod, for messages. captured: of `note_captured`; those of a later call serve as
     well. first_aux: how many aux tensors of others are before those of the mod. checks: all indices
-    are clamped to the tensors, even to small ones, so that the text claims no extents.
-
-    Raises:
-        NotImplementedError: the mod has no text; names mod, line and operator.
-        UnknownOperator: torch's decompositions may help.
-        TypeError: the mod returns something that no mod may return.
-    """
+    are clamped to the tensors, even to small ones, so that the text claims no extents. Raises
+    NotImplementedError: the mod has no text; names mod, line and operator; UnknownOperator: torch's
+    decompositions may help; TypeError: the mod returns something that no mod may return."""
     given = name, is_score, module, captured, first_aux, checks
     text, read = _Writer(*given, None).text()
     # sources that no needed line reads take no numbers

@@ -60,11 +60,7 @@ _noted: set[PlainRead] | None = None
 def notes_reads() -> Iterator[set[PlainRead]]:
     """Context around a compilation for the CPU: records the reads of callables called inside.
 
-    Only one thread at a time may use it.
-
-    Raises:
-        NotPlainError: raised in the body, see there.
-    """
+    Only one thread at a time may use it. Raises NotPlainError: raised in the body, see there."""
     global _noted
     _noted = set()
     try:
@@ -251,12 +247,8 @@ class AuxTensors(tuple):
             raise ModMistake(ValueError, text) from error
 
     def finish(self) -> None:
-        """Called when the callable has returned.
-
-        Raises:
-            NotImplementedError: reads are checked, and the callable uses a tensor in an uncheckable
-                way.
-        """
+        """Called when the callable has returned. Raises NotImplementedError: reads are checked, and
+        the callable uses a tensor in an uncheckable way."""
         for check in {tensor.check for tensor in self}:
             if check is not None:
                 check.finish()

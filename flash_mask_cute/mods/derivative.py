@@ -51,18 +51,12 @@ def differentiate(
     Called while a kernel is traced, for one score. aux_tensors: the list that the modifier expects,
     or None. wants_aux: indices of the aux tensors whose gradients are wanted.
 
-    Returns:
-        value: the result of `call_score_mod`.
-        d_score: d value / d score.
-        aux_terms: (index of the aux tensor, coordinates, d value / d element) for each read of an
-            element of a wanted aux tensor on which the value depends. An element that is read twice
-            has two terms, which add up.
-
-    Raises:
-        NotImplementedError: the modifier applies an operation without a derivative here to the
-            score, or to a wanted aux tensor; the message names the operation.
-        ValueError: wants_aux names a tensor that does not exist, or has integers.
-    """
+    Returns: value: the result of `call_score_mod`. d_score: d value / d score. aux_terms: (index of
+    the aux tensor, coordinates, d value / d element) for each read of an element of a wanted aux
+    tensor on which the value depends. An element that is read twice has two terms, which add up.
+    Raises NotImplementedError: the modifier applies an operation without a derivative here to the
+    score, or to a wanted aux tensor; the message names the operation; ValueError: wants_aux names a
+    tensor that does not exist, or has integers."""
     # A copy of the score, and views of the tensors, that only this call of the modifier can use.
     block = ir.InsertionPoint.current.block
     given_score = cute.full((1,), score, Float32)[0]

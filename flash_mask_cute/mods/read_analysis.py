@@ -79,10 +79,7 @@ def analyse_reads(
     """The reads of the aux tensors with numbers in wants_aux.
 
     Called while a function is traced. Differentiates the callable, and removes the operations.
-
-    Raises:
-        NotImplementedError, ValueError: as `differentiate`.
-    """
+    Raises NotImplementedError, ValueError as `differentiate`."""
     with ir_analysis.draft(), noted_limits() as limits:
         places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
         score = Float32(arith.constant(Float32.mlir_type, 0.0))

@@ -151,10 +151,8 @@ class MaskedKernel(Protocol):
 
 
 def check_given(name: str, given: Any, is_wanted: bool) -> None:
-    """Refuse a launch argument that the kernel was not made for, or that is missing.
-
-    :raises ValueError: names the argument
-    """
+    """Refuse a launch argument that the kernel was not made for, or that is missing. Raises
+    ValueError naming the argument."""
     if (given is not None) != is_wanted:
         raise ValueError(f"{name} must {'' if is_wanted else 'not '}be given to this kernel")
 
@@ -199,10 +197,8 @@ class MaskArgs(NamedTuple):
     ) -> "MaskArgs":
         """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
         tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
-
-        :raises ValueError: the given tensors do not match those that the kernel was made for, or
-            mask bits are given to a kernel with a mask_mod, or beside block lists
-        """
+        Raises ValueError: the given tensors do not match those that the kernel was made for, or
+        mask bits are given to a kernel with a mask_mod, or beside block lists."""
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):

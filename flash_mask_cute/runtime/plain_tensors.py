@@ -62,12 +62,8 @@ def are_plain(*tensors: Any) -> bool:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is no readable memory.
-
-    Raises:
-        NotPlainError: a TypeError; the tensor is of a subclass.
-        NotImplementedError: it belongs to a transform, such as vmap.
-    """
+    """Refuse a tensor that is no readable memory. Raises NotPlainError: a TypeError; the tensor is
+    of a subclass; NotImplementedError: it belongs to a transform, such as vmap."""
     if type(tensor) not in PLAIN_TYPES:
         raise NotPlainError(name, type(tensor).__name__)
     of_transforms = torch._C._functorch

@@ -33,12 +33,9 @@ class Sources:
             self._trouble = f"there are no sources of flash_mask_cute in {folder}"
 
     def fingerprint(self) -> str:
-        """SHA-256 of all files, which are what they were at the import.
-
-        Raises:
-            LookupError: there are no files, as in a zip archive, they cannot be read, or they have
-                changed. The text says which.
-        """
+        """SHA-256 of all files, which are what they were at the import. Raises LookupError: there
+        are no files, as in a zip archive, they cannot be read, or they have changed. The text says
+        which."""
         if self._digest is None or not self._states:
             raise LookupError(self._trouble)
         try:

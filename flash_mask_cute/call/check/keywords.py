@@ -152,11 +152,8 @@ def know_keywords(call: str, names: Iterable[str]) -> None:
 def refuse_keywords(call: str, unknown: Mapping[str, object]) -> None:
     """Refuse all keywords but those of other libraries, or of other calls, that ask for nothing.
 
-    call: the name of a public call.
-
-    Raises:
-        TypeError: names each keyword, its value, and what to write instead.
-    """
+    call: the name of a public call. Raises TypeError naming each keyword, its value, and what to
+    write instead."""
     refused = [name for name, value in unknown.items() if not _is_neutral(name, value)]
     if refused:
         found = (f"{name} (got {brief(unknown[name])}): {_instead(call, name)}" for name in refused)

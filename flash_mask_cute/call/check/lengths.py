@@ -96,11 +96,7 @@ def check_lengths(
 
 def check_index_vector(name: str, value: object, device: torch.device) -> None:
     """Check the common properties of cu_seqlens, seqused and the like: int32, 1-D, contiguous, on
-    `device`.
-
-    Raises:
-        TypeError, ValueError: naming what it is.
-    """
+    `device`. Raises TypeError, ValueError, naming what it is."""
     check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
@@ -113,22 +109,16 @@ def check_index_vector(name: str, value: object, device: torch.device) -> None:
 
 
 def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Check an int32 vector of the starts of packed sequences, without its contents.
-
-    Raises:
-        TypeError, ValueError: naming what it is.
-    """
+    """Check an int32 vector of the starts of packed sequences, without its contents. Raises
+    TypeError, ValueError, naming what it is."""
     check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
 
 
 def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Check an int32 vector with one number for each sequence.
-
-    Raises:
-        TypeError, ValueError: naming what it is.
-    """
+    """Check an int32 vector with one number for each sequence. Raises TypeError, ValueError, naming
+    what it is."""
     check_index_vector(name, value, device)
     if len(value) != batch:
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
@@ -172,11 +162,8 @@ def _check_contents(side: SideArguments, batch: int) -> None:
 
 def packed_lengths(name: str, offsets: list[int], total: int) -> list[int]:
     """The lengths of packed sequences. total: rows of the packed tensor; those behind the last
-    sequence belong to none.
-
-    Raises:
-        ValueError: offsets do not start at 0, decrease, or end beyond the tensor.
-    """
+    sequence belong to none. Raises ValueError: offsets do not start at 0, decrease, or end beyond
+    the tensor."""
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")
     lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]

@@ -117,13 +117,9 @@ def select_fwd_config(
     """Choose tiles for the problem, and whether to pack heads.
 
     unpackable: an argument that prevents the heads of a group from sharing a tile. spec: the
-    architecture of the kernel. num_sms: CTAs that run at once.
-
-    Raises:
-        ValueError: the override asks for a configuration that cannot run.
-        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or
-            together with the argument `unpackable`.
-    """
+    architecture of the kernel. num_sms: CTAs that run at once. Raises ValueError: the override asks
+    for a configuration that cannot run; NotImplementedError: pack_gqa is True for a group of more
+    heads than `packed_rows`, or together with the argument `unpackable`."""
     kernel = spec.forward
     call = CallFacts(
         problem.head_dim,
@@ -398,12 +394,9 @@ def select_bwd_config(
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
     modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. listed_rows,
-    query_lists: as in `AttentionProblem`. The split of a group of heads is not decided here.
-
-    Raises:
-        ValueError: the override asks for what cannot run.
-        NotImplementedError: the kernel does not support these head dimensions.
-    """
+    query_lists: as in `AttentionProblem`. The split of a group of heads is not decided here. Raises
+    ValueError: the override asks for what cannot run; NotImplementedError: the kernel does not
+    support these head dimensions."""
     given = given_fields(override)
     given.pop("group_splits", None)
     if deterministic and given.get("clears_dq"):
