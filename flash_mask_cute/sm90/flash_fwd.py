@@ -41,7 +41,8 @@ exponentials while another multiplies.
 The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
 for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
 it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf.
+case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
+compute each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -121,7 +122,7 @@ class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: multiples of 8 up to 512
+    :param head_dim, head_dim_v: multiples of 8 up to 512; in the host calls both equal above 256
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
