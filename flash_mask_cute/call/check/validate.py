@@ -26,6 +26,7 @@ from flash_mask_cute.call.arguments import (
     Masks,
     Options,
     Tensors,
+    window_sides,
 )
 from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.call.check.fp8 import check_fp8, check_places
@@ -71,6 +72,22 @@ CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
 NO_GRADIENTS_BY_COMMON_KEYS = (
     "there are no gradients beside seqused_k if k and v are one batch entry for several sequences"
 )
+
+
+def check_dense(
+    *operands: torch.Tensor, window_size: Any, **keywords: Any
+) -> tuple[int | None, int | None]:
+    """Check a forward that nothing computes as a whole, and return the sides of its window.
+    operands: q, k, v. keywords: of `_flash_attn_fwd`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call would.
+    """
+    left, right = sides = window_sides(window_size)
+    sides_given = {"window_size_left": left, "window_size_right": right}
+    call = AttentionCall.from_arguments(Direction.FORWARD, *operands, **sides_given, **keywords)
+    check_inputs(call)
+    return sides
 
 
 def check_inputs(call: AttentionCall) -> FwdShapes:
