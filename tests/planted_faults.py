@@ -115,11 +115,11 @@ FAULTS = (
         r"word \| bit_range\(first, first \+ ratio\)",
         r"word | bit_range(first, first + ratio - (ratio > 1))", ARCHS,
         (f"{SIM}/test_block_lists_sim.py", f"{SIM}/test_flash_fwd_sim.py",
-         f"{SIM}/test_own_lists_sim.py"),
+         f"{SIM}/test_lists_per_warpgroup_sim.py"),
     ),
     # -- in other kernels -----------------------------------------------------------------------
     Fault(
-        "decode-last-block", KERNEL, "core/shares.py",
+        "decode-last-block", KERNEL, "core/stream_k.py",
         r"\(self\.end - 1\) // size",
         r"self.end // size", ARCHS,
         (f"{SIM}/test_split_sim.py", f"{SIM}/test_pages_sim.py"),
@@ -142,9 +142,9 @@ FAULTS = (
         (f"{SIM}/test_short_sequences_sim.py", f"{SIM}/test_slow_roles_sim.py"),
     ),
     Fault(
-        "token-list-place", KERNEL, "mask_prep/token_lists_kernel.py",
+        "token-list-place", KERNEL, "mask_prep/query_lists_kernel.py",
         r"popc\(bits & low_bits\(bit\)\)",
-        r"popc(bits & low_bits(bit + 1))", HOPPER, (f"{SIM}/test_token_lists_sim.py",),
+        r"popc(bits & low_bits(bit + 1))", HOPPER, (f"{SIM}/test_query_lists_sim.py",),
     ),
     Fault(
         "mask-bits-last-warp", KERNEL, "mask_prep/mask_bits_kernel.py",
@@ -180,8 +180,8 @@ FAULTS = (
     ),
     Fault(
         "batches-may-differ", HOST, "lengths.py",
-        r"queries\.batch != keys\.batch and not has_common_keys",
-        r"queries.batch < keys.batch and not has_common_keys", (),
+        r"queries\.batch != keys\.batch and not has_shared_keys",
+        r"queries.batch < keys.batch and not has_shared_keys", (),
         (f"{CPU}/call/test_validate_refusals.py", f"{CPU}/test_functional.py"),
     ),
 )  # fmt: skip
