@@ -7,6 +7,8 @@
 #                 of its range (2 GB each)
 # make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
 # make plan-rows  plan a grid of calls, print what differs from the kept plans, and keep the new ones
+# make wheel      build the wheel in dist/, install it with torch WHEEL_TORCH in a fresh environment, run its doctor there
+# make release    write VERSION=... where it is named, commit and tag it
 # make lint       ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -30,8 +32,11 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
+# What runs, before it does, and how long it took: $(call timed,name,command).
+timed = @echo "== $(1)"; begin=$$(date +%s); $(2); status=$$?; \
+	echo "== $(1): $$(( $$(date +%s) - begin )) s"; exit $$status
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
+.PHONY: demo wheel release test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
 	$(TRANSFORMERS:%=test-transformers-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
@@ -88,15 +93,15 @@ $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/
 	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))
-	$(PYTEST_ON_WORKERS) tests/cpu contrib/tests
+	$(call timed,tests/cpu and contrib/tests: no GPU,$(PYTEST_ON_WORKERS) tests/cpu contrib/tests)
 
 test-gpu: $(call needs_venv,$(DEV))
-	$(DEV) -m pytest tests/gpu
+	$(call timed,tests/gpu: the GPU if there is one,$(DEV) -m pytest tests/gpu)
 
 test-sim: $(call needs_venv,$(DEV))
-	FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim
-	FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim
-	OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests
+	$(call timed,tests/sim: kernels for Hopper,FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim)
+	$(call timed,tests/sim: kernels for Blackwell,FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim)
+	$(call timed,software_gpu/tests,OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests)
 
 # 3 is NOT_NEEDED of the script, which needs no packages.
 test-sim-if-needed:
@@ -116,6 +121,19 @@ docs: $(if $(filter $(VENV)/%,$(DOCS)),$(VENV)/.docs)
 $(VENV)/.docs: $(STAMP)
 	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[docs]"
 	touch $@
+
+# Another folder, so that the installed package is imported.
+wheel:
+	rm -rf dist $(VENV)-build $(VENV)-wheel
+	$(or $(PYTHON),python3) -m venv $(VENV)-build
+	$(VENV)-build/bin/python -m pip install --quiet build
+	$(VENV)-build/bin/python -m build
+	$(or $(PYTHON),python3) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet $(if $(WHEEL_TORCH),torch==$(WHEEL_TORCH)) dist/*.whl
+	cd dist && ../$(VENV)-wheel/bin/python -m flash_mask_cute
+
+release:
+	$(or $(PYTHON),python3) .ci/release.py $(VERSION)
 
 venv: $(STAMP)
 

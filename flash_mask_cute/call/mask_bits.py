@@ -125,12 +125,11 @@ def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> Exe
 
 
 def _choose_mask_bits(plan: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBitsPlan | None:
-    """The plan for the bits that all heads share; None if there is no room for them. plan: of a
-    kernel with the tiles of one that reads bits."""
+    """The plan for bits that all heads share; None: no room. plan: of a kernel that reads bits."""
     problem, shapes, masks = plan.problem, plan.shapes, plan.masks
     tiles, target = plan.bit_tiles, plan.target
     if isinstance(plan.choice, BwdChoice) and plan.choice.tiles.cta_pair:
-        # a part of a walk may lie behind its sequence, which places do not tell
+        # a part of a walk may lie after its sequence, which places do not show
         can_pack = False
         if problem.varlen_k:
             return None
@@ -152,7 +151,7 @@ def _choose_mask_bits(plan: ExecutionPlan, can_pack: bool, limits: Limits) -> Ma
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if lists_differ or find_reliance(mask_mod, problem).batch else 1
     blocks = _num_blocks(shapes, tiles)
-    per_launch = _blocks_per_launch(entries, shapes, tiles, target, limits)
+    per_launch = _blocks_per_launch(plan, entries, limits)
     if per_launch is None:
         return None
     lines = tiles.lines, tiles.words
@@ -188,8 +187,7 @@ def _choose_for_sequences(
 def _may_hold_documents(
     problem: AttentionProblem, shapes: FwdShapes, target: Target, limits: Limits
 ) -> bool:
-    """Whether a call is large enough to search for documents, and nothing in it needs positions
-    inside them."""
+    """Whether a call is large enough to search for documents, and needs no positions in them."""
     work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
     return (
         shapes.seqlen_q == shapes.seqlen_k > DOCUMENT_STRIDE
@@ -203,14 +201,9 @@ def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
     return -(-shapes.seqlen_q // tiles.tile_m)
 
 
-def _blocks_per_launch(
-    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target, limits: Limits
-) -> int | None:
-    """Number of query blocks that a launch computes; None if there is no room for bits.
-
-    A forward with more pairs than fit computes some rows of all heads at a time; a backward does
-    not.
-    """
+def _blocks_per_launch(plan: ExecutionPlan, entries: int, limits: Limits) -> int | None:
+    """Query blocks of a launch (a forward may be cut into several); None: no room for bits."""
+    shapes, tiles = plan.shapes, plan.bit_tiles
     blocks = _num_blocks(shapes, tiles)
     if entries * shapes.seqlen_q * shapes.seqlen_k <= limits.max_pairs:
         return blocks
@@ -219,4 +212,4 @@ def _blocks_per_launch(
         return None
     per_launch = -(-blocks // -(-blocks // most))
     tiles_per_launch = per_launch * shapes.heads_q * shapes.batch
-    return per_launch if tiles_per_launch >= limits.min_tiles * target.num_sms else None
+    return per_launch if tiles_per_launch >= limits.min_tiles * plan.target.num_sms else None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.lowering import ops
+from flash_mask_cute.lowering.advice import instead_of
 from flash_mask_cute.lowering.captures import CapturedTensor
 from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.prefix import find_prefixes
@@ -127,22 +128,17 @@ def write(
 
     name: of the mod, for messages. captured: of `note_captured`; those of a later call serve as
     well. first_aux: how many aux tensors of others are before those of the mod. checks: all indices
-    are clamped to the tensors, even to small ones, so that the text claims no extents.
-
-    Raises:
-        NotImplementedError: the mod has no text; names mod, line and operator.
-        UnknownOperator: torch's decompositions may help.
-        TypeError: the mod returns something that no mod may return.
-    """
+    are clamped to the tensors, even to small ones, so that the text claims no extents. Raises
+    NotImplementedError: the mod has no text; names mod, line and operator; UnknownOperator: torch's
+    decompositions may help; TypeError: the mod returns something that no mod may return."""
     given = name, is_score, module, captured, first_aux, checks
     text, read = _Writer(*given, None).text()
-    # sources of which no needed line reads take no numbers
+    # sources that no needed line reads take no numbers
     return text if len(read) == len(text.sources) else _Writer(*given, read).text()[0]
 
 
 class _Writer:
-    """read: of the sources in the order in which they are found, those that needed lines read; None
-    if that is not known yet."""
+    """read: sources that the lines read, in the order found; None if not known yet."""
 
     def __init__(
         self,
@@ -232,13 +228,14 @@ class _Writer:
         if name.endswith("_") and not name.endswith("__"):
             raise self._refusal(node, "writes into a tensor: compute a new value instead")
         if not isinstance(out, Tensor):
-            text = str(self._refusal(node, "gives several results"))
+            text = str(self._refusal(node, f"gives several results: {instead_of(name)}"))
             raise UnknownOperator(text, node.target)
 
     def _refuse_what_no_kernel_has(self, node: Node, out: Tensor) -> None:
         if out.dtype not in DSL_NAMES:
-            hint = ": write its real and its imaginary part" if out.dtype.is_complex else ""
-            raise self._refusal(node, f"gives {out.dtype}, which no kernel has{hint}")
+            is_complex = out.dtype.is_complex
+            hint = "write its real and its imaginary part" if is_complex else "convert it before"
+            raise self._refusal(node, f"gives {out.dtype}, which no kernel has: {hint}")
 
     def _filled(self, node: Node, number: Number, out: Tensor) -> Array:
         self._refuse_what_no_kernel_has(node, out)
@@ -259,7 +256,8 @@ class _Writer:
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
         rule = ops.RULES.get(name) or SEARCHES.get(name)
         if rule is None:
-            raise UnknownOperator(str(self._refusal(node, "has no CuTe text")), node.target)
+            text = str(self._refusal(node, f"has no CuTe text: {instead_of(name)}"))
+            raise UnknownOperator(text, node.target)
         operands: Any = torch.fx.node.map_aggregate(
             (node.args, node.kwargs), lambda x: self._value(x) if isinstance(x, Node) else x
         )
@@ -474,11 +472,7 @@ def _name(node: Node) -> str:
 
 
 def _is_for_host(node: Node) -> bool:
-    """Whether the host computes a node that depends on captured tensors only.
-
-    It does not if the node reads or computes single elements: the kernel does that at a lower cost
-    than one more launch.
-    """
+    """Whether the host computes a node of captured tensors: not if it has single elements."""
     if _name(node) in _LIFTS:
         return True
     operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]

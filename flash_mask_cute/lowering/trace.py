@@ -82,8 +82,7 @@ def trace(
     device: torch.device,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Trace:
-    """Trace a mod. Raises NotImplementedError, naming the mod and its line, if it cannot be
-    traced."""
+    """Trace a mod. Raises NotImplementedError, naming the mod and its line."""
     refuse_jit_trace()
     given = _arguments(is_score, device)
 

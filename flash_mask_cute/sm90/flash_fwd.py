@@ -41,7 +41,8 @@ exponentials while another multiplies.
 The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
 for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
 it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf.
+case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
+compute each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -121,7 +122,7 @@ class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: multiples of 8 up to 512
+    :param head_dim, head_dim_v: multiples of 8 up to 512; in the host calls both equal above 256
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
@@ -150,9 +151,8 @@ class FlashAttentionForwardSm90:
     :param lists_per_warpgroup: blocks of block lists have a multiple of 64 queries, not of tile_m,
         and each warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :param shares_mask: mask_mod is the same for heads that share a tile
-    :param cached_bias_bits: bits of a score, of all elements that score_mod reads in rows of keys,
-        if batch entries share them and lengths; a CTA then computes a query block of a head for
-        many entries, and keeps rows in shared memory
+    :param cached_bias_bits: bits that score_mod reads for a score in rows of keys, if batch entries
+        share these and lengths; a CTA then keeps the rows for many entries
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -307,10 +307,9 @@ class FlashAttentionForwardSm90:
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
         causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
-        mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. In
-        stream-K everything that `Combine` needs is written; by rows mO and mLSE are left to
-        `Combine`. Of fixed splits in sequence, the memory and the number of `RunningSums`; one
-        fixed split has none.
+        mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
+        that `Combine` needs is written; by rows mO and mLSE are left to `Combine`. For fixed splits
+        in sequence: memory and number of `RunningSums`, for one none.
         """
         traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         self.loading_warps = self._num_loading_warps()
@@ -358,11 +357,9 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
 
     def _num_loading_warps(self) -> int:
-        """The number of warps that load keys and values.
-
-        In decoding mask warps do, too, unless many blocks are partial. They load rows of pages,
-        because one warp needs longer for addresses than memory for the bytes, and boxes beside
-        converting warps, where that was faster (docs/facts/hopper_forward.md#decoding)."""
+        """The number of warps that load keys and values: in decoding with mask warps, unless many
+        blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
+        the bytes; boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         few_partial = self.mask_mod is self.score_mod is self.intervals is None
         box = traits.page_box or traits.tile_n

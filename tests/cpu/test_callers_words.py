@@ -38,7 +38,7 @@ def test_an_index_past_a_captured_tensor_of_a_call_over_a_cache(appends: bool) -
 
 
 def test_gradients_through_a_score_mod_beside_splits() -> None:
-    with pytest.raises(NotImplementedError, match="num_splits=2 .* gradients through score_mod"):
+    with pytest.raises(NotImplementedError, match="num_splits=2 .* gradients by score_mod"):
         flash_attn_func(*operands(True), score_mod=lambda s, b, h, q, k: s * 2, num_splits=2)
 
 
