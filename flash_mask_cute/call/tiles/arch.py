@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from flash_mask_cute.call.tiles.decode_costs import HOPPER_COSTS, DecodeCosts
 from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
@@ -42,7 +43,7 @@ class ForwardKernel(AttentionKernel):
     computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
     decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
     warpgroups may have block lists of their own. keeps_rows: rows of tables may stay in shared
-    memory."""
+    memory. decode_costs: by which decoding is split; None: not measured."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -53,6 +54,7 @@ class ForwardKernel(AttentionKernel):
     decodes_whole: bool = False
     owns_lists: bool = False
     keeps_rows: bool = False
+    decode_costs: DecodeCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ SM90 = ArchSpec(
         decodes_whole=True,
         owns_lists=True,
         keeps_rows=True,
+        decode_costs=HOPPER_COSTS,
     ),
     SM90_BACKWARD,
     _columns_sm90,
