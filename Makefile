@@ -38,7 +38,7 @@ TORCHES := 2.9.1 2.14.1
 # of docs/integrations.md
 TRANSFORMERS := 5.17.0 5.24.0
 OF_TRANSFORMERS := tests/cpu/integrations/test_transformers_*.py
-# of contrib/README.md, docs/integrations_engines.md and docs/integrations_more.md
+# of contrib/README.md and docs/integrations_more.md
 ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatron-core==0.16.1 torchtitan==0.3.0
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 

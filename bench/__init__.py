@@ -1,10 +1,10 @@
 """Speed of flash_mask_cute against its peers, on one GPU: see docs/benchmarking.md.
 
-Commands are bench.run, compare, report, plot, flex, decode, codegen, blackwell_model, first_run,
-torch_sdpa, parallel, selected, and end_to_end, a folder of its own. What bench.run and the like
-measure is in cases (masks, mods, everyday, cudnn_cases, paper, sweep), who takes part in peers,
+Commands are bench.run, compare, report, plot, codegen, the tables of cases (flex, decode, learned,
+torch_sdpa, parallel, selected, block_sparse), and end_to_end, a folder of its own. What bench.run
+measures is in cases (masks, mods, everyday, cudnn_cases, paper, sweep), who takes part in peers,
 whether results are right in gate (by oracle), how time is taken in timing, what was found in rows.
-by_name is the command of a bench whose cases have names.
+runner is the command of a table of cases.
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure; its
 `note` starts with the name of its case.

@@ -15,27 +15,29 @@ those of two key blocks. A row has the share of blocks that are listed, and the 
 128 x 128 that hold one.
 
 Nothing is timed before out and gradients are right: at 2048 tokens, against attention in float64.
-`--dry` checks that of ours on the CPU, with fewer tokens, and times nothing.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench import Json, say, timing
-from bench.by_name import Bench
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bench import Json, runner
 from bench.oracle import attend
+from bench.runner import Ratio, Run, Table
+from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
+from flash_mask_cute.interface import _flash_attn_bwd
 
 BLOCK, TILE, HEAD_DIM = 64, 128, 128
-FRAMES = 21
-SHORT = 2048
+FRAMES, SHORT = 21, 2048
 OURS, CUDNN = ("ours", "ours_new"), ("cudnn", "cudnn_auto")
-PEERS = OURS + CUDNN
 # Of the largest number of a result in bf16, against float64.
 ALLOWED = 2e-2
 
@@ -61,17 +63,14 @@ class Case:
     def n(self) -> int:
         return self.blocks * BLOCK
 
-    def listed(self, device: str) -> Any:
+    def listed(self, device: str) -> Tensor:
         """bool (heads, query blocks, key blocks)."""
-        import torch
-
         place = torch.arange(self.blocks, device=device)
         if self.kind == "frames":
             frame = place // self.frame
             before = frame[:, None] - frame
             near = before <= (self.count or self.blocks)
-            seen = (before >= 0) & (near | (frame == 0))
-            return seen.expand(self.heads, -1, -1)
+            return ((before >= 0) & (near | (frame == 0))).expand(self.heads, -1, -1)
         generator = torch.Generator(device).manual_seed(self.count)
         seen = torch.zeros(self.heads, self.blocks, self.blocks, dtype=torch.bool, device=device)
         picks = None
@@ -87,39 +86,30 @@ class Case:
         return seen
 
 
-def all_cases() -> list[Case]:
-    found = []
+def all_cases() -> Iterator[Case]:
     for heads in (12, 24):
-        found += [Case("frames", count, heads, FRAMES * Case.frame) for count in (0, 4)]
-        found += [Case("vsa", count, heads) for count in (128, 64, 32)]
-    return found
+        yield from (Case("frames", count, heads, FRAMES * Case.frame) for count in (0, 4))
+        yield from (Case("vsa", count, heads) for count in (128, 64, 32))
 
 
 def short(case: Case, n: int) -> Case:
     """The same kind of lists over n tokens."""
     blocks = n // BLOCK
     count = min(case.count, blocks // 4) if case.kind == "vsa" else case.count
-    frame = max(1, blocks // FRAMES)
-    return replace(case, blocks=blocks, count=count, frame=frame, heads=2)
+    return replace(case, blocks=blocks, count=count, frame=max(1, blocks // FRAMES), heads=2)
 
 
 class Problem:
     """Tensors and lists of a case."""
 
-    def __init__(self, case: Case, device: str, dtype: Any) -> None:
-        import torch
-
-        self.case = case
-        generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, case: Case, device: str, dtype: torch.dtype) -> None:
+        self.case, self.seen = case, case.listed(device)
         shape = 1, case.n, case.heads, case.d
-        self.q, self.k, self.v, self.dout = (
-            torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(4)
-        )
-        self.seen = case.listed(device)
-        count = self.seen.sum(-1, dtype=torch.int32)[None]
+        self.q, self.k, self.v, self.dout = runner.normal(device, dtype, *[shape] * 4)
+        self.count = self.seen.sum(-1, dtype=torch.int32)[None].contiguous()
         # the numbers of blocks that are listed, in order, and then of those that are not
-        index = (~self.seen).byte().argsort(dim=-1, stable=True).int()[None]
-        self.count, self.index = count.contiguous(), index.contiguous()
+        order = (~self.seen).byte().argsort(dim=-1, stable=True)
+        self.index = order.int()[None].contiguous()
 
     @property
     def density(self) -> float:
@@ -128,79 +118,53 @@ class Problem:
     @property
     def tile_density(self) -> float:
         """Of tiles of 128 x 128, those that hold a listed block."""
-        from torch.nn.functional import pad
-
         size = TILE // BLOCK
         missing = -self.case.blocks % size
-        whole = pad(self.seen, (0, missing, 0, missing))
-        return float(
-            whole.unflatten(2, (-1, size)).unflatten(1, (-1, size)).any(4).any(2).double().mean()
-        )
+        whole = pad(self.seen, (0, missing, 0, missing)).unflatten(2, (-1, size))
+        return float(whole.unflatten(1, (-1, size)).any(4).any(2).double().mean())
 
-    def lists(self, is_new: bool) -> Any:
-        import torch
+    def lists_of(self, peer: str) -> Callable[[], Any]:
+        """Makes the lists of a call of ours."""
 
-        from flash_mask_cute import BlockSparseTensorsTorch
+        def lists() -> Any:
+            count, index = self.count.clone(), self.index.clone()
+            none = torch.zeros_like(count), torch.zeros_like(index[..., :1]).expand_as(index)
+            return BlockSparseTensorsTorch(*none, count, index, block_size=(BLOCK, BLOCK))
 
-        told = self.count, self.index
-        if is_new:
-            told = self.count.clone(), self.index.clone()
-        count, index = told
-        none = torch.zeros_like(count), torch.zeros_like(index[..., :1]).expand_as(index)
-        return BlockSparseTensorsTorch(*none, count, index, block_size=(BLOCK, BLOCK))
+        if peer == "ours_new":
+            return lists
+        kept = lists()
+        return lambda: kept
 
-    def told_to_cudnn(self) -> dict[str, Any]:
-        """Lists of the same length without their lengths: only then does it split keys."""
-        common: dict[str, Any] = {"sparse_block_size": BLOCK, "layout": "bshd"}
+    def cudnn(self, direction: str, *tensors: Any, **more: Any) -> Any:
+        """Lists of equal length go without their lengths: only then does it split keys."""
+        attention = importlib.import_module("cudnn.block_sparse_attention")
+        told: dict[str, Any] = {"q2k_block_index": self.index, "q2k_block_nums": self.count}
         if self.case.kind == "vsa":
-            return common | {"q2k_block_index": self.index[..., : self.case.count].contiguous()}
-        return common | {"q2k_block_index": self.index, "q2k_block_nums": self.count}
+            told = {"q2k_block_index": self.index[..., : self.case.count].contiguous()}
+        function = getattr(attention, f"block_sparse_attention_{direction}")
+        return lambda: function(*tensors, **told, sparse_block_size=BLOCK, layout="bshd", **more)
 
     def forward_of(self, peer: str) -> Callable[[], Any]:
-        """Returns out, and what else a peer returns."""
+        """Returns out and lse."""
         if peer in CUDNN:
-            attention = importlib.import_module("cudnn.block_sparse_attention")
-            told = self.told_to_cudnn() | {"kv_splits": "auto" if peer == "cudnn_auto" else 1}
-
-            def forward() -> tuple[Any, Any]:
-                found = attention.block_sparse_attention_forward(self.q, self.k, self.v, **told)
-                return found["o_tensor"], found["lse_tensor"]
-
-            return forward
-        from flash_mask_cute import flash_attn_func
-
-        kept = None if peer == "ours_new" else self.lists(False)
-        return lambda: flash_attn_func(
-            self.q, self.k, self.v, return_lse=True,
-            block_sparse_tensors=self.lists(True) if kept is None else kept,
-        )  # fmt: skip
+            splits = "auto" if peer == "cudnn_auto" else 1
+            call = self.cudnn("forward", self.q, self.k, self.v, kv_splits=splits)
+            return lambda: [call()[name] for name in ("o_tensor", "lse_tensor")]
+        lists, tensors = self.lists_of(peer), (self.q, self.k, self.v)
+        return lambda: flash_attn_func(*tensors, return_lse=True, block_sparse_tensors=lists())
 
     def backward_of(self, peer: str) -> Callable[[], Any]:
         """Returns dq, dk, dv; out and lse are those of the peer's forward, run once."""
         out, lse = self.forward_of(peer)()[:2]
         if peer in CUDNN:
-            attention = importlib.import_module("cudnn.block_sparse_attention")
-            told = self.told_to_cudnn()
+            call = self.cudnn("backward", self.dout, self.q, self.k, self.v, out, lse)
+            return lambda: [call()[name] for name in ("dq_tensor", "dk_tensor", "dv_tensor")]
+        lists, tensors = self.lists_of(peer), (self.q, self.k, self.v, out, self.dout, lse)
+        return lambda: _flash_attn_bwd(*tensors, block_sparse_tensors_torch=lists())
 
-            def backward() -> tuple[Any, ...]:
-                found = attention.block_sparse_attention_backward(
-                    self.dout, self.q, self.k, self.v, out, lse, **told
-                )
-                return tuple(found[name] for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
-
-            return backward
-        from flash_mask_cute.interface import _flash_attn_bwd
-
-        kept = None if peer == "ours_new" else self.lists(False)
-        return lambda: _flash_attn_bwd(
-            self.q, self.k, self.v, out, self.dout, lse,
-            block_sparse_tensors_torch=self.lists(True) if kept is None else kept,
-        )  # fmt: skip
-
-    def reference(self) -> list[Any]:
+    def reference(self) -> list[Tensor]:
         """out, dq, dk, dv in float64."""
-        import torch
-
         leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v)]
         q, k, v = leaves
         hidden = ~self.seen.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
@@ -211,82 +175,47 @@ class Problem:
         out = torch.stack(outs, 1)[None]
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout.double())]
 
-    def check(self, peer: str, expected: list[Any]) -> float:
+    def check(self, peer: str, expected: list[Tensor]) -> float:
         """The largest error of out and gradients. Raises ValueError."""
         found = [self.forward_of(peer)()[0]]
         if peer != "cudnn_auto":
             found += self.backward_of(peer)()
-        worst = max(
-            float((x.double() - right).abs().max() / right.abs().max())
-            for x, right in zip(found, expected, strict=False)
-        )
-        if not worst < ALLOWED:
-            raise ValueError(f"{peer} is off by {worst:.3g} of the largest number")
-        return worst
+        exact = [x.double() for x in found]
+        right = expected[: len(found)]
+        return runner.compare(peer, ("out", "dq", "dk", "dv")[: len(found)], exact, right, ALLOWED)
 
 
-def check_case(case: Case, device: str, dtype: Any, n: int) -> tuple[list[str], str]:
-    """The peers that take part, and what they are off by. Raises ValueError where ours is wrong."""
-    problem = Problem(short(case, n), device, dtype)
-    expected = problem.reference()
-    peers, told = list(OURS), [f"{x} {problem.check(x, expected):.1e}" for x in OURS]
-    for peer in CUDNN if device == "cuda" else ():
-        try:
-            told.append(f"{peer} {problem.check(peer, expected):.1e}")
-            peers.append(peer)
-        except Exception as error:
-            told.append(f"{peer} left out: {type(error).__name__}: {str(error)[:200]}")
-    return peers, ", ".join(told)
+def measure(case: Case, run: Run) -> Iterator[Json]:
+    few = Problem(short(case, 8 * BLOCK if run.is_dry else SHORT), run.device, run.dtype)
+    expected, others = few.reference(), () if run.is_dry else CUDNN
+    peers, told = runner.taking_part(OURS, others, lambda peer: few.check(peer, expected))
+    row: Json = {"case": case.name, "n": case.n, "note": told}
+    if not run.is_dry:
+        row |= times_of(Problem(case, run.device, run.dtype), peers, run)
+    yield row
 
 
-def measure(case: Case, rounds: int, burst_s: float) -> Json:
-    import torch
-
-    peers, told = check_case(case, "cuda", torch.bfloat16, SHORT)
-    problem = Problem(case, "cuda", torch.bfloat16)
-    row: Json = {
-        "case": case.name, "n": case.n, "note": told, "blocks": round(problem.density, 4),
-        "tiles": round(problem.tile_density, 4),
-    }  # fmt: skip
-    flops = 4 * case.heads * problem.density * case.n**2 * case.d
-    for way, factor, of_peer in (
-        ("fwd", 1.0, problem.forward_of),
-        ("bwd", 2.5, problem.backward_of),
-    ):
+def times_of(problem: Problem, peers: Sequence[str], run: Run) -> Json:
+    case, density = problem.case, problem.density
+    row: Json = {"blocks": round(density, 4), "tiles": round(problem.tile_density, 4)}
+    flops = 4 * case.heads * density * case.n**2 * case.d
+    for way, factor in (("fwd", 1.0), ("bwd", 2.5)):
+        of_peer = problem.forward_of if way == "fwd" else problem.backward_of
         calls = {x: of_peer(x) for x in peers if way == "fwd" or x != "cudnn_auto"}
         for call in calls.values():
             call()
-        for peer, samples in timing.time_loop(calls, rounds, burst_s, least=1).items():
-            row[f"{peer}_{way}_ms"] = round(timing.median(samples), 5)
-            row[f"{peer}_{way}_spread"] = round(timing.spread(samples), 4)
-            row[f"{peer}_{way}_tflops"] = round(factor * flops / timing.median(samples) * 1e-9, 1)
+        row |= runner.figures(run.time(calls), factor * flops, f"_{way}")
     return row
 
 
-def shown(row: Json) -> str:
-    parts = [f"blocks {row['blocks']:.3f} tiles {row['tiles']:.3f}"]
-    for way in ("fwd", "bwd"):
-        times = {x: row[f"{x}_{way}_ms"] for x in PEERS if f"{x}_{way}_ms" in row}
-        parts.append(f"{way} " + " ".join(f"{x} {time:.3f}" for x, time in times.items()))
-        theirs = [time for x, time in times.items() if x in CUDNN]
-        if theirs:
-            ratios = (f"{x} {min(theirs) / times[x]:.3f}" for x in OURS)
-            parts.append(f"of cudnn: {', '.join(ratios)}")
-    return "  ".join((*parts, row["note"]))
-
-
-def dry(cases: Sequence[Case]) -> int:
-    import torch
-
-    for case in cases:
-        _, told = check_case(replace(case, d=32), "cpu", torch.float32, 8 * BLOCK)
-        say(f"{case.name:16} {told}")
-    return 0
-
-
-def main() -> int:
-    return Bench("bench.block_sparse", __doc__ or "", all_cases, measure, shown, dry, 16).main()
-
+TABLE = Table(
+    command="bench.block_sparse", about=__doc__, cases=all_cases, measure=measure,
+    small=lambda cases: [replace(case, d=32) for case in cases],
+    ratios=tuple(
+        Ratio(f"{way}: {x} of cudnn", tuple(f"{peer}_{way}_ms" for peer in CUDNN), f"{x}_{way}_ms")
+        for way in ("fwd", "bwd") for x in OURS
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(TABLE))

@@ -137,16 +137,24 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def read_rows(path: Path) -> dict[str, Json]:
     """Rows by name of variant; of equal names the last counts. Those of an archive beside the file,
-    `<file>.xz`, come first: `xz -9e < FILE > FILE.xz`, and then the file may go."""
-    rows = [json.loads(line) for _, line in lines(path) if line.strip()]
-    return {row["name"]: row for row in rows}
+    `<file>.xz`, come first: `xz -9e < FILE > FILE.xz`, and then the file may go.
+
+    Raises ValueError, with the place, for a line that is no such row."""
+    rows = {}
+    for place, line in lines(path):
+        try:
+            row = json.loads(line) if line.strip() else {"name": ""}
+            rows[row["name"]] = row
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{place} is no row of bench.codegen --out: {line[:60]!r}") from error
+    return {name: row for name, row in rows.items() if name}
 
 
 def rows_of(source: str, names: Sequence[str]) -> dict[str, Json]:
     """Kept rows, where `source` is a file; else what that commit compiles to, for the names that it
     knows.
 
-    Raises ValueError where it is neither.
+    Raises ValueError where it is neither, or a file of something else.
     """
     if Path(source).is_file() or archive_of(Path(source)).is_file():
         return read_rows(Path(source))
@@ -178,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", default=["*"], help="names of variants, or patterns")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--out", type=Path, help="write the rows here, over what was there")
-    parser.add_argument("--against", help="compare with a file of rows, or with a commit")
+    against = "compare with a file of rows (of --out, or its .xz archive), or with a commit"
+    parser.add_argument("--against", help=against)
     options = parser.parse_args(arguments)
     names = [name for name in VARIANTS if any(fnmatch(name, p) for p in options.names)]
     if not names:
@@ -189,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         known = rows_of(options.against, names) if options.against else {}
     except ValueError as error:
-        parser.error(f"--against: {error}")
+        parser.error(f"--against takes a file of rows or a commit: {error}")
     commit, rows, changed = commit_here(), [], False
     for name in names:
         row = compile_row(name) | {"commit": commit}

@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
+from typing import Any
 
-from bench import DETERMINISTIC, ROOT, Json, format_table, peer_of
+from bench import DETERMINISTIC, ROOT, Json, cudnn_cases, format_table, peer_of
 from bench.cases import STEP_DIMS
-from bench.cudnn_cases import MASKS as CUDNN_MASKS
-from bench.cudnn_cases import SIZES as CUDNN_SIZES
-from bench.cudnn_cases import WIDTHS as CUDNN_WIDTHS
-from bench.cudnn_cases import case_name, compared_names, other_names, table_names
 from bench.everyday import SHAPES, WIDTH_MASKS, WIDTHS, Shape, bound
 from bench.masks import MASKS
 from bench.paper import DIMS, LENGTHS
@@ -36,43 +33,34 @@ FORWARD = {
     **{f"d128-{mask}-{n}": 1.00 for mask in ("full", "causal") for n in ("8k", "32k")},
     **{f"d64-{mask}-{n}": 1.03 for mask in ("full", "causal") for n in ("8k", "32k")},
     **{f"d256-{mask}-8k": 0.97 for mask in ("full", "causal")},
-    **{f"d{d}-window-8k": 1.12 for d in DIMS},
-    **{f"d{d}-window-32k": 1.05 for d in DIMS},
+    **{f"d{d}-window-{n}": bar for n, bar in (("8k", 1.12), ("32k", 1.05)) for d in DIMS},
     **{f"d128-varlen-kv{heads}": 1.02 for heads in (32, 8)},
     **{f"d128-causal-{n}": 1.00 for n in ("512", "1k", "2k")},
 }
 HOST_SHARE = 0.25
 STEP_SHARE, STEP_SIZES = 1.05, ("512", "1k", "2k", "4k")
-LISTED = ("document", "random_eviction")
+OF_MODS = dict.fromkeys(("document", "random_eviction"), ("fa4_mask_mod", 1.25))
+OF_MODS |= dict.fromkeys(("alibi", "t5_bias", "softcap"), ("fa4", 1.10))
 CALLABLES = {
     f"mod-d{d}-{n}-{name}": bar
     for d in DIMS
     for n in ("8k", "32k", "128k")
-    for name, bar in (
-        *((mask, ("fa4_mask_mod", 1.25)) for mask in LISTED),
-        *((mod, ("fa4", 1.10)) for mod in ("alibi", "t5_bias", "softcap")),
-    )
+    for name, bar in OF_MODS.items()
 }
+SIZES = ("8k", "32k")
 BACKWARD = {
     f"bwd-d{d}-{mask}-{n}": bar
-    for d, bar, lengths in (
-        (128, 1.00, ("8k", "32k")),
-        (64, 1.03, ("8k", "32k")),
-        (256, 1.30, ("8k",)),
-    )
+    for d, bar, lengths in ((128, 1.00, SIZES), (64, 1.03, SIZES), (256, 1.30, SIZES[:1]))
     for mask in ("full", "causal")
     for n in lengths
 }
 BACKWARD_CALLABLES = {
     f"bwd-mod-d128-{n}-{mask}": bar
-    for n in ("8k", "32k")
+    for n in SIZES
     for mask, bar in (("document", 1.25), ("random_eviction", 1.8))
 }
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
-TABLES: dict[str, Callable[[Sequence[Json]], str]] = {
-    "paper": paper_tables,
-    "shapes": shape_table,
-}
+TABLES = {"paper": paper_tables, "shapes": shape_table}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
 SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
@@ -173,8 +161,7 @@ def _beside(runs: Runs, name: str, peer: str, figure: Callable[[Json], float]) -
 
 
 def forward_bars(runs: Runs) -> Iterator[Bar]:
-    for name, bar in FORWARD.items():
-        yield _ratio(runs, name, "fa4", bar)
+    yield from (_ratio(runs, name, "fa4", bar) for name, bar in FORWARD.items())
     yield _ratio(runs, "host-128", "fa4", HOST_SHARE, "us", most=True)
 
 
@@ -189,8 +176,7 @@ def cold_bars(rows: Sequence[Json]) -> Iterator[Bar]:
 
 
 def backward_bars(runs: Runs) -> Iterator[Bar]:
-    for name, bar in BACKWARD.items():
-        yield _ratio(runs, name, "fa4", bar, "bwd")
+    yield from (_ratio(runs, name, "fa4", bar, "bwd") for name, bar in BACKWARD.items())
     for name, bar in BACKWARD_CALLABLES.items():
         yield _ratio(runs, name, "fa4_mask_mod", bar, "bwd")
     for name, bar in DETERMINISTIC_SHARE.items():
@@ -203,10 +189,12 @@ def backward_bars(runs: Runs) -> Iterator[Bar]:
         step, row = _beside(runs, name, "fa4", lambda x: x["us"] / x["device_us"])
         of = f"wall / device, device {row['device_us']:.0f} us" if row else ""
         yield replace(step, bar=STEP_SHARE, remark=_remark(of, step.remark))
+
+    def of_element(row: Json) -> float:
+        return float(row["bytes"] / (row["tokens"] * row["heads"] * row["d"]))
+
     for name in (name for name in runs.names() if name.startswith("memory-bwd-")):
-        bytes_, row = _beside(
-            runs, name, "fa4", lambda x: x["bytes"] / (x["tokens"] * x["heads"] * x["d"])
-        )
+        bytes_, row = _beside(runs, name, "fa4", of_element)
         if row:
             yield replace(bytes_, remark=_remark("bytes / element of q", bytes_.remark))
 
@@ -214,23 +202,19 @@ def backward_bars(runs: Runs) -> Iterator[Bar]:
 def mask_bars(runs: Runs, targets: Sequence[Json], way: Direction = FWD) -> Iterator[Bar]:
     levels = {(row["d"], row["n"], row["mask"]): row.get(f"{way.key}_rel") for row in targets}
     gains: dict[int, list[float]] = {d: [] for d in DIMS}
-    for d in DIMS:
-        for size, n in LENGTHS.items():
-            for mask in MASKS:
-                level = levels.get((d, n, mask))
-                bar, gain = _mask_bar(runs, way, d, size, mask, level)
-                yield bar
-                if gain is not None and level is not None and level < LOW_R:
-                    gains[d].append(gain)
-    for name, found in (("d128", gains[128]), ("d64", gains[64]), ("all", sum(gains.values(), []))):
+    for d, size, mask in ((d, size, mask) for d in DIMS for size in LENGTHS for mask in MASKS):
+        level = levels.get((d, LENGTHS[size], mask))
+        bar = _mask_bar(runs, way, d, size, mask, level)
+        yield bar
+        if bar.figure is not None and level is not None and level < LOW_R:
+            gains[d].append(bar.figure / level)
+    for name, found in (("d128", gains[128]), ("d64", gains[64]), ("all", gains[128] + gains[64])):
         remark = f"geometric mean of ours / (causal r) over {len(found)} masks with r < {LOW_R}"
         yield Bar(f"{way.prefix}mask mean {name}", _mean(found), way.mean, remark=remark)
 
 
-def _mask_bar(
-    runs: Runs, way: Direction, d: int, size: str, mask: str, level: float | None
-) -> tuple[Bar, float | None]:
-    """The bar of one mask, and ours / (causal r)."""
+def _mask_bar(runs: Runs, way: Direction, d: int, size: str, mask: str, level: float | None) -> Bar:
+    """The bar of one mask: ours over causal flash-attn-4."""
 
     def names(mask: str) -> tuple[str, ...]:
         # the short names are the same shapes
@@ -242,7 +226,7 @@ def _mask_bar(
     found = beside_full or runs.measured(way.key, *needed)
     bar = None if level is None else way.factor[d] * level
     if not found:
-        return Bar(names(mask)[0], None, bar), None
+        return Bar(names(mask)[0], None, bar)
     ratio = median(ours / causal for ours, causal, *_ in found.values())
     told = [f"{median(ours for ours, *_ in found.values()):.0f} TFLOP/s"]
     told.append("" if level is None else f"r {level}")
@@ -251,8 +235,7 @@ def _mask_bar(
         if bar is not None:
             full_ratio = median(full / causal for _, causal, full in beside_full.values())
             bar = min(bar, OF_FULL * full_ratio)
-    gain = None if level is None else ratio / level
-    return Bar(names(mask)[0], ratio, bar, remark=_remark(*told, _of_runs(found))), gain
+    return Bar(names(mask)[0], ratio, bar, remark=_remark(*told, _of_runs(found)))
 
 
 def prep_bars(runs: Runs) -> Iterator[Bar]:
@@ -301,8 +284,8 @@ def _compared(
 def shape_bars(runs: Runs, direction: str) -> Iterator[Bar]:
     is_backward = direction == "bwd"
     found = [
-        _compared(runs, shape.case_name(is_backward=is_backward), direction, bar)
-        for shape, bar in ((shape, shape_bar(shape, direction)) for shape in SHAPES)
+        _compared(runs, x.case_name(is_backward=is_backward), direction, shape_bar(x, direction))
+        for x in SHAPES
     ]
     yield from found
     mean, measured = _mean(x.figure for x in found), sum(x.figure is not None for x in found)
@@ -315,17 +298,17 @@ def shape_bars(runs: Runs, direction: str) -> Iterator[Bar]:
 
 def width_bars(runs: Runs) -> Iterator[Bar]:
     """Milliseconds of ours over those at the next larger common head dimension."""
-    for direction in DIRECTIONS:
-        for mask in WIDTH_MASKS:
-            for width, larger in ((width, bound(width)) for width in WIDTHS):
-                if larger is None:
-                    continue
-                names = [x.case_name(mask, is_backward=direction == "bwd") for x in (width, larger)]
-                wanted = [((name,), "ours") for name in names]
-                found = runs.measured(f"{direction}_ms", *wanted)
-                figure = median(ms / most for ms, most in found.values()) if found else None
-                remark = _remark(f"time / {larger.label}", _of_runs(found))
-                yield Bar(names[0], figure, 1.0, most=True, remark=remark)
+    pairs = [(width, larger) for width in WIDTHS if (larger := bound(width)) is not None]
+    for direction, mask in ((way, mask) for way in DIRECTIONS for mask in WIDTH_MASKS):
+        for pair in pairs:
+            names = [x.case_name(mask, is_backward=direction == "bwd") for x in pair]
+            found = runs.measured(f"{direction}_ms", *(((name,), "ours") for name in names))
+            figure = median(ms / most for ms, most in found.values()) if found else None
+            remark = _remark(f"time / {pair[1].label}", _of_runs(found))
+            yield Bar(names[0], figure, 1.0, most=True, remark=remark)
+
+
+CUDNN_GRID = [(width, size) for width in cudnn_cases.WIDTHS for size in cudnn_cases.SIZES]
 
 
 def cudnn_bars(runs: Runs, direction: str) -> Iterator[Bar]:
@@ -335,44 +318,41 @@ def cudnn_bars(runs: Runs, direction: str) -> Iterator[Bar]:
     def of_cases(names: Sequence[str]) -> list[Bar]:
         return [_compared(runs, name, direction, bar, ("cudnn_flex",)) for name in names]
 
-    for width in CUDNN_WIDTHS:
-        for size in CUDNN_SIZES:
-            found = of_cases(compared_names(width, size, is_backward=is_backward))
-            yield from found
-            known = sum(each.figure is not None for each in found)
-            remark = f"geometric mean of {known} of {len(found)} masks"
-            name = f"{'bwd-' if is_backward else ''}cudnn mean {width.label} {size}"
-            yield Bar(name, _mean(each.figure for each in found), bar, remark=remark)
-    yield from of_cases(other_names(is_backward=is_backward))
+    for width, size in CUDNN_GRID:
+        found = of_cases(cudnn_cases.compared_names(width, size, is_backward=is_backward))
+        yield from found
+        known = sum(each.figure is not None for each in found)
+        remark = f"geometric mean of {known} of {len(found)} masks"
+        name = f"{'bwd-' if is_backward else ''}cudnn mean {width.label} {size}"
+        yield Bar(name, _mean(each.figure for each in found), bar, remark=remark)
+    yield from of_cases(cudnn_cases.other_names(is_backward=is_backward))
 
 
 def cudnn_ratios(found: dict[str, list[Bar]], direction: str) -> str:
     """Markdown: ours / cudnn.flex_attention of each mask and size. found: all bars."""
     is_backward = direction == "bwd"
-    figures: dict[str, Bar] = {}
-    for title in (CUDNN_FORWARD, CUDNN_BACKWARD):
-        figures |= {bar.name: bar for bar in found[title]}
+    way, title = ("bwd-", "backward") if is_backward else ("", "forward")
+    figures = {bar.name: bar for bar in (*found[CUDNN_FORWARD], *found[CUDNN_BACKWARD])}
 
     def cell(name: str) -> str:
         bar = figures[name]
         short = "*" if bar.verdict() == "short" else ""
         return "-" if bar.figure is None else f"{bar.figure:.3f}{short}"
 
-    sizes = [(width, size) for width in CUDNN_WIDTHS for size in CUDNN_SIZES]
-    lines = [
-        [mask, *(cell(case_name(mask, *of, is_backward=is_backward)) for of in sizes)]
-        for mask in CUDNN_MASKS
-    ]
-    way = "bwd-" if is_backward else ""
-    lines.append(["mean", *(cell(f"{way}cudnn mean {w.label} {size}") for w, size in sizes)])
-    head = ("backward" if is_backward else "forward", *(f"{w.label}, {size}" for w, size in sizes))
-    others = (f"{name} {cell(name)}" for name in other_names(is_backward=is_backward))
-    return f"{markdown(head, lines, 1)}\n\n{', '.join(others)}"
+    def name_of(mask: str, *of: Any) -> str:
+        return cudnn_cases.case_name(mask, *of, is_backward=is_backward)
+
+    lines = [[mask, *(cell(name_of(mask, *of)) for of in CUDNN_GRID)] for mask in cudnn_cases.MASKS]
+    lines.append(["mean", *(cell(f"{way}cudnn mean {w.label} {size}") for w, size in CUDNN_GRID)])
+    head = (title, *(f"{width.label}, {size}" for width, size in CUDNN_GRID))
+    names = cudnn_cases.other_names(is_backward=is_backward)
+    others = ", ".join(f"{name} {cell(name)}" for name in names)
+    return f"{markdown(head, lines, 1)}\n\n{others}"
 
 
 def cudnn_plan_bars(runs: Runs) -> Iterator[Bar]:
     """Microseconds of preparing a mask over those of cuDNN's plan."""
-    for name in (name for name in table_names() if name.startswith("cudnn-plan-")):
+    for name in (name for name in cudnn_cases.table_names() if name.startswith("cudnn-plan-")):
         plan = _ratio(runs, name, "cudnn_flex", None, "us", most=True)
         if rows := runs.latest((name, "ours"), (name, "cudnn_flex")):
             remark = f"us: {rows[0]['us']:.0f} / {rows[1]['us']:.0f}, {plan.remark}"
@@ -452,21 +432,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", default="", help="only runs whose id starts so")
     parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
-    rows = read_rows(args.rows)
-    rows = [row for row in rows if row["run"].startswith(args.run)]
+    rows = [row for row in read_rows(args.rows) if row["run"].startswith(args.run)]
     if args.write:
         TABLES_PAGE.write_text(tables_page(rows))
         return 0
-    text = "\n".join((format_table(rows), *summary(rows)))
-    if args.table:
-        text = TABLES[args.table](rows)
+    lines = [TABLES[args.table](rows)] if args.table else [format_table(rows), *summary(rows)]
     if args.bars:
-        targets = json.loads(Path(args.targets).read_text())["rows"]
-        groups = bars(rows, targets).items()
-        text = "\n".join(
-            "\n".join((title, *(f"  {bar.line()}" for bar in found))) for title, found in groups
-        )
-    sys.stdout.write(text + "\n")
+        found = bars(rows, json.loads(Path(args.targets).read_text())["rows"])
+        lines = [x for title, of in found.items() for x in (title, *(f"  {b.line()}" for b in of))]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

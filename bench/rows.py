@@ -46,14 +46,26 @@ def archive_of(path: Path) -> Path:
     return path.with_name(path.name + ".xz")
 
 
+def _text(path: Path) -> str:
+    """Raises ValueError for a file that is not what its name says."""
+    try:
+        if path.suffix == ".xz":
+            with lzma.open(path, "rt") as file:
+                return str(file.read())
+        return path.read_text()
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        kind = "xz archive" if path.suffix == ".xz" else "text file"
+        raise ValueError(f"{path} is no {kind}: {error}") from error
+
+
 def lines(path: Path) -> list[tuple[str, str]]:
-    """The lines of a file, those of its archive first, each with the place that an error names."""
-    archive, texts = archive_of(path), list[tuple[Path, str]]()
-    if archive.exists():
-        with lzma.open(archive, "rt") as file:
-            texts.append((archive, file.read()))
-    if path.exists() or not texts:
-        texts.append((path, path.read_text()))
+    """The lines of a file, those of its archive first, each with the place that an error names.
+    path: of the file, whether it or its archive is there, or of the archive."""
+    if path.suffix == ".xz":
+        path = path.with_suffix("")
+    archive = archive_of(path)
+    found = [x for x in (archive, path) if x.exists()] or [path]
+    texts = [(x, _text(x)) for x in found]
     return [
         (f"{source}, line {number}", line)
         for source, text in texts

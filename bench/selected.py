@@ -1,7 +1,7 @@
 """python -m bench.selected: attention over blocks that each query chose, beside dense and fla.
 
-    python -m bench.selected                                 every case that fits --budget
-    python -m bench.selected --cases msa-32k,decode --out FILE
+    python -m bench.selected                                 every case that fits --seconds
+    python -m bench.selected 'msa-32k*' 'decode-*' --out FILE
     python -m bench.selected --dry                           on a CPU: choices, references, counts
 
 A choice of a case has the first block, the query's own, and the best k - 2 by scores that each
@@ -16,26 +16,22 @@ is of a stream that only reads the chosen bytes.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench import Json, say, timing, why_no_gpu
-from bench.decode import FOOTPRINT, Run, measure_ceiling, timed_us
+from bench import Json, runner, timing
+from bench.decode import ceiling_row
 from bench.oracle import attend
+from bench.runner import Run, Table
 from flash_mask_cute import SelectedBlocks, flash_attn_func, flash_attn_with_kvcache
 
-COMMAND = "bench.selected"
-TILE_ROWS = 128
-ROUNDS, BURST_S = 5, 0.1
+D, TILE_ROWS = 128, 128
 # of the largest number of a result: bf16 rounds to 2^-9, gradients are sums of rounded numbers
 ALLOWED = 2e-2
 CHECKED_ROWS, CHECKED_TOKENS = 64, 2048
@@ -61,7 +57,6 @@ class Case(NamedTuple):
         return self.heads[0] // self.heads[1]
 
 
-D = 128
 CASES = (
     Case("msa-32k", 32768),
     Case("msa-32k-less", 32768, r=0.97),
@@ -156,65 +151,49 @@ class Given(NamedTuple):
 
     @staticmethod
     def of(case: Case, device: str) -> Given:
-        torch.manual_seed(1)
-        q, k, v, dout = (
-            torch.randn(1, case.n, h, D, device=device, dtype=torch.bfloat16)
-            for h in (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
-        )
-        chosen = SelectedBlocks(choose(case, case.n, device), case.block)
-        return Given(q, k, v, dout, chosen)
+        heads = case.heads[0], case.heads[1], case.heads[1], case.heads[0]
+        shapes = [(1, case.n, h, D) for h in heads]
+        q, k, v, dout = runner.normal(device, torch.bfloat16, *shapes, seed=1)
+        return Given(q, k, v, dout, SelectedBlocks(choose(case, case.n, device), case.block))
 
     def first(self, tokens: int) -> Given:
-        q, k, v, dout = (x[:, :tokens] for x in (self.q, self.k, self.v, self.dout))
         numbers = self.chosen.indices[:, :, :tokens].contiguous()
+        q, k, v, dout = (x[:, :tokens] for x in (self.q, self.k, self.v, self.dout))
         return Given(q, k, v, dout, self.chosen._replace(indices=numbers))
-
-    def trained(self) -> tuple[Given, tuple[Tensor, ...]]:
-        """The same with q, k and v that want gradients, and these."""
-        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
-        return self._replace(q=q, k=k, v=v), (q, k, v)
 
     def seen(self, rows: Tensor) -> Tensor:
         """(heads_kv, rows, tokens): what these queries see."""
-        numbers = self.chosen.indices[0, :, rows].long()
+        size, numbers = self.chosen.block_size, self.chosen.indices[0, :, rows].long()
         keys = torch.arange(self.k.shape[1], device=rows.device)
-        blocks = torch.zeros(
-            *numbers.shape[:2], len(keys) // self.chosen.block_size + 2, device=rows.device
-        ).bool()
+        blocks = torch.zeros(*numbers.shape[:2], len(keys) // size + 2, device=rows.device).bool()
         blocks.scatter_(2, torch.where(numbers < 0, blocks.shape[2] - 1, numbers), True)
-        return blocks[:, :, keys // self.chosen.block_size] & (keys <= rows[:, None])
+        return blocks[:, :, keys // size] & (keys <= rows[:, None])
+
+    def calls(self, peer: str) -> tuple[runner.Call, runner.Call, runner.Call]:
+        """A forward, a backward, and both."""
+        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        attention = functools.partial(PEERS[peer], chosen=self.chosen)
+        return runner.calls_of(attention, leaves, leaves, self.dout)
 
 
-Attend = Callable[[Given], Tensor]
+def ours(q: Tensor, k: Tensor, v: Tensor, chosen: SelectedBlocks, **more: Any) -> Any:
+    return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen, **more)
 
 
-def ours(given: Given, **more: Any) -> Tensor:
-    out = flash_attn_func(
-        given.q, given.k, given.v, causal=True, block_sparse_tensors=given.chosen, **more
-    )
-    assert isinstance(out, Tensor)
-    return out
+def dense(q: Tensor, k: Tensor, v: Tensor, chosen: SelectedBlocks) -> Any:
+    return flash_attn_func(q, k, v, causal=True)
 
 
-def dense(given: Given) -> Tensor:
-    out = flash_attn_func(given.q, given.k, given.v, causal=True)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def fla(given: Given) -> Tensor:
+def fla(q: Tensor, k: Tensor, v: Tensor, chosen: SelectedBlocks) -> Any:
     # not parallel_nsa, which pools keys and values first
     from fla.ops.nsa.parallel import ParallelNSAFunction
 
-    numbers = given.chosen.indices.transpose(1, 2).long().contiguous()
-    counts, size = (numbers >= 0).sum(-1), given.chosen.block_size
-    out: Tensor = ParallelNSAFunction.apply(
-        given.q, given.k, given.v, numbers, counts, size, D**-0.5, None
-    )
-    return out
+    numbers = chosen.indices.transpose(1, 2).long().contiguous()
+    counts, size = (numbers >= 0).sum(-1), chosen.block_size
+    return ParallelNSAFunction.apply(q, k, v, numbers, counts, size, D**-0.5, None)
 
 
-PEERS: dict[str, Attend] = {
+PEERS: dict[str, Callable[..., Any]] = {
     "ours": ours,
     "ours_deterministic": functools.partial(ours, deterministic=True),
     "dense": dense,
@@ -222,96 +201,87 @@ PEERS: dict[str, Attend] = {
 }
 
 
+def error_of(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, out: Tensor) -> float:
+    """Of rows q (rows, group, D) of one KV head in fp32, which see (rows, keys)."""
+    q, k, v = (x.float() for x in (q, k, v))
+    numbers = torch.einsum("rgd,kd->rgk", q, k) * D**-0.5
+    numbers = numbers.masked_fill(~seen[:, None], -math.inf)
+    wanted = attend(numbers.flatten(0, 1), v, None).out.view(q.shape)
+    return runner.share_off(out.float(), wanted)
+
+
 def error_of_rows(given: Given, out: Tensor) -> float:
-    """Of CHECKED_ROWS queries of the first KV head's group, relative to the largest element."""
+    """Of CHECKED_ROWS queries of the first KV head's group."""
     n, group = out.shape[1], out.shape[2] // given.k.shape[2]
     rows = torch.linspace(0, n - 1, CHECKED_ROWS, device=out.device).long()
-    q, k, v = given.q[0, rows, :group].float(), given.k[0, :, 0].float(), given.v[0, :, 0].float()
-    numbers = torch.einsum("rgd,kd->rgk", q, k) * D**-0.5
-    numbers = numbers.masked_fill(~given.seen(rows)[0][:, None], -math.inf)
-    wanted = attend(numbers.flatten(0, 1), v, None).out.view(q.shape)
-    return ((out[0, rows, :group].float() - wanted).abs().max() / wanted.abs().max()).item()
+    heads = given.q[0, rows, :group], given.k[0, :, 0], given.v[0, :, 0]
+    return error_of(*heads, given.seen(rows)[0], out[0, rows, :group])
 
 
-def gradients(function: Attend, given: Given) -> tuple[Tensor, ...]:
-    trained, leaves = given.trained()
-    return torch.autograd.grad(function(trained), leaves, given.dout)
-
-
-def error_of_gradients(function: Attend, given: Given) -> float:
-    """The largest of dq, dk and dv, each relative to its largest element, over few tokens."""
+def error_of_gradients(peer: str, given: Given) -> float:
+    """The largest of dq, dk and dv, over few tokens."""
     few = given.first(min(CHECKED_TOKENS, given.q.shape[1]))
+    group = few.q.shape[2] // few.k.shape[2]
     seen = few.seen(torch.arange(few.q.shape[1], device=few.q.device))
+    masks = seen.repeat_interleave(group, 0)
 
-    def plainly(x: Given) -> Tensor:
-        group = x.q.shape[2] // x.k.shape[2]
-        q, k, v = (t[0].transpose(0, 1).float() for t in (x.q, x.k, x.v))
-        k, v = (t.repeat_interleave(group, 0) for t in (k, v))
-        masks = seen.repeat_interleave(group, 0)
+    def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1).float() for x in (q, k, v))
+        k, v = (x.repeat_interleave(group, 0) for x in (k, v))
         weights = (q @ k.mT * D**-0.5).masked_fill(~masks, -math.inf).softmax(-1)
-        return (weights @ v).transpose(0, 1)[None].to(x.q.dtype)
+        return (weights @ v).transpose(0, 1)[None].to(few.q.dtype)
 
-    pairs = zip(gradients(function, few), gradients(plainly, few), strict=True)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    leaves = [x.detach().requires_grad_() for x in (few.q, few.k, few.v)]
+    expected = torch.autograd.grad(plainly(*leaves), leaves, few.dout)
+    return runner.worst(map(runner.share_off, few.calls(peer)[1](), expected))
 
 
-def of_sequence(case: Case, run: Run, peers: Sequence[str]) -> None:
+def of_sequence(case: Case, run: Run) -> Iterator[Json]:
     given = Given.of(case, run.device)
     counts = count(case, given.chosen.indices)
-    calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
+    calls: dict[str, dict[str, runner.Call]] = {"forward": {}, "backward": {}}
     errors: dict[str, Json] = {}
-    for peer in peers:
-        function, row = PEERS[peer], {"case": case.name, "peer": peer}
+    for peer in run.peers:
+        row: Json = {"case": case.name, "peer": peer}
         try:
-            with torch.no_grad():
-                out = function(given)
-            found: Json = {}
+            forward, backward, _ = given.calls(peer)
+            out, found = forward(), Json()
             if peer != "dense":
-                found["error"] = error_of_rows(given, out)
-                found["gradient_error"] = error_of_gradients(function, given)
-            trained, leaves = given.trained()
-            out = function(trained)
+                found = {"error": error_of_rows(given, out)}
+                found["gradient_error"] = error_of_gradients(peer, given)
+            backward()
         except Exception as refused:
-            run.log(kind="refused", **row, why=f"{type(refused).__name__}: {str(refused)[:200]}")
+            why = f"{type(refused).__name__}: {str(refused)[:200]}"
+            yield {"kind": "refused", **row, "why": why}
             continue
         errors[peer] = found
-        if any(x > ALLOWED for x in found.values()):
-            run.log(kind="wrong", **row, **found)
+        if not all(x <= ALLOWED for x in found.values()):
+            yield {"kind": "wrong", **row, **found}
             continue
-
-        def forward(function: Attend = function) -> None:
-            with torch.no_grad():
-                function(given)
-
-        def backward(out: Tensor = out, leaves: tuple[Tensor, ...] = leaves) -> None:
-            torch.autograd.grad(out, leaves, given.dout, retain_graph=True)
-
         calls["forward"][peer], calls["backward"][peer] = forward, backward
     for direction, contenders in calls.items():
         flops = (4 if direction == "forward" else 10) * D * counts.visible * case.heads[0]
-        samples = timing.time_loop(contenders, 0 if run.is_dry else ROUNDS, BURST_S, 2)
-        for peer, of_rounds in samples.items():
+        for peer, of_rounds in run.time(contenders, 2).items():
             ms = timing.median(of_rounds) if of_rounds else math.nan
-            run.log(
-                kind=direction, case=case.name, peer=peer, n=case.n, heads=case.heads,
-                block=case.block, k=case.k, **counts._asdict(), ms=ms, useful=flops / ms / 1e9,
-                **errors[peer],
-            )  # fmt: skip
+            yield {
+                "kind": direction, "case": case.name, "peer": peer, "n": case.n,
+                "heads": case.heads, "block": case.block, "k": case.k, **counts._asdict(),
+                "ms": ms, "useful": flops / ms / 1e9, **errors[peer],
+            }  # fmt: skip
 
 
 # -- decoding -----------------------------------------------------------------------------------
 
 
-def of_caches(case: Case, run: Run) -> None:
+def of_caches(case: Case, run: Run) -> Iterator[Json]:
     heads_q, heads_kv = case.heads
     pages = case.n // case.page
     size = 2 * case.batch * case.n * heads_kv * D * 2
-    copies = 2 if run.is_dry else max(1, math.ceil(FOOTPRINT / size))
+    copies = 2 if run.is_dry else timing.copies_of(size)
     normal = functools.partial(torch.randn, device=run.device, dtype=torch.bfloat16)
     q = normal(case.batch, case.queries, heads_q, D)
     caches = [
-        tuple(normal(case.batch * pages, case.page, heads_kv, D) for _ in "kv")
-        for _ in range(copies)
+        [normal(case.batch * pages, case.page, heads_kv, D) for _ in "kv"] for _ in range(copies)
     ]
     table = torch.randperm(case.batch * pages, device=run.device).int().view(case.batch, pages)
     lengths = torch.full((case.batch,), case.n, dtype=torch.int32, device=run.device)
@@ -321,77 +291,46 @@ def of_caches(case: Case, run: Run) -> None:
     choice = choice.unflatten(1, (case.batch, case.queries)).transpose(0, 1).contiguous()
     own = (case.n - 1) // case.block
     choice = torch.where(choice == choice.amax(-1, keepdim=True), own, choice)
-    chosen = SelectedBlocks(choice, case.block)
-
-    def call(k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=lengths, page_table=table, causal=True,
-            block_sparse_tensors=chosen,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
-
-    out = call(*caches[0])
+    call = functools.partial(
+        flash_attn_with_kvcache, q, cache_seqlens=lengths, page_table=table, causal=True,
+        block_sparse_tensors=SelectedBlocks(choice, case.block),
+    )  # fmt: skip
+    out: Any = call(*caches[0])
+    # of the first sequence's first group
     k, v = (x[table[0].long(), :, 0].flatten(0, 1) for x in caches[0])
-    last = Given(q[:1], k[None, :, None], v[None, :, None], q[:1], SelectedBlocks(choice[:1], 0))
-    error = error_of_cache(case, last, out[0])
+    keys = torch.arange(case.n, device=run.device)
+    seen = (keys // case.block == choice[0, 0][:, :, None]).any(1)
+    seen &= keys <= keys[case.n - case.queries :, None]
+    error = error_of(q[0, :, : case.group], k, v, seen, out[0, :, : case.group])
     of_blocks = torch.zeros(case.batch, heads_kv, own + 2, device=run.device)
     of_blocks.scatter_(2, torch.where(choice < 0, own + 1, choice).flatten(2).long(), 1.0)
     read = of_blocks[..., : own + 1].sum().item() * case.block * D * 4
-    us = timed_us([functools.partial(call, *pair) for pair in caches], run.device)
-    percent = {"percent": 100 * read / us / run.ceiling["read"]} if run.ceiling else {}
-    run.log(
-        kind="decode", case=case.name, peer="ours", page=case.page, queries=case.queries,
-        us=us, mb=read / 1e6, **percent, error=error,
-    )  # fmt: skip
+    us = timing.time_graph([functools.partial(call, *pair) for pair in caches], run.device)
+    percent = {"percent": 100 * read / us / run.ceiling} if run.ceiling else {}
+    yield {
+        "kind": "decode", "case": case.name, "peer": "ours", "page": case.page,
+        "queries": case.queries, "us": us, "mb": read / 1e6, **percent, "error": error,
+    }  # fmt: skip
 
 
-def error_of_cache(case: Case, first: Given, out: Tensor) -> float:
-    """Of the first sequence's first group, relative to the largest element."""
-    k, v, numbers = first.k[0, :, 0].float(), first.v[0, :, 0].float(), first.chosen.indices[0, 0]
-    q = first.q[0, :, : case.group].float()
-    keys = torch.arange(len(k), device=k.device)
-    seen = (keys // case.block == numbers[:, :, None]).any(1)
-    seen &= keys <= torch.arange(len(k) - len(q), len(k), device=k.device)[:, None]
-    values = (torch.einsum("qgd,kd->qgk", q, k) * D**-0.5).masked_fill(~seen[:, None], -math.inf)
-    wanted = attend(values.flatten(0, 1), v, None).out.view(q.shape)
-    return ((out[:, : case.group].float() - wanted).abs().max() / wanted.abs().max()).item()
+def measure(case: Case, run: Run) -> Iterator[Json]:
+    return of_caches(case, run) if case.batch else of_sequence(case, run)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default="", help="names or beginnings of names, with commas")
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds")
-    parser.add_argument("--out", type=Path, help="a file that rows are appended to")
-    parser.add_argument("--dry", action="store_true", help="small, on the CPU, without speed")
-    given = parser.parse_args()
-    if not given.dry and (refusal := why_no_gpu(COMMAND)):
-        say(refusal)
-        return 2
-    run = Run("cpu" if given.dry else "cuda", time.time() + given.budget, given.out, [], {})
-    names = tuple(given.cases.split(",")) if given.cases else ("",)
-    cases = [case for case in CASES if case.name.startswith(names)]
-    if given.dry:
-        cases = [
-            case._replace(
-                n=512, heads=(case.group, 1), block=32, k=min(case.k, 6),
-                batch=min(case.batch, 2), page=min(case.page, 32),
-            )
-            for case in cases
-        ]  # fmt: skip
-    else:
-        measure_ceiling(run)
-    for case in cases:
-        if run.left() < 10:
-            run.log(kind="left", case=case.name)
-            continue
-        if case.batch:
-            of_caches(case, run)
-        else:
-            of_sequence(case, run, given.peers.split(","))
-    return 1 if any(row["kind"] == "wrong" for row in run.rows) else 0
+def small(cases: list[Case]) -> list[Case]:
+    return [
+        case._replace(
+            n=512, heads=(case.group, 1), block=32, k=min(case.k, 6), batch=min(case.batch, 2),
+            page=min(case.page, 32),
+        )
+        for case in cases
+    ]  # fmt: skip
 
+
+TABLE = Table(
+    command="bench.selected", about=__doc__, cases=lambda: CASES, measure=measure, small=small,
+    peers=tuple(PEERS), rounds=5, seconds=300.0, first=ceiling_row, head=lambda run: {},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(TABLE))

@@ -9,7 +9,7 @@ names its runs, by a letter. Only figures of one run may be compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import NamedTuple, TypeVar
 
 from bench import Json, name_of, peer_of, tells_code
@@ -171,24 +171,53 @@ def paper_tables(rows: Sequence[Json]) -> str:
     return "\n\n".join(parts)
 
 
+Rate = tuple[float, float | None]  # TFLOP/s, and the ratio
+
+
+def _rates(figures: Figures, d: int) -> Iterator[tuple[str, list[Rate | None]]]:
+    """Of each mask, by direction and length: TFLOP/s of ours, and their ratio to flash-attn-4's
+    native causal attention of the same direction and size in the same run."""
+
+    def rate(mask: str, size: str, way: str) -> Rate | None:
+        row = figures.of(table_name(d, size, mask, is_backward=way == "bwd")).get("ours")
+        if row is None:
+            return None
+        causal = figures.reference(row, d, size, way)
+        return row[way], row[way] / causal[way] if causal else None
+
+    for mask in MASKS:
+        yield mask, [rate(mask, size, way) for way in DIRECTIONS for size in LENGTHS]
+
+
+HEADLINE = [f"{way} {size[:-1]}K" for way in ("forward", "backward") for size in LENGTHS]
+
+
 def headline(rows: Sequence[Json], d: int = 128) -> str:
     """Markdown: TFLOP/s of ours by mask, length and direction, and in brackets their ratio to
     flash-attn-4's native causal attention of the same direction and size in the same run."""
-    figures = Figures(rows)
 
-    def cell(mask: str, size: str, way: str) -> str:
-        row = figures.of(table_name(d, size, mask, is_backward=way == "bwd")).get("ours")
-        if row is None:
+    def cell(found: Rate | None) -> str:
+        if found is None:
             return NOTHING
-        causal = figures.reference(row, d, size, way)
-        return f"{row[way]:.0f}" + (f" ({row[way] / causal[way]:.2f})" if causal else "")
+        return f"{found[0]:.0f}" + ("" if found[1] is None else f" ({found[1]:.2f})")
 
-    header = [f"{way} {size[:-1]}K" for way in ("forward", "backward") for size in LENGTHS]
     lines = [
-        [mask.replace("_", " "), *(cell(mask, size, way) for way in DIRECTIONS for size in LENGTHS)]
-        for mask in MASKS
+        [mask.replace("_", " "), *map(cell, found)] for mask, found in _rates(Figures(rows), d)
     ]
-    return markdown(["mask", *header], lines, 1)
+    return markdown(["mask", *HEADLINE], lines, 1)
+
+
+def headline_means(rows: Sequence[Json], d: int = 128) -> str:
+    """Markdown: the geometric means over the masks of `headline`, in one line."""
+    columns = zip(*(found for _, found in _rates(Figures(rows), d)), strict=True)
+    cells = []
+    for column in columns:
+        rates = [x[0] for x in column if x is not None]
+        ratios = [x[1] for x in column if x is not None and x[1] is not None]
+        means = [f"{geometric_mean(rates):.0f}"] if rates else [NOTHING]
+        means += [f"({geometric_mean(ratios):.2f})"] if ratios else []
+        cells.append(" ".join(means))
+    return markdown(["mean", *HEADLINE], [["twelve masks", *cells]], 1)
 
 
 # -- ours beside a peer ---------------------------------------------------------------------------

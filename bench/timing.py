@@ -7,9 +7,11 @@ drifting clocks and temperature fall on all alike. The figure is the median of t
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,6 +34,10 @@ SHORT_CALLS = 10
 STEP_ROUNDS, STEPS = 15, 20
 COLD_LIMIT_S = 60
 LONG_ROUNDS = 3
+# Bytes of K and V that the calls of a graph take turns over, so that nothing is found in L2.
+FOOTPRINT = 1e9
+GRAPH_BURST_US = 15e3
+STREAM_BYTES = 2**31
 Samples = dict[str, list[float]]
 
 
@@ -181,6 +187,55 @@ def captured(call: Call) -> Call:
         return held
 
     return replay
+
+
+def copies_of(size: float) -> int:
+    """How many tensors of `size` bytes the calls of a graph need."""
+    return max(1, math.ceil(FOOTPRINT / size))
+
+
+def time_graph(calls: Sequence[Call], device: str = "cuda") -> float:
+    """Microseconds a call, over calls that are captured together and replayed. On a CPU they run
+    once, which is no figure."""
+    import torch
+
+    if device == "cpu":
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - begin) / len(calls) * 1e6
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    todo = list(calls) * max(1, math.ceil(8 / len(calls)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in todo:
+            call()
+
+    def replays(count: int) -> float:
+        return burst(graph.replay, count, untimed=0) * 1e3 / len(todo)
+
+    count = max(1, min(200, int(GRAPH_BURST_US / (replays(1) * len(todo)))))
+    replays(count)
+    return statistics.median(replays(count) for _ in range(5))
+
+
+def read_ceiling() -> float:
+    """Bytes a microsecond of a stream that only reads."""
+    import torch
+
+    from bench.read_stream import read_words
+
+    words = torch.zeros(STREAM_BYTES // 4, device="cuda", dtype=torch.int32)
+
+    def read(programs: int, block: int = 4096) -> None:
+        steps = words.numel() // (programs * block)
+        out = torch.empty(programs, device="cuda", dtype=torch.int32)
+        read_words[(programs,)](words, out, steps, block, num_warps=8)
+
+    programs = 132 * 8, 132 * 16, 132 * 32
+    return words.nbytes / min(time_graph([functools.partial(read, x)]) for x in programs)
 
 
 def time_steps(calls: Mapping[str, Call], rounds: int, count: int) -> Samples:

@@ -10,13 +10,9 @@ gradients, run on what torch chooses, on its flash attention, on cuDNN, and on t
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -24,15 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import Json, commit_here, say, timing, versions, why_no_gpu
+from bench import Json, commit_here, runner, say, timing, versions
+from bench.runner import Run, Table
 from flash_mask_cute.integrations.torch import kernels_run, register, sdpa
 
-COMMAND = "bench.torch_sdpa"
-ROUNDS, BURST_S = 7, 0.2
 # Of the largest number of a result: bf16 rounds to 2^-9, and gradients are sums of rounded numbers.
 ALLOWED = 2e-2
-OURS = ("register", "sdpa")
-REFERENCE = "flash"
+OURS, REFERENCE = ("register", "sdpa"), "flash"
+Step = Callable[[], tuple[Tensor, ...]]
 
 
 class Shape(NamedTuple):
@@ -47,37 +42,23 @@ class Shape(NamedTuple):
         heads = f"{self.heads}/{self.heads_kv}"
         return f"b{self.batch}-n{self.seqlen}-h{heads}-d{self.head_dim}"
 
-    def tensors(self, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """q, k, v and the gradient of the output, as projections lay them out."""
-        torch.manual_seed(0)
+    def step(self, device: str, dtype: torch.dtype) -> Step:
+        """A forward and its backward: out, dq, dk and dv. Tensors are laid out by projections."""
         heads = self.heads, self.heads_kv, self.heads_kv, self.heads
-        made = (
-            torch.randn(self.batch, self.seqlen, n, self.head_dim, device=device, dtype=dtype)
-            for n in heads
-        )
-        return tuple(x.transpose(1, 2) for x in made)
+        shapes = [(self.batch, self.seqlen, n, self.head_dim) for n in heads]
+        *inputs, dout = (x.transpose(1, 2) for x in runner.normal(device, dtype, *shapes))
+        leaves = [x.detach().requires_grad_() for x in inputs]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return runner.calls_of(attend, leaves, leaves, dout)[2]
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(2, 8192, 64, 8, 128), Shape(8, 2048, 32, 8, 128), Shape(1, 32768, 32, 8, 128),
-        Shape(4, 4096, 16, 16, 64), Shape(16, 1024, 16, 16, 64),
-    )
-}  # fmt: skip
-Step = Callable[[], tuple[Tensor, ...]]
-
-
-def step_of(tensors: Sequence[Tensor]) -> Step:
-    """A forward and its backward: out, dq, dk and dv."""
-    *inputs, dout = tensors
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-
-    def step() -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out, *torch.autograd.grad(out, (q, k, v), dout)
-
-    return step
+SHAPES = (
+    Shape(2, 8192, 64, 8, 128), Shape(8, 2048, 32, 8, 128), Shape(1, 32768, 32, 8, 128),
+    Shape(4, 4096, 16, 16, 64), Shape(16, 1024, 16, 16, 64),
+)  # fmt: skip
 
 
 class Switch:
@@ -97,103 +78,70 @@ class Switch:
 
 
 def contenders(step: Step, switch: Switch) -> dict[str, Step]:
-    @contextmanager
-    def on(backend: SDPBackend | None, is_active: bool) -> Iterator[None]:
-        switch.to(is_active)
-        if backend is None:
-            yield
-        else:
-            with sdpa_kernel(backend):
-                yield
-
-    def run(backend: SDPBackend | None, is_active: bool = False) -> Step:
+    def run(around: Callable[[], AbstractContextManager[object]], is_active: bool = False) -> Step:
         def call() -> tuple[Tensor, ...]:
-            with on(backend, is_active):
+            switch.to(is_active)
+            with around():
                 return step()
 
         return call
 
-    def in_context() -> tuple[Tensor, ...]:
-        switch.to(False)
-        with sdpa():
-            return step()
-
     return {
-        "default": run(None),
-        REFERENCE: run(SDPBackend.FLASH_ATTENTION),
-        "cudnn": run(SDPBackend.CUDNN_ATTENTION),
-        "register": run(SDPBackend.FLASH_ATTENTION, is_active=True),
-        "sdpa": in_context,
+        "default": run(nullcontext),
+        REFERENCE: run(lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+        "cudnn": run(lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
+        "register": run(lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION), is_active=True),
+        "sdpa": run(sdpa),
     }
 
 
-def why_wrong(results: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-        exact = y.detach().float()
-        error = float((x.detach().float() - exact).abs().max() / exact.abs().max())
-        if not error <= ALLOWED:
-            return f"{name} differs from that of {REFERENCE} by {error:.1e} of its largest number"
-    return None
-
-
-def usable(calls: dict[str, Step]) -> Iterator[tuple[str, Step]]:
+def usable(calls: dict[str, Step]) -> dict[str, Step]:
     """The contenders that run, and give the results of the reference."""
-    expected = calls[REFERENCE]()
-    for name, call in calls.items():
-        try:
-            with kernels_run() as ran:
-                results = call()
-        except RuntimeError as error:
-            say(f"  {name} left out: {error}")
-            continue
-        why = why_wrong(results, expected)
+    expected = [x.detach().float() for x in calls[REFERENCE]()]
+
+    def check(name: str) -> float:
+        with kernels_run() as ran:
+            found = [x.detach().float() for x in calls[name]()]
         if name in OURS and {x.kernel for x in ran} != {"flash_mask_cute"}:
-            why = f"it ran on {ran}"
-        if why is None:
-            yield name, call
-        else:
-            say(f"  {name} left out: {why}")
+            raise RuntimeError(f"it ran on {ran}")
+        return runner.compare(name, ("out", "dq", "dk", "dv"), found, expected, ALLOWED)
+
+    peers, told = runner.taking_part((), tuple(calls), check)
+    say(f"  {told}")
+    return {name: calls[name] for name in peers}
 
 
-def measure(shape: Shape) -> list[Json]:
+def measure(shape: Shape, run: Run) -> Iterator[Json]:
     switch = Switch()
-    calls = dict(usable(contenders(step_of(shape.tensors("cuda", torch.bfloat16)), switch)))
-    samples = timing.time_loop(calls, ROUNDS, BURST_S)
+    calls = usable(contenders(shape.step(run.device, run.dtype), switch))
+    samples = run.time(calls, 3)
     switch.to(False)
-    common = {"kind": "torch_sdpa", "shape": shape.name, "device": torch.cuda.get_device_name()}
-    common |= {"commit": commit_here(), **versions()}
-    return [common | {"impl": x, "ms": statistics.median(ms)} for x, ms in samples.items()]
+    for name, ms in samples.items():
+        row: Json = {"kind": "torch_sdpa", "shape": shape.name, "impl": name}
+        yield row | {"ms": timing.median(ms)} if ms else row
 
 
-def line_of(rows: Sequence[Json]) -> str:
-    """Milliseconds of each, and how many times as fast `register` is."""
-    by_impl = {row["impl"]: row["ms"] for row in rows}
-    ours = by_impl.get("register")
-    parts = [f"{rows[0]['shape']:24}"]
-    for name, ms in by_impl.items():
-        told = f" ({ms / ours:.2f})" if ours and name not in OURS else ""
-        parts.append(f"{name} {ms:.3f} ms{told}")
-    return "  ".join(parts)
+def summary(rows: Sequence[Json]) -> Iterator[str]:
+    """By shape, milliseconds of each, and how many times as fast `register` is."""
+    timed = [row for row in rows if "ms" in row]
+    for shape in dict.fromkeys(row["shape"] for row in timed):
+        by_impl = {row["impl"]: row["ms"] for row in timed if row["shape"] == shape}
+        ours = by_impl.get("register")
+        parts = [f"{shape:24}"]
+        for name, ms in by_impl.items():
+            told = f" ({ms / ours:.2f})" if ours and name not in OURS else ""
+            parts.append(f"{name} {ms:.3f} ms{told}")
+        yield "  ".join(parts)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m {COMMAND}", description=__doc__)
-    parser.add_argument("shapes", nargs="*", help=f"some of {', '.join(SHAPES)}")
-    parser.add_argument("--out", type=Path, help="append the rows to this file")
-    given = parser.parse_args(arguments)
-    if unknown := [x for x in given.shapes if x not in SHAPES]:
-        parser.error(f"{', '.join(unknown)} is none of {', '.join(SHAPES)}")
-    if (why := why_no_gpu(COMMAND)) is not None:
-        say(why)
-        return 2
-    for name in given.shapes or SHAPES:
-        rows = measure(SHAPES[name])
-        say(line_of(rows))
-        if given.out is not None:
-            with given.out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-    return 0
+def head(run: Run) -> Json:
+    return {"device": torch.cuda.get_device_name(), "commit": commit_here(), **versions()}
 
+
+TABLE = Table(
+    command="bench.torch_sdpa", about=__doc__, cases=lambda: SHAPES, measure=measure,
+    small=lambda shapes: [Shape(1, 40, 4, 2, 16)], burst_s=0.2, head=head, summary=summary,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(runner.main(TABLE))

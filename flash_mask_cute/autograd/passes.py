@@ -93,13 +93,19 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         ctx.num_aux = None
         ctx.save_for_backward(*tensors)
     else:
-        aux_tensors = masks.aux_tensors
-        ctx.num_aux = None if aux_tensors is None else len(aux_tensors)
-        of_masks = *(aux_tensors or ()), *_mask_tensors(masks)
+        aux_tensors = saveable(masks.aux_tensors or ())
+        ctx.num_aux = None if masks.aux_tensors is None else len(aux_tensors)
+        of_masks = *aux_tensors, *_mask_tensors(masks)
         ctx.save_for_backward(*tensors, *of_masks)
         masks = masks_of(*replaced(masks, aux_tensors=None))
     ctx.call = made(AttentionCall, (_NO_TENSORS, masks, options.of_backward(), backward, direction))
     ctx.set_materialize_grads(False)
+
+
+def saveable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of those that were made in inference mode, which torch does not save and does not see
+    change."""
+    return [x.clone() if x.is_inference() else x for x in tensors]
 
 
 def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall:

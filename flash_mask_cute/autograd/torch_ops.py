@@ -20,6 +20,7 @@ from flash_mask_cute.autograd.passes import (
     refuse_dual_level,
     refuse_second_derivative,
     run_backward,
+    saveable,
     with_outputs,
 )
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, from_block_mask
@@ -548,7 +549,8 @@ def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.places = [
         i for i, x in enumerate(arguments) if isinstance(x, Tensor) and not x.is_inference()
     ]
-    aux_tensors, tensors = arguments[_AUX_POSITION], [arguments[i] for i in ctx.places]
+    aux_tensors = saveable(arguments[_AUX_POSITION])
+    tensors = [arguments[i] for i in ctx.places]
     low = None if _argument("score_mod", arguments) is None else lse_low
     ctx.save_for_backward(q, k, v, sink, out, lse, low, *aux_tensors, *tensors)
     ctx.arguments = [None if i in ctx.places else x for i, x in enumerate(arguments)]

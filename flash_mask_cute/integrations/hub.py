@@ -2,7 +2,7 @@
 
 transformers' continuous batching and accelerate's sequence parallelism take attention in that form
 only: by a name "owner/kernel", which the package `kernels` finds in a local folder if
-LOCAL_KERNELS says where it is (docs/integrations_engines.md).
+LOCAL_KERNELS says where it is (docs/integrations_more.md).
 """
 
 from __future__ import annotations

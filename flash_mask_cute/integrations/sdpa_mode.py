@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import ContextDecorator
+from inspect import iscoroutinefunction, isgeneratorfunction
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from flash_mask_cute.functional import flash_attn_func
 from flash_mask_cute.integrations.ran import REFUSALS, left_to_torch, ran_here
 from flash_mask_cute.runtime.constant_result import assume_constant_result
+from flash_mask_cute.runtime.plain_tensors import are_plain
 
 _NAME = "scaled_dot_product_attention"
 _HEAD_DIM_STEP = 8
 _AXES = "bhij"
 """Of a mask: batch entry, query head, query, key."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
-class sdpa(TorchFunctionMode):
+class sdpa(TorchFunctionMode, ContextDecorator):
     """Within the context, `F.scaled_dot_product_attention` runs on the kernels of this package.
 
     It has torch's arguments, results, broadcasting and gradients: query (..., heads, L, E), key
@@ -34,6 +41,10 @@ class sdpa(TorchFunctionMode):
     dropout, fp32 on a GPU, nested tensors, transforms of torch.func, and the like. So does each
     call where torch's flash attention is disabled, as by `sdpa_kernel(SDPBackend.MATH)`. Second
     derivatives are refused in the backward.
+
+    A backward that is called inside recomputes checkpoints here, too. `sdpa()` decorates functions,
+    which then run inside wherever they are called: in another thread, or by a checkpoint whose
+    backward is called outside.
 
     torch gives a mode the calls of Python code. `nn.MultiheadAttention` computes attention below
     them and stays on torch, with a warning.
@@ -62,7 +73,66 @@ class sdpa(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             reason = "nn.MultiheadAttention calls attention where no mode of torch sees it"
             left_to_torch("multi_head_attention_forward", reason)
+        if func in _BACKWARDS and not torch.compiler.is_compiling():
+            return _backward(self, func, args, keywords)
         return func(*args, **keywords)
+
+    def __call__(self, func: _Function) -> _Function:
+        if isgeneratorfunction(func) or iscoroutinefunction(func):
+            raise TypeError(
+                f"{func.__qualname__} runs after its call returns: write `with sdpa():` in it"
+            )
+        return super().__call__(func)
+
+
+def _backward(
+    mode: sdpa, func: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]
+) -> Any:
+    """A call of `_BACKWARDS` with the mode on, so that a checkpoint computes again what it did.
+
+    torch turns a mode off while this handles a call, and asks it again about each tensor that is
+    given on. It does not ask about gradient edges.
+    """
+    outputs = _as_list(args[0])
+    inputs = _as_list(args[1] if len(args) > 1 else given.get("inputs"))
+    if not all(map(_has_edge, (*outputs, *inputs))):
+        # torch says what is wrong, or a subclass has a backward of its own
+        return func(*args, **given)
+    options = {name: x for name, x in given.items() if name != "inputs"}
+    edges, of_inputs = ([_edge(x) for x in each] for each in (outputs, inputs))
+    if func is not torch.autograd.grad:
+        for x in inputs:
+            if isinstance(x, Tensor) and not x.is_leaf:
+                x.retain_grad()
+        if "gradient" in options:
+            options["grad_tensors"] = options.pop("gradient")
+        with mode:
+            return torch.autograd.backward(edges, inputs=of_inputs or None, **options)
+    wants_zeros = options.pop("materialize_grads", False)
+    with mode:
+        grads = torch.autograd.grad(edges, of_inputs, **options)
+    if wants_zeros:
+        recorded = bool(options.get("create_graph"))
+        pairs = zip(grads, inputs, strict=True)
+        grads = tuple(
+            torch.zeros_like(x, requires_grad=recorded) if grad is None else grad
+            for grad, x in pairs
+        )
+    return grads
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor | GradientEdge) else list(given)
+
+
+def _has_edge(given: Any) -> bool:
+    return isinstance(given, GradientEdge) or (are_plain(given) and given.requires_grad)
+
+
+def _edge(given: Tensor | GradientEdge) -> GradientEdge:
+    return given if isinstance(given, GradientEdge) else get_gradient_edge(given)
 
 
 class _Call(NamedTuple):
@@ -85,6 +155,10 @@ def _ours_or_torchs(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         result = _attend(call)
     except REFUSALS as error:
         reason = str(error)
+    except Exception:
+        # so a checkpoint ends what it computes again, when this call saves the last that is missing
+        ran_here(_NAME)
+        raise
     else:
         if not torch.compiler.is_compiling():
             ran_here(_NAME)
@@ -183,7 +257,7 @@ def _with_heads(x: Tensor) -> Tensor:
 def _as_bshd(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     """A tensor (..., heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim)."""
     if x.dim() != 4 or x.shape[:-3] != batch:
-        x = x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+        x = x.expand(*batch, *x.shape[-3:]).reshape(prod(batch), *x.shape[-3:])
     return x.transpose(1, 2)
 
 
@@ -204,6 +278,9 @@ def _mods_of(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> dict[str, A
         raise ValueError(f"attn_mask must be on {query.device}, got {mask.device}")
     if _common_shape("attn_mask and scores", mask.shape, shape) != shape:
         raise ValueError(f"attn_mask must broadcast to {shape}, got {tuple(mask.shape)}")
+    if 0 in shape:
+        # it hides nothing and adds to nothing, and kernels read no empty tensor
+        return {}
     *batch, heads, rows, keys = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
     table = mask.reshape(*batch, heads, rows, keys)
     if any(size != 1 for size in batch):

@@ -4,7 +4,7 @@
 flash attention to this package: `F.scaled_dot_product_attention` where torch chooses flash,
 `varlen_attn`, its out form, nested tensors, and torch's context-parallel ring. `sdpa` is a context
 that takes `F.scaled_dot_product_attention` on any device and with masks. `kernels_run` says which
-kernel ran. docs/integrations_torch.md compares them.
+kernel ran. docs/integrations.md compares them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 TRL folds roll-outs into a tree, in which shared tokens stand once, in depth-first order. Its own
 attention copies the keys of every path from the root. Here one causal vector says who sees whom
-(`builders.prefix_tree`), and no key is copied. docs/integrations.md has more.
+(`builders.prefix_tree`), and no key is copied. docs/integrations_more.md has more.
 """
 
 from __future__ import annotations

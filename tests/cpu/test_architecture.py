@@ -19,7 +19,7 @@ MAX_LINES = 700
 TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
 MAX_TEST_LINES = 700
 # Folders of tests/cpu that are named unlike the folder of the package whose tests they have.
-TEST_FOLDERS = {"bench": "bench", "cpu_path": f"{PACKAGE}/cpu"}
+TEST_FOLDERS = {"bench": "bench", "lab": "lab", "cpu_path": f"{PACKAGE}/cpu"}
 MAX_FUNCTION_LINES = 110
 
 # Arithmetic on ints, device values or tensors, which every layer above may use.
@@ -358,7 +358,7 @@ def circle(sources: Mapping[str, str]) -> set[str]:
     return set(imported)
 
 
-@pytest.mark.parametrize("folder", [PACKAGE, "bench"])
+@pytest.mark.parametrize("folder", [PACKAGE, "bench", "lab"])
 def test_no_import_circle(folder: str) -> None:
     sources = {}
     for path in (ROOT / folder).rglob("*.py"):
@@ -366,6 +366,15 @@ def test_no_import_circle(folder: str) -> None:
         sources[".".join(part for part in parts if part != "__init__")] = path.read_text()
     found = circle(sources)
     assert not found, f"a circle is among {sorted(found)}"
+
+
+def test_bench_and_lab_stand_beside_the_package() -> None:
+    """lab uses bench, bench does not use lab, and the package uses neither."""
+    allowed = {PACKAGE: {PACKAGE}, "bench": {PACKAGE, "bench"}, "lab": {PACKAGE, "bench", "lab"}}
+    for folder, names in allowed.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            tops = {x.target.partition(".")[0] for x in imports_of(path.read_text())}
+            assert not (tops & allowed.keys()) - names, path
 
 
 def test_a_circle_is_noticed() -> None:
@@ -511,7 +520,7 @@ def test_the_index_leads_to_every_folder_and_page() -> None:
 
 
 def project_texts() -> Iterator[Path]:
-    for folder in (PACKAGE, "tests", "bench", "docs", "examples", ".ci"):
+    for folder in (PACKAGE, "tests", "bench", "lab", "docs", "examples", ".ci"):
         for path in (ROOT / folder).rglob("*"):
             hidden = any(part[0] in "._" for part in path.relative_to(ROOT / folder).parts[:-1])
             if path.is_file() and not hidden and path.suffix not in (".pyc", ".png", ".xz"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import html
 import importlib.util
 import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,11 @@ PUBLIC = {
         for name in ("Plan", "plan", "context_parallel_attention", "sharded")
     },
 }
+BUILDERS = [
+    name
+    for name, x in inspect.getmembers(builders, inspect.isfunction)
+    if name[0] != "_" and x.__annotations__.get("return") in ("ColumnMask", "DraftTree")
+]
 # A name that takes nothing, one whose fields are checked where they are used, and modules.
 RAISE_NOTHING = {"compile_count", "BlockSparseTensorsTorch", "builders", "parallel"}
 
@@ -43,14 +50,7 @@ def test_a_public_docstring_has_errors_and_an_example_that_runs(name: str) -> No
         pyplot.close("all")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, x in inspect.getmembers(builders, inspect.isfunction)
-        if name[0] != "_" and x.__annotations__.get("return") in ("ColumnMask", "DraftTree")
-    ],
-)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_a_builder_shows_a_mask(name: str) -> None:
     text, names = inspect.getdoc(getattr(builders, name)) or "", {"builders": builders}
     found = doctest.DocTestParser().get_doctest(text, names | vars(builders), name, None, None)
@@ -92,6 +92,45 @@ def test_a_broken_link_fails_the_site(broken: bool, tmp_path: Path) -> None:
     if not broken:
         page = (tmp_path / "site" / "api" / "index.html").read_text()
         assert all(f'id="flash_mask_cute.{name}"' in page for name in PUBLIC if name[0] != "_")
+        blocks = blocks_of_code(page)
+        shown = [*PUBLIC.values(), *(getattr(builders, name) for name in BUILDERS)]
+        found = [example for x in shown for example in examples(inspect.getdoc(x) or "")]
+        assert len(found) > len(PUBLIC)
+        assert not [example for example in found if example not in blocks]
+        text = " ".join(re.sub(r"<[^>]+>", "", page).split())
+        assert "Returns out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q." in text
+        assert "**unknown" not in text
+        start = (tmp_path / "site" / "index.html").read_text()
+        assert re.search(r"<h1[^>]*>flash_mask_cute", start), "the README is the start page"
+        backslashes = re.compile(r"<td[^>]*>(?:(?!</td>).)*\\\\\|", re.S)
+        for path in (tmp_path / "site").glob("*/index.html"):
+            assert not backslashes.search(path.read_text()), path
+
+
+def examples(docstring: str) -> list[str]:
+    """The examples of a docstring: runs of lines that begin with a prompt, with their results."""
+    found = []
+    for match in re.finditer(r"^Examples?:\n((?:    .*\n?|\n)+)", docstring, flags=re.M):
+        for part in textwrap.dedent(match[1]).split("\n\n"):
+            lines = [
+                re.sub(r"\s*# doctest: .*$", "", line) for line in part.strip("\n").splitlines()
+            ]
+            if lines and lines[0].startswith(">>> "):
+                found.append("\n".join(lines))
+    return found
+
+
+def blocks_of_code(page: str) -> set[str]:
+    """What stands in the blocks of code of a page of the site."""
+    inner = re.findall(r"<pre[^>]*>(.*?)</pre>", page, flags=re.S)
+    return {html.unescape(re.sub(r"<[^>]+>", "", text)).strip("\n") for text in inner}
+
+
+def test_examples_and_blocks_are_found() -> None:
+    text = "A.\n\nExample:\n    >>> f(1)  # doctest: +SKIP\n    2\n\n    >>> g()\n"
+    assert examples(text) == [">>> f(1)\n2", ">>> g()"]
+    assert blocks_of_code("<pre class='x'><code>a &lt; <b>c</b>\n</code></pre>") == {"a < c"}
+    assert examples("No example.") == []
 
 
 def test_pages_that_code_names_have_these_headings() -> None:

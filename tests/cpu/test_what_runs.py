@@ -99,7 +99,7 @@ def repository(tmp_path: Path) -> Path:
     for name in (
         "docs/page.md",
         "bench/run.py",
-        "flash_mask_cute/call/choose/plan.py",
+        "flash_mask_cute/call/plan.py",
         "tests/support/cases/cases.py",
     ):
         write(tmp_path, name, f"text of {name}")
@@ -166,13 +166,13 @@ def test_what_the_simulator_reads_of_the_benchmark_is_known() -> None:
 
 
 def test_a_file_that_moved_to_the_benchmark_left_the_package(repository: Path) -> None:
-    git(repository, "mv", "flash_mask_cute/call/choose/plan.py", "bench/plan.py")
+    git(repository, "mv", "flash_mask_cute/call/plan.py", "bench/plan.py")
     assert is_needed(repository)
 
 
 def test_what_main_got_since_is_no_change(repository: Path) -> None:
     git(repository, "checkout", "main")
-    write(repository, "flash_mask_cute/call/choose/plan.py", "newer")
+    write(repository, "flash_mask_cute/call/plan.py", "newer")
     git(repository, "commit", "-a", "-m", "second")
     git(repository, "checkout", "topic")
     write(repository, "docs/page.md", "changed")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch_oracle import band, dense_attention, packed_attention
 
 from flash_mask_cute.integrations.torch import kernels_run, register, sdpa
@@ -191,3 +192,24 @@ def test_the_context_with_masks() -> None:
         expected = dense_attention(q, k, v, hides, added if mask is added else None).out
         close(out, expected)
         gradients_close(out, expected, (q, k, v, *([added] if mask is added else [])))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_sdpa_computes_checkpoints_again_in_the_thread_of_the_backward(use_reentrant: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def gradients(call: Any, *tensors: Tensor) -> list[Tensor]:
+        given = [x.detach().requires_grad_() for x in tensors]
+        call(*given).float().square().sum().backward()
+        return [x.grad.double() for x in given if x.grad is not None]
+
+    tensors = torch.randn(3, 2, 4, 200, 64, device="cuda", dtype=torch.bfloat16)
+    wanted = gradients(attend, *tensors.double())
+    with sdpa(), kernels_run() as ran:
+        found = gradients(
+            lambda *given: checkpoint(attend, *given, use_reentrant=use_reentrant), *tensors
+        )
+    assert [x.kernel for x in ran] == ["flash_mask_cute"] * 2
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, atol=2**-6 * float(y.abs().max()), rtol=0)

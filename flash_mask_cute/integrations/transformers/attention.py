@@ -97,13 +97,12 @@ def layer_attention(
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-    bias = None
-    if position_bias is not None:
-        bias = _fitted(position_bias, "position_bias", shape)
+    bias = None if position_bias is None else _fitted(position_bias, "position_bias", shape)
     packed = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         packed = _documents_of(*documents, shape)
+    shared = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
     sharding = current_sharding()
     if wide is not None:
         given: dict[str, Any] = {"s_aux": s_aux, "softcap": softcap, "position_bias": bias}
@@ -125,10 +124,8 @@ def layer_attention(
         _refuse_in_shards(module, unknown | {"attention_mask": mask})
         left = None if sliding_window is None else sliding_window - 1
         return context_parallel_attention(
-            q, k, v, sharding.mask, sharding.plan, sharding.group, sharding.method,
-            window_size=(left, None), softcap=softcap or 0.0, softmax_scale=scaling,
-            learnable_sink=s_aux,
-        ), None  # fmt: skip
+            q, k, v, **sharding._asdict(), window_size=(left, None), **shared
+        ), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _without_mask(bool(causal), sliding_window, shape)
@@ -144,7 +141,7 @@ def layer_attention(
     else:
         options = _of_table(_fitted(attention_mask, "attention_mask", shape), shape, packed, bias)
         packed = bias = None
-    options |= {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    options |= shared
     if block_indices is not None:
         options["block_sparse_tensors"] = _chosen(module, block_indices, packed is not None)
     if bias is not None:
@@ -154,16 +151,19 @@ def layer_attention(
             packed = None
         options["score_mod"], bias = _adding(bias, shape)
         options["aux_tensors"] = [bias, *options.get("aux_tensors", ())]
+    return _attend((q, k, v), packed, options), None
+
+
+def _attend(
+    qkv: tuple[Tensor, Tensor, Tensor], packed: Packed | None, options: dict[str, Any]
+) -> Tensor:
     if packed is not None:
-        packed = packed._replace(
-            cu_seqlens_q=packed.cu_seqlens_q.int(), cu_seqlens_k=packed.cu_seqlens_k.int()
-        )
-        out = flash_attn_varlen_func(q[0], k[0], v[0], *packed, **options)[None]
-    elif "seqused_k" in options:
-        out = flash_attn_varlen_func(q, k, v, **options)
-    else:
-        out = flash_attn_func(q, k, v, **options)
-    return out, None
+        rows = (x[0] for x in qkv)
+        cu_seqlens = packed.cu_seqlens_q.int(), packed.cu_seqlens_k.int()
+        return flash_attn_varlen_func(*rows, *cu_seqlens, *packed[2:], **options)[None]
+    if "seqused_k" in options:
+        return flash_attn_varlen_func(*qkv, **options)
+    return flash_attn_func(*qkv, **options)
 
 
 def wide_layer(module: torch.nn.Module, query: Tensor, value: Tensor) -> str | None:

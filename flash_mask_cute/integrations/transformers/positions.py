@@ -6,6 +6,7 @@ default, a packed batch without attention_mask is one sequence: documents see ea
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ _TEXT = (
     "model with use_cache=False, or pass cu_seq_lens_q and cu_seq_lens_k, as "
     "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does (said once)"
 )
-_pending: list[tuple[Tensor, Any]] = []
-"""Answers on their way from a GPU: pinned bool (1,), and the event after the copy."""
+_pending: deque[tuple[Tensor, Any]] = deque()
+"""Answers on their way from a GPU: pinned bool (1,), and the event after the copy. Several threads
+may take from it."""
 _said: list[bool] = []
 
 
@@ -34,8 +36,7 @@ def watch_positions(mask: AttentionMask, position_ids: Tensor | None) -> None:
     """
     if _said:
         return
-    while _pending and _pending[0][1].query():
-        _warn_if(_pending.pop(0)[0])
+    _read_answers()
     if position_ids is None or position_ids.dim() != 2 or mask.has_known_positions:
         return
     num_rows, num_keys = mask.shape[2:]
@@ -52,6 +53,18 @@ def watch_positions(mask: AttentionMask, position_ids: Tensor | None) -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(begins.device))
     _pending.append((answer, event))
+
+
+def _read_answers() -> None:
+    while _pending:
+        try:
+            answer, event = _pending.popleft()
+        except IndexError:  # another thread took the last one
+            return
+        if not event.query():
+            _pending.appendleft((answer, event))
+            return
+        _warn_if(answer)
 
 
 def _warn_if(begins: Tensor) -> None:

@@ -9,7 +9,7 @@ import pytest
 from dsl_masks import visible_by_mask_mod
 from small_cases import ODD, SMALL, dense, masked, small
 
-from bench import cases, cudnn_cases, everyday, flops, masks, paper, row_intervals, sweep
+from bench import flops, masks, row_intervals
 from bench.cases import CASES, BenchCase
 from bench.masks import Draw
 
@@ -51,55 +51,6 @@ def test_tiles_and_operations_match_a_dense_mask(case: BenchCase) -> None:
         rows = np.arange(case.lengths[0])
         found = case.mask_of(len(rows)).sees(rows[:, None], rows[None, :])
         assert np.array_equal(found, visible_pairs(case, len(rows)))
-
-
-def test_published_operation_counts() -> None:
-    assert flops.attention_flops(CASES["d128-full-8k"]) == 4 * 16 * 32 * 128 * 8192 * 8192
-    assert flops.attention_flops(CASES["d64-full-32k"]) == 4 * 4 * 64 * 64 * 32768 * 32768
-    unequal = CASES["extra-d192v128-causal-8k"]
-    assert flops.attention_flops(unequal) == 2 * (192 + 128) * 32 * 16 * (64 * 65 // 2) * 128 * 128
-    forward = flops.attention_flops(CASES["host-128"])
-    assert flops.attention_flops(CASES["host-128-train"]) == 3.5 * forward
-
-
-def test_tables_hold_their_cases_once_and_a_backward_is_that_of_its_forward() -> None:
-    for names in (paper.table_names(), everyday.table_names(), cudnn_cases.table_names()):
-        assert len(names) == len({*names}) and {*names} <= CASES.keys()
-    assert len(paper.table_names()) == 12 * 3 * 2 * 2 and len(everyday.SHAPES) == 41
-    for name, case in CASES.items():
-        if name.startswith("bwd-"):
-            forward = CASES[name.removeprefix("bwd-").replace("det-d128", "mask-d128")]
-            same = replace(forward, name=name, kind="backward", deterministic="-det-" in name)
-            assert case == same
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_document_lengths(seed: int) -> None:
-    lengths = cases.document_lengths(9, 5000, 100, 900, seed)
-    assert sum(lengths) == 5000 and len(lengths) == 9
-    assert all(100 <= length <= 900 for length in lengths)
-    with pytest.raises(ValueError, match="cannot hold"):
-        cases.document_lengths(9, 9 * 900 + 1, 100, 900, seed)
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"tokens": 400}, "300 of 400"),
-        ({"heads_kv": 3}, "heads_kv=3"),
-        ({"window": 8}, "window=8"),
-        ({"mask": "diagonal"}, "diagonal"),
-        ({"doc_lengths": (300,)}, "doc_lengths"),
-        ({"mask": "varlen_causal", "doc_lengths": (100, 200)}, "n=300"),
-        ({"mask": "document"}, "no native form"),
-        ({"mask": "document", "form": "columns", "draw": Draw(((299,),))}, "hold n=300"),
-        ({"mask": "tree_bfs", "form": "columns"}, "column intervals do not hold mask='tree_bfs'"),
-        ({"deterministic": True}, "deterministic with kind='attention'"),
-    ],
-)
-def test_contradictory_cases_are_refused(changes: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        small(**changes)  # type: ignore[arg-type]
 
 
 # -- masks ----------------------------------------------------------------------------------------
@@ -206,55 +157,6 @@ def test_all_forms_of_a_mask_say_the_same(mask: str) -> None:
     assert np.array_equal(of_endpoints(row_intervals.endpoints(whole), case.n), seen)
 
 
-def test_paths_of_a_tree() -> None:
-    """Each node's rows see the keys of its path up to their own, and no others."""
-    mask = static("tree_dfs").mask_of(244)
-    paths = masks.tree_paths(mask)
-    assert paths.starts.tolist() == [0, 40, 71, 98, 148, 166, 211, 244]
-    seen = np.zeros((244, 244), dtype=bool)
-    for node, (begin, end) in enumerate(zip(paths.starts, paths.starts[1:], strict=False)):
-        tokens = paths.tokens[slice(*paths.path_starts[node : node + 2])]
-        assert tokens[begin - end :].tolist() == list(range(begin, end))
-        for row in range(begin, end):
-            seen[row, tokens[: len(tokens) - (end - row) + 1]] = True
-    assert np.array_equal(seen, dense(static("tree_dfs")))
-
-
-def test_a_tree_is_complete_and_packed_ranges_count_from_their_own_first_key() -> None:
-    with pytest.raises(ValueError, match="no complete binary tree has 6 nodes"):
-        masks.make_mask("tree_dfs", 60, None, Draw(((10,),) * 6))
-    lengths = (5, 130, 1)
-    case = small("varlen_causal", 130, tokens=136, doc_lengths=lengths)
-    table = row_intervals.case_endpoints(case)
-    assert table.tolist() == [[q + 1 for length in lengths for q in range(length)]]
-
-
-@pytest.mark.parametrize("tile", [(128, 128), (192, 128), (64, 80)])
-@pytest.mark.parametrize("mask", masks.MASKS)
-def test_tiles_and_block_lists(mask: str, tile: tuple[int, int]) -> None:
-    case = masked(mask)
-    seen, lists = dense(case), flops.block_lists(case.mask_of(ODD), *tile)
-    visible = 0
-    for i, begin in enumerate(range(0, ODD, tile[0])):
-        full, part = [], []
-        for j, left in enumerate(range(0, ODD, tile[1])):
-            block = seen[begin : begin + tile[0], left : left + tile[1]]
-            (full if block.all() else part if block.any() else []).append(j)
-        visible += len(full) + len(part)
-        for count, index, expected in ((*lists[:2], part), (*lists[2:], full)):
-            assert count[i] == len(expected)
-            assert index[i].tolist() == expected + [0] * (index.shape[1] - len(expected))
-    by_key = flops.block_lists(case.mask_of(ODD), *tile, by_key=True)
-    for forward, turned in ((lists[:2], by_key[:2]), (lists[2:], by_key[2:])):
-        pairs = [
-            {(i, j) for i, t in enumerate(c) for j in x[i, :t].tolist()}
-            for c, x in (forward, turned)
-        ]
-        assert pairs[0] == {(i, j) for j, i in pairs[1]}
-    if tile == (128, 128):
-        assert flops.tile_counts(case) == (2 * visible, 2 * 36)
-
-
 PAPER_TFLOP = {
     "full": (17.59, 70.37, 281.48),
     "causal": (8.93, 35.32, 140.88),
@@ -278,24 +180,3 @@ def test_operations_are_those_of_the_paper(mask: str) -> None:
         case = CASES[f"mask-d128-{size}-{mask}"]
         tolerance = 0.04 if mask in DRAWN else 0.008 if mask == "random_eviction" else 0.003
         assert flops.attention_flops(case) / 1e12 == pytest.approx(published, rel=tolerance)
-
-
-def test_drawn_documents() -> None:
-    for n, (low, high) in masks.DOCUMENT_COUNTS.items():
-        for mask in ("document", "share_question"):
-            documents = masks.paper_draw(n, mask).documents
-            assert low <= len(documents) <= high and sum(map(sum, documents)) == n
-            assert all(3 <= len(parts) <= 7 and min(parts) > 0 for parts in documents)
-    for seed in range(50):
-        documents = masks.draw_documents(300, (2, 20), seed, spread=1.0)
-        assert sum(map(sum, documents)) == 300 and min(map(min, documents)) > 0
-
-
-def test_sweeps_cover_the_sparsities() -> None:
-    for mask, least in (("causal_document", 0.5), ("share_question", 0.5), ("document", 0.0)):
-        base = replace(CASES[f"sweep-32k-{mask}"], n=4096, draw=None)
-        drawn = sweep.draw_cases(base)
-        found = [flops.sparsity(case) for case in drawn]
-        assert len(drawn) >= 40 and len(set(drawn)) == len(drawn)
-        assert min(found) < least + 0.1 and max(found) > 0.8
-        assert flops.sparsity(sweep.dense_case(base)) == 0.0

@@ -10,8 +10,7 @@ from small_cases import SMALL, masked, small
 from test_bench_cases import visible_pairs
 
 from bench import cases, gate, masks, peers
-from bench.cases import CASES, BenchCase, make_tensors
-from bench.oracle import attend as attention
+from bench.cases import BenchCase, make_tensors
 
 
 def attend(case: BenchCase, tensors: cases.CaseTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,27 +87,6 @@ def test_gates_see_a_mask_that_is_off_by_one_key(window: int) -> None:
     expected = gate.gradient_reference(backward, saved, 1)
     found = peers.PEERS["ours"].prepare(wrong, peers.save_forward(wrong, tensors, 5))()
     assert not gate.check_gradients(expected, found, rule=gate.RULE).ok
-
-
-@pytest.mark.parametrize("keys", [0, 3])
-def test_rows_without_a_term(keys: int) -> None:
-    scores = torch.full((2, keys), -torch.inf, dtype=torch.float64).requires_grad_()
-    v = torch.randn(keys, 4, dtype=torch.float64, requires_grad=True)
-    found = attention(scores, v)
-    assert (found.out == 0).all() and (found.lse == -torch.inf).all()
-    for gradient in torch.autograd.grad((found.out.sum(), found.lse.sum()), (scores, v)):
-        assert (gradient == 0).all()
-    with_sink = attention(scores, v, torch.tensor(1.5))
-    assert (with_sink.out == 0).all() and (with_sink.lse == 1.5).all()
-
-
-def test_sampled_rows_hold_the_edges_of_documents() -> None:
-    rows = gate.sample_rows(SMALL[-1], seed=7)
-    places = {(row.sequence, row.query) for row in rows}
-    assert {(0, 0), (1, 0), (1, 128), (2, 0), (2, 127), (2, 128), (2, 514), (3, 127)} <= places
-    assert all(row.query < SMALL[-1].lengths[row.sequence] for row in rows)
-    dense = {(row.sequence, row.query) for row in gate.sample_rows(CASES["d128-full-8k"], seed=7)}
-    assert {(0, 0), (0, 8191), (15, 0), (15, 8191)} <= dense
 
 
 BACKWARDS = [

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.metadata
-import lzma
-import re
+import math
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 
 import pytest
 from small_cases import row
 
 import bench
-from bench import DETERMINISTIC, flops, plot, prep, report, sweep, tables
+from bench import DETERMINISTIC, flops, plot, report, sweep, tables
 from bench.cases import CASES
 from bench.everyday import SHAPES
-from bench.peers import DOCUMENT_MASKS
 from bench.rows import HEAD, RESULTS, append_row, read_rows, row_line
-from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE
 
 ROWS = [
     row("old", "mask-d128-8k-causal", "ours", 600),
@@ -41,26 +34,6 @@ ROWS = [
 # -- the file -------------------------------------------------------------------------------------
 
 
-def test_a_row_is_charged_for_its_direction() -> None:
-    case = CASES["bwd-det-d128-8k-document"]
-    made = bench.row_of(case, DETERMINISTIC, "loop", 20.0, ("spread 1.0%", ""))
-    twin = flops.tflops(CASES["mask-d128-8k-document"], 20.0)
-    assert made["bwd"] == pytest.approx(2.5 * twin, abs=0.01) and "fwd" not in made
-    assert (made["kind"], made["peer"], made["deterministic"]) == ("attention", "ours", True)
-    assert made["note"] == f"{case.name}; columns; spread 1.0%"
-    assert (bench.name_of(made), bench.peer_of(made)) == (case.name, DETERMINISTIC)
-    host = bench.row_of(CASES["host-128"], "fa4", "warm", 104.125, ())
-    assert host["us"] == 104.12 and "fwd" not in host
-
-
-def test_the_table_of_a_run_never_mixes_runs() -> None:
-    rows = [row("a", "d128-full-8k", "ours", 600), row("b", "d128-full-8k", "fa4", 500)]
-    lines = bench.format_table(rows).splitlines()
-    assert len(lines) == 2 and not any("=" in line for line in lines)
-    (line,) = bench.format_table([*rows, row("b", "d128-full-8k", "ours", 600)]).splitlines()[1:]
-    assert line.endswith("= 1.200")
-
-
 def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
     """Runs that append in turns, one whose head changes and changes back, and a row that was
     written whole: what stands in it wins over the head."""
@@ -77,20 +50,6 @@ def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write(row_line(own))
     assert read_rows(path) == [*given, own] and {*HEAD} <= own.keys()
-
-
-def test_an_archive_is_read_before_its_file(tmp_path: Path) -> None:
-    """Two runs archived one after the other, each a stream of its own, and a third in the file."""
-    path, archive = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.xz"
-    for each in ROWS[:2]:
-        append_row(path, each)
-        with open(archive, "ab") as file:
-            file.write(lzma.compress(path.read_bytes()))
-        path.unlink()
-    append_row(path, ROWS[2])
-    assert read_rows(path) == ROWS[:3]
-    with pytest.raises(FileNotFoundError):
-        read_rows(tmp_path / "other.jsonl")
 
 
 def test_a_row_before_its_head_is_refused(tmp_path: Path) -> None:
@@ -129,19 +88,16 @@ def test_a_total_is_of_one_run() -> None:
     assert {*ratios} >= {("causal", "660 (1.10)"), ("document", "450 (0.90)"), ("full", "-")}
 
 
-def test_which_run_a_line_is_of() -> None:
-    name, back, causal = "mask-d64-8k-full", "bwd-mask-d64-8k-full", "mask-d64-8k-causal"
-
-    def run_of(*rows: bench.Json) -> str:
-        return str(tables.Figures(rows).of(name)["ours"]["run"])
-
-    old, both = ([row(run, x, "ours", 9) for x in (name, back)] for run in ("old", "both"))
-    assert run_of(*old, *both, row("late", name, "ours", 9)) == "both"
-    # a later commit is worth more than a total, and a reference more than a later commit
-    new = row("new", name, "ours", 9, commit="abd")
-    assert run_of(*old, *both, new) == "new"
-    assert run_of(*both, row("both", causal, "fa4", 9), new) == "both"
-    assert tables.Figures([new]).of(back) == {}
+def test_means_of_the_headline() -> None:
+    """Geometric, over the masks that have a figure: forward 660 and 450, ratios 1.10 and 0.90."""
+    found = cells(tables.headline_means(ROWS))
+    (means,) = (key for key in found if key[0] == "twelve masks")
+    shown = [x for line in cells(tables.headline(ROWS)) for x in line[1:] if x != "-"]
+    rates = [float(x.split()[0]) for x in shown if x.endswith(")")]
+    ratios = [float(x.split("(")[1][:-1]) for x in shown if x.endswith(")")]
+    assert len(rates) == 2
+    rate, ratio = (math.exp(sum(map(math.log, x)) / 2) for x in (rates, ratios))
+    assert means[1] == f"{rate:.0f} ({ratio:.2f})"
 
 
 # -- bars -----------------------------------------------------------------------------------------
@@ -236,14 +192,6 @@ def test_bars_of_shapes() -> None:
     assert [report.shape_bar(shape, "fwd") for shape in few] == [1, 0.97, 1]
 
 
-def test_short_calls_are_held_by_short_bursts() -> None:
-    loop = made_up("a", SMALL_GRID, ours=0.1, fa4=0.3)
-    assert bars(*loop)[SMALL_GRID].verdict() == "not measured"
-    short = made_up("a", SMALL_GRID, "short", ours=0.1, fa4=0.09)
-    bar = bars(*loop, *short)[SMALL_GRID]
-    assert bar.figure == pytest.approx(0.9) and "bursts of ten calls" in bar.remark
-
-
 def test_runs_of_one_commit_decide_together() -> None:
     name, long = "d128-causal-8k", "mask-d128-8k-causal"
 
@@ -299,48 +247,3 @@ def test_pages_say_what_the_rows_say(page: str) -> None:
 
 def test_tables_say_what_the_rows_say() -> None:
     assert report.TABLES_PAGE.read_text() == report.tables_page(COMMITTED)
-
-
-def drawn(path: Path) -> str:
-    """An svg with its images by their points: matplotlib does not choose how they are packed."""
-    image = pytest.importorskip("matplotlib.image")
-
-    def points(found: re.Match[str]) -> str:
-        pixels = image.imread(BytesIO(base64.b64decode(found[1])))
-        return f"{pixels.shape} {hashlib.sha256(pixels.tobytes()).hexdigest()}"
-
-    text = re.sub(r'data:image/png;base64,([^"]+)', points, path.read_text())
-    return re.sub(r'id="image\w+"', "", text)
-
-
-def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    committed = {path.name: drawn(path) for path in plot.FOLDER.iterdir()}
-    made_by = re.search(r"Matplotlib v([\d.]+)", committed["memory.svg"])
-    here = importlib.metadata.version("matplotlib")
-    if made_by is None or made_by[1] != here:
-        pytest.skip(f"drawn by another version of matplotlib than {here}: {made_by}")
-    pyplot.rcParams["font.size"] = 20  # what was drawn before does not matter
-    plot.draw_all(COMMITTED, tmp_path)
-    assert {path.name: drawn(path) for path in tmp_path.iterdir()} == committed
-
-
-def test_sizes_of_masks_are_those_that_were_measured() -> None:
-    sizes = {(bench.name_of(r), r["peer"]): r["bytes"] for r in COMMITTED if r["kind"] == "prep"}
-    # cuDNN's masks have tables of their own
-    measured = {key: found for key, found in sizes.items() if key[0].startswith("meta-")}
-    assert len(measured) == 10
-    of_tables = {"causal_document": 1, "document": 1, "share_question": 2, "random_eviction": 1}
-    for (name, peer), found in measured.items():
-        case = CASES[name]
-        vectors = case.mask_of(case.n).hidden.shape[1]
-        expected = prep.interval_bytes(case.n, vectors)
-        if peer == "flex":
-            expected = prep.block_mask_bytes(case.n) + 4 * case.n * of_tables.get(case.mask, 0)
-        elif case.mask in DOCUMENT_MASKS:
-            # intervals, also counted inside documents; where these begin, in slots and in the
-            # batch; bounds of both, with one block more for each sequence
-            slots, blocks = case.n // DOCUMENT_STRIDE, case.n // BOUNDS_TILE
-            expected = 4 * (2 * vectors * case.n + slots + slots + 1)
-            expected += 4 * 2 * vectors * (blocks + blocks + slots)
-        assert found == expected

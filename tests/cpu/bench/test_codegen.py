@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from pathlib import Path
 
 import pytest
@@ -12,46 +11,6 @@ import pytest
 from bench import ROOT, Json, codegen
 from bench.codegen_variants import VARIANTS, AttentionVariant
 from flash_mask_cute.call.tiles.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD
-
-SASS = """
-\tcode for sm_90a
-\t\tFunction : kernel_flash
-\t.headerflags\t@"EF_CUDA_SM90 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM90)"
-        /*0000*/                   LDC R1, c[0x0][0x28] ;         /* 0x00000a00ff017b82 */
-                                                                  /* 0x000fe20000000800 */
-        /*0010*/              @!P0 BRA `(.L_x_3) ;                /* 0x0000000000088947 */
-        /*0020*/             @!UPT UIADD3 URZ, URZ, URZ, URZ ;    /* 0x0000003f3f3ff290 */
-        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0 ;
-        /*10040*/              @PT HGMMA.64x80x16.F32.BF16 R24, gdesc[UR4], !UPT ;
-        /*10050*/           @!UP0 UTMALDG.4D [UR8], [UR4], desc[UR6] ;
-.L_x_3:
-        /*10060*/                  BRA `(.L_x_3);
-"""
-SASS_COUNTS = {"BRA": 2, "HGMMA": 2, "LDC": 1, "UIADD3": 1, "UTMALDG": 1}
-
-PTX = """
-.version 8.8
-.target sm_90a
-.visible .entry kernel_flash(
-\t.param .u32 kernel_flash_param_0
-)
-.reqntid 384, 1, 1
-{
-\t.reg .pred \t%p<3>;
-\t.loc\t1 10 0                          // setp.eq.s32 in a comment
-$L__BB0_1:
-\t@%p1 bra \t$L__BB0_1;
-\t// begin inline asm
-\t{ .reg .pred P1; setp.eq.s32 P1, 1, 1; @P1 bra.uni DONE; bra.uni $L__BB0_1; DONE: }
-\t// end inline asm
-\twgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
-\t\t{%f1, %f2,
-\t\t%f3}, %rd1, %rd2, p, 1, 1, 0, 0;
-\tex2.approx.ftz.f32 \t%f1, %f2;
-\tret;
-}
-"""
-PTX_COUNTS = {"bra": 3, "ex2": 1, "ret": 1, "setp": 1, "wgmma": 1}
 
 ROW: Json = {
     "name": "d64-full",
@@ -67,18 +26,6 @@ ROW: Json = {
     "compiler": "cutlass_dsl 4.8.1, CUDA 13.4",
     "commit": "1234567",
 }
-
-
-def test_ptx_is_counted_where_no_disassembler_works(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for commands in ([], [["false"]], [["true"]]):
-        monkeypatch.setattr(codegen, "disassemblers", lambda commands=commands: iter(commands))
-        assert codegen.count_opcodes(b"", PTX, tmp_path) == ("ptx", PTX_COUNTS)
-    text = tmp_path / "sass"
-    text.write_text(SASS)
-    monkeypatch.setattr(codegen, "disassemblers", lambda: iter([["false"], ["cat", str(text)]]))
-    assert codegen.count_opcodes(b"", PTX, tmp_path) == ("sass", SASS_COUNTS)
 
 
 def test_differences() -> None:
@@ -121,62 +68,6 @@ def test_status_against_kept_rows(
     assert "registers 168 -> 128" in capsys.readouterr().out
 
 
-STUB = """
-import json, sys
-if "--list" in sys.argv:
-    print("d64-full\\nd64-gone")
-else:
-    names, out = sys.argv[1:-2], sys.argv[-1]
-    import flash_mask_cute
-    row = json.loads(flash_mask_cute.ROW)
-    open(out, "w").write("".join(json.dumps(row | {"name": name}) + "\\n" for name in names))
-"""
-
-
-def test_against_what_an_earlier_commit_compiles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder, name, text in (
-        ("bench", "codegen.py", STUB),
-        ("bench", "__init__.py", ""),
-        ("flash_mask_cute", "__init__.py", f"ROW = {json.dumps(ROW | {'registers': 160})!r}"),
-    ):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / name).write_text(text)
-    made = {key: value for key, value in ROW.items() if key != "commit"}
-    monkeypatch.setattr(codegen, "compile_row", lambda name: made | {"name": name})
-    assert codegen.rows_of(str(tmp_path), ["d64-causal"]) == {}
-    assert codegen.main(["d64-full", "d64-causal", "--against", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "registers 160 -> 168" in said and "not in the other rows" in said
-    with pytest.raises(SystemExit, match="2"):
-        codegen.main(["d64-full", "--against", "no-such-commit"])
-
-
-def elf(*sections: tuple[str, bytes]) -> bytes:
-    """A 64-bit ELF file with these sections, and one that holds their names."""
-    names = b"\0" + b"".join(name.encode() + b"\0" for name, _ in sections) + b".shstrtab\0"
-    contents = [*sections, (".shstrtab", names)]
-    header_size, at, headers, body = 64, 1, [bytes(64)], b""
-    for name, content in contents:
-        headers.append(
-            struct.pack("<2I4Q", at, 1, 0, 0, header_size + len(body), len(content)) + bytes(24)
-        )
-        at += len(name) + 1
-        body += content
-    start = bytes(40) + struct.pack("<Q", header_size + len(body)) + bytes(10)
-    return start + struct.pack("<3H", 64, len(headers), len(headers) - 1) + body + b"".join(headers)
-
-
-def test_digest_of_machine_code() -> None:
-    cubin = elf((".text.kernel", b"code"), (".debug_line", b"one"), (".text.other", b"more"))
-    renamed = elf((".text.other", b"more"), (".text.new_name", b"code"), (".debug_line", b"two"))
-    changed = elf((".text.kernel", b"Code"), (".debug_line", b"one"), (".text.other", b"more"))
-    digest = codegen.machine_code_digest(cubin)
-    assert digest == codegen.machine_code_digest(renamed) != codegen.machine_code_digest(changed)
-    assert len(digest) == 16
-
-
 def test_what_the_variants_cover() -> None:
     """Each row of the tables (tiles of an attention kernel), and each kind of kernel."""
     attention = [x for x in VARIANTS.values() if isinstance(x, AttentionVariant)]
@@ -197,6 +88,25 @@ def test_what_the_variants_cover() -> None:
         *("preprocess", "postprocess", "add_parts", "zero_padding", "mask_bits"),
         *("column_bounds", "document_split", "block_scan", "bwd_shared", "bwd_short"),
     }
+
+
+def test_a_file_of_rows_is_taken_by_either_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And another file is refused, with what is wanted, before anything is compiled."""
+    archive = ROOT / "bench" / "results" / "codegen.jsonl.xz"
+    by_archive = codegen.rows_of(str(archive), [])
+    assert by_archive == codegen.rows_of(str(archive.with_suffix("")), []) and by_archive
+    for name, content in (("a.xz", b"no archive"), ("b.jsonl", b"\xff\xfe"), ("c", b"a page")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SystemExit, match="2"):
+            codegen.main(["d64-full", "--against", str(tmp_path / name)])
+        assert f"takes a file of rows or a commit: {tmp_path / name}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        codegen.main(["d64-full", "--against", "no-such-commit"])
+    assert (
+        "a file of rows or a commit: 'no-such-commit' is no folder with" in capsys.readouterr().err
+    )
 
 
 def test_kept_rows_hold_every_variant() -> None:

@@ -29,7 +29,6 @@ from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import from_dlpack
 from mask_cases import MASK_MODS, SCORE_MODS
 
-from bench.blackwell_model import count_softmax
 from flash_mask_cute.call.forward import build_fwd, compile_fwd
 from flash_mask_cute.call.problem import AttentionProblem, Mods
 from flash_mask_cute.call.settings import FwdConfig
@@ -44,6 +43,7 @@ from flash_mask_cute.runtime.compiler import compile_object, compiler_keeps
 from flash_mask_cute.sm100.flash_fwd_traits import SMEM_BOOKKEEPING
 from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits as BlackwellTraits
 from flash_mask_cute.utils import scalar_to_ssa
+from lab.model import count_softmax
 
 ROWS = tuple(
     AttentionProblem("bfloat16", row.max_dim, row.max_dim_v, is_causal=causal)

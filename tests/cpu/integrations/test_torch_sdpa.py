@@ -133,6 +133,46 @@ def test_masks_of_more_batches(is_bool: bool) -> None:
         compare(tensors_of(shapes), {"attn_mask": chosen}, chosen if is_bool else None)
 
 
+EMPTY: dict[str, Shapes] = {
+    "no keys": ((2, 4, 9, 16), (2, 4, 0, 16), (2, 4, 0, 8)),
+    "no queries": ((2, 4, 0, 16), (2, 4, 13, 16), (2, 4, 13, 8)),
+    "no batch entries": ((0, 4, 9, 16), (0, 4, 13, 16), (0, 4, 13, 8)),
+    "no keys, two batches": ((2, 3, 4, 9, 16), (2, 3, 4, 0, 16), (2, 3, 4, 0, 8)),
+    "no keys, no heads": ((9, 16), (0, 16), (0, 8)),
+}
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+@pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+def test_masks_with_nothing_to_attend(shapes: Shapes, is_bool: bool) -> None:
+    """Of all shapes that broadcast to the scores. A gradient of the mask is None, as torch's."""
+    (*batch, rows, _), keys = shapes[0], shapes[1][-2]
+    ends = [(rows, keys), (rows, 1), (1, keys), (1, 1), (keys,), (1,), ()]
+    starts = {tuple(batch), (*batch[:1], *(1 for _ in batch[1:])), ()}
+    for shape in {(*x, *y) for x in starts for y in ends if len(y) == 2 or not x}:
+        mask = torch.randn(shape)
+        chosen = mask > 0 if is_bool else mask.requires_grad_()
+        tensors = tensors_of(shapes)
+        with sdpa(), kernels_run() as ran:
+            out = F.scaled_dot_product_attention(*tensors, attn_mask=chosen)
+            assert torch.equal(out, F.scaled_dot_product_attention(*tensors))
+        assert ran == OURS * 2
+        expected = F.scaled_dot_product_attention(*tensors, attn_mask=chosen)
+        assert torch.equal(out, expected)
+        for x in (out, expected):
+            grads = torch.autograd.grad(x.sum(), (*tensors, mask)[: 4 - is_bool], allow_unused=True)
+            assert all(not y.any() for y in grads[:3]) and grads[3:] in ((), (None,)), shape
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_a_mask_made_in_inference_mode_serves_training(is_bool: bool) -> None:
+    with torch.inference_mode():
+        mask = torch.randn(2, 1, 9, 13)
+        chosen = mask > 0 if is_bool else mask
+    visible = chosen.clone() if is_bool else None
+    compare(tensors_of(CROSS), {"attn_mask": chosen}, visible)
+
+
 def test_a_mask_that_changes_between_calls() -> None:
     tensors, mask = tensors_of(CROSS), torch.rand(2, 1, 1, 13) > 0.4
     for _ in range(2):

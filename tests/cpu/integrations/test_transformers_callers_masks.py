@@ -4,6 +4,7 @@ separates."""
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_it_is_moved_as_what_it_is() -> None:
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch, nothing_warned: None) -> None:
     monkeypatch.setattr(positions, "_said", [])
-    monkeypatch.setattr(positions, "_pending", [])
+    monkeypatch.setattr(positions, "_pending", deque())
 
 
 def warnings_of(model: Any, *calls: dict[str, Any]) -> list[str]:
@@ -199,6 +200,7 @@ def test_an_answer_from_a_gpu_is_read_when_it_is_there(nothing_said: None) -> No
     plain = ROW | {"position_ids": torch.arange(SEQ)[None]}
     model = tiny.decoder("llama").ours
     assert not warnings_of(model, plain)
+    assert len(positions._pending) == 1
     event.is_done = True
     assert len(warnings_of(model, plain, plain)) == 1
     assert not positions._pending

@@ -529,3 +529,27 @@ def test_views_share_the_count_of_their_base() -> None:
         fused.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Tensor, Owner])
+def test_tensors_of_mods_that_were_made_in_inference_mode_serve_training(kind: Any) -> None:
+    """torch saves none of them for a backward, so a copy is saved: a later change is not seen."""
+
+    def grads(shown: Tensor, added: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        q, k, v = (x.as_subclass(kind).requires_grad_() for x in qkv())
+        out = flash_attn_func(
+            *(q, k, v),
+            mask_mod=lambda b, h, i, j: shown[i, j],
+            score_mod=lambda score, b, h, i, j: score + added[j],
+        )
+        if added.is_inference():
+            with torch.inference_mode():
+                added.add_(torch.arange(SEQLEN))
+        return list(torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+    with torch.inference_mode():
+        shown, added = torch.rand(SEQLEN, SEQLEN) > 0.3, torch.randn(SEQLEN)
+    wanted = grads(shown.clone(), added.clone())
+    for x, y in zip(grads(shown, added), wanted, strict=True):
+        torch.testing.assert_close(x, y)

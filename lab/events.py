@@ -5,7 +5,7 @@ product tells threads that it is complete after a signal's time, and threads tel
 after another. Exponentials and dS of a block are phases of the compute warps. dQ leaves tensor
 memory by way of staging memory of 16 KB a part; a part's place is free when its bulk add has read
 it. The period of a steady state is the time of a block. Where bytes of shared memory take longer
-than that, they decide (`bench.blackwell_model`).
+than that, they decide (`lab.model`).
 
 Cycles of an SM. Nothing was measured on Blackwell: rates that are not known are ranges (`RATES`).
 """

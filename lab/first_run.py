@@ -1,4 +1,4 @@
-"""python -m bench.first_run: the first hour of the Blackwell kernels on a GPU (B200, B300).
+"""python -m lab.first_run: the first hour of the Blackwell kernels on a GPU (B200, B300).
 
 Nothing of them has run on hardware yet. The steps go from the smallest call to the largest; each
 has a process and a time limit of its own, so that one that hangs or faults costs its limit and no
@@ -6,9 +6,9 @@ more. Results are held to attention in fp64. compute-sanitizer repeats the small
 is installed. Then come the rates that the model of these kernels lacks, and times of choices that
 were only counted. A row a step goes to --out.
 
-    python -m bench.first_run                    # everything
-    python -m bench.first_run --simulate         # the same steps on the software GPU, small calls
-    python -m bench.first_run one-cta-64 rates   # some steps
+    python -m lab.first_run                    # everything
+    python -m lab.first_run --simulate         # the same steps on the software GPU, small calls
+    python -m lab.first_run one-cta-64 rates   # some steps
 
 docs/first_run.md says what to do with the rows.
 """
@@ -33,9 +33,9 @@ from bench.rows import row_line
 from flash_mask_cute.runtime.cache import DIRECTORY_VARIABLE
 
 if TYPE_CHECKING:
-    from bench.first_run_calls import Call, Machine
+    from lab.calls import Call, Machine
 
-OUT = ROOT / "bench" / "results" / "blackwell_first_run.jsonl"
+OUT = ROOT / "lab" / "results" / "blackwell_first_run.jsonl"
 ARCH, SIMULATED_SMS = "sm_100a", 2
 # limits on the software GPU, in those on a GPU
 SIMULATED_LIMIT = 5
@@ -59,7 +59,7 @@ def _calls(
     forward: Sequence[Call] = (), backward: Sequence[Call] = ()
 ) -> Callable[[Machine], Iterator[Json]]:
     def run(machine: Machine) -> Iterator[Json]:
-        from bench.first_run_calls import run_calls
+        from lab.calls import run_calls
 
         return run_calls(tuple(forward), tuple(backward), machine)
 
@@ -68,7 +68,7 @@ def _calls(
 
 def steps() -> dict[str, Step]:
     """All steps by name, in their order."""
-    from bench.first_run_calls import Call
+    from lab.calls import Call
 
     def one_cta(d: int) -> Step:
         alone = {"cta_pair": False}
@@ -113,7 +113,7 @@ def steps() -> dict[str, Step]:
 
 
 def _rates(machine: Machine) -> Iterator[Json]:
-    from bench.first_run_rates import measure_rates
+    from lab.rates import measure_rates
 
     sms, clock = SIMULATED_SMS, 0.0
     if machine.target is None:
@@ -148,7 +148,7 @@ def _timed(
     machine: Machine, dims: tuple[int, int], causal: bool, choices: Sequence[dict[str, Any]]
 ) -> Iterator[Json]:
     """Milliseconds of each choice, in turns; the software GPU checks the results instead."""
-    from bench.first_run_calls import Call, check_forward
+    from lab.calls import Call, check_forward
 
     if machine.is_simulated:
         for config in choices:
@@ -172,7 +172,7 @@ def _timed_backward(
     machine: Machine, dims: tuple[int, int], causal: bool, choices: Sequence[dict[str, Any]]
 ) -> Iterator[Json]:
     """As `_timed`, of the backward."""
-    from bench.first_run_calls import Call, backward_of, check_backward
+    from lab.calls import Call, backward_of, check_backward
 
     if machine.is_simulated:
         for config in choices:
@@ -207,8 +207,8 @@ def child(name: str, is_simulated: bool) -> int:
         from bench.simulated import run_what_caches_load
 
         run_what_caches_load(software_gpu)
-    from bench.first_run_calls import Machine
     from flash_mask_cute.runtime.target import Target
+    from lab.calls import Machine
 
     target = Target(ARCH, SIMULATED_SMS) if is_simulated else None
     machine = Machine("cpu" if is_simulated else "cuda", target)
@@ -229,7 +229,7 @@ def _refuse_warnings() -> None:
 
 def supervise(name: str, seconds: int, is_simulated: bool, before: Sequence[str] = ()) -> Json:
     """Run a step in a process of its own; its row. before: a command to run it under."""
-    command = [*before, sys.executable, "-m", "bench.first_run", "--child", name]
+    command = [*before, sys.executable, "-m", "lab.first_run", "--child", name]
     begin, state, error = time.monotonic(), "right", ""
     environment = dict(os.environ)
     with (
@@ -293,7 +293,7 @@ def _gpu() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if a step was not right, 2 where there is no such GPU or no such step."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.first_run",
+        prog="python -m lab.first_run",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

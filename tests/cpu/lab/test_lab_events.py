@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench import blackwell_peer
-from bench.blackwell_events import RATES, Backward, Forward, Rates, WidePair, products
-from bench.blackwell_model import wide_launches
+from lab import recorded_peer
+from lab.events import RATES, Backward, Forward, Rates, WidePair, products
+from lab.model import wide_launches
 
 PARTS = {64: (32768,), 96: (16384,) * 3, 128: (16384,) * 4}
 BY_BYTES = {64: 2176, 96: 3264, 128: 4096}
@@ -48,11 +48,11 @@ def test_earlier_predictions(d: int, keywords: dict, predicted: tuple[int, ...])
 
 @pytest.mark.parametrize(
     ("row", "predicted"),
-    list(zip(blackwell_peer.BACKWARD[:3], [(53,) * 3, (59, 59, 44), (77,) * 3], strict=True)),
+    list(zip(recorded_peer.BACKWARD[:3], [(53,) * 3, (59, 59, 44), (77,) * 3], strict=True)),
     ids=lambda x: getattr(x, "label", ""),
 )
 def test_earlier_predictions_of_a_peer(
-    row: blackwell_peer.BackwardRow, predicted: tuple[int, ...]
+    row: recorded_peer.BackwardRow, predicted: tuple[int, ...]
 ) -> None:
     assert row.model is not None
     assert shares(row.dims[0], row.model, row.shared_cycles) == pytest.approx(predicted, abs=3)

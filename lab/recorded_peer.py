@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bench.blackwell_events import Backward, Forward, products
+from lab.events import Backward, Forward, products
 
 # head dimension 64, causal, one CTA; it masks every block
 BACKWARD_64_CAUSAL: dict[str, dict[str, int]] = {

@@ -1,4 +1,4 @@
-"""Three rates of a Blackwell SM that the model of `bench.blackwell_model` lacks.
+"""Three rates of a Blackwell SM that the model of `lab.model` lacks.
 
 Small kernels repeat one thing; the time of a launch over the repetitions is the figure. On the
 software GPU they run, and their times mean nothing.

@@ -1,4 +1,4 @@
-"""The calls of `bench.first_run`, each held to attention in fp64. A child process runs one step.
+"""The calls of `lab.first_run`, each held to attention in fp64. A child process runs one step.
 
 On a GPU they run there; with a simulated target on the software GPU, with tensors on the CPU.
 """

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import ROOT, first_run
-from bench.first_run_calls import Call, Machine, WrongResult, _hold, check_forward
+from bench import ROOT
+from lab import first_run
+from lab.calls import Call, Machine, WrongResult, _hold, check_forward
 
 
 def test_steps_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,324 @@
+"""The benches that are tables of cases: their gates refuse wrong results, their kept rows are
+readable, and what they say of a problem is what its definition says."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bench import (
+    ROOT,
+    Json,
+    block_sparse,
+    decode,
+    flex,
+    learned,
+    parallel,
+    runner,
+    selected,
+    torch_sdpa,
+)
+from bench.flex_mods import NAMED
+from bench.overlap import overlap_of, union
+from flash_mask_cute import flash_attn_func
+
+NAMES = ("flex", "selected", "block_sparse", "learned", "parallel", "torch_sdpa", "decode")
+TABLES = {name: importlib.import_module(f"bench.{name}").TABLE for name in NAMES}
+
+
+def dry_run(table: runner.Table) -> runner.Run:
+    peers = ",".join(table.peers)
+    return runner.Run(table, Namespace(dry=True, seconds=1e6, peers=peers, rounds=1, burst=0.1))
+
+
+# -- the runner -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    name: str
+
+
+def made_table(rows: Callable[[Made], Iterator[Json]]) -> runner.Table:
+    return runner.Table(
+        "bench.made", "Made up.", lambda: [Made("one"), Made("two")], lambda case, run: rows(case),
+        lambda cases: cases, ratios=(runner.Ratio("b / a", ("b_ms", "c_ms"), "a_ms"),),
+    )  # fmt: skip
+
+
+def test_a_wrong_result_makes_the_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the next case goes on."""
+
+    def rows(case: Made) -> Iterator[Json]:
+        if case.name == "one":
+            raise ValueError("out is off")
+        yield {"case": case.name, "a_ms": 2.0, "b_ms": 4.0, "c_ms": 3.0}
+
+    assert runner.main(made_table(rows), ["--dry"]) == 1
+    wrong, right = capsys.readouterr().out.splitlines()
+    assert "failed: ValueError: out is off" in wrong and right.endswith("b / a 1.500")
+    assert runner.main(made_table(rows), ["--dry", "two"]) == 0
+    for row in ({"kind": "wrong"}, {"ok": False}):
+        assert runner.main(made_table(lambda case, row=row: iter([row])), ["--dry"]) == 1  # type: ignore
+
+
+def test_another_error_of_a_case_is_not_hidden() -> None:
+    def rows(case: Made) -> Iterator[Json]:
+        raise RuntimeError("a bug")
+        yield {}
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        runner.main(made_table(rows), ["--dry"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cases_have_one_name_each_and_a_run_needs_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [case.name for case in TABLES[name].cases()]
+    assert len(names) == len({*names}) > 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runner.main(TABLES[name], names[:1]) == runner.NO_GPU
+    with pytest.raises(SystemExit):
+        runner.main(TABLES[name], ["no-such-case"])
+    assert f"no case matches 'no-such-case'; they are {names[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["flex", "selected", "block_sparse", "parallel", "decode"])
+def test_kept_rows_are_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "bench" / "results" / f"{name}.jsonl"
+    kept, table = runner.rows_in([path]), TABLES[name]
+    wrong = any(map(runner.is_wrong, kept))
+    assert runner.main(table, ["--report", str(path)]) == wrong
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(kept) + len(list(table.summary(kept)))
+    known = {case.name for case in table.cases()}
+    assert any(row.get("case") in known for row in kept)
+
+
+def test_nan_is_no_small_error() -> None:
+    right, nan = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
+    assert runner.compare("x", ["out", "dq"], [right, right * 1.01], [right] * 2, 0.02) > 0.009
+    for found in (nan, right * 1.03):
+        with pytest.raises(ValueError, match=r"x: dq is off by \S+ of the largest number"):
+            runner.compare("x", ["out", "dq"], [right, found], [right] * 2, 0.02)
+    assert np.isnan(runner.worst([0.0, torch.nan, 0.5])) and runner.worst([0.5, 0.1]) == 0.5
+
+
+# -- gates ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["prefix_lm", "alibi", "relative_bias", "block_map"])
+def test_flex_calls_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention, our own form of the same, and rows in float64; a wrong row is not timed."""
+    case = flex.Case(name, 160, 16, batch=2, heads=2)
+    problem = flex.Problem(case, "cpu", torch.float32)
+    calls, remarks = flex.ready_calls(problem)
+    assert list(calls["fwd"]) == list(calls["bwd"]) == ["ours", "own"] and len(remarks) == 1
+    right = problem.call_of("own")().detach()
+    for factor in (1.02, torch.nan):
+        with pytest.raises(ValueError, match="rows of O are off"):
+            problem.check_rows(right * factor)
+    own = problem.gradients
+    monkeypatch.setattr(problem, "gradients", lambda out: damaged(own(out)))
+    with pytest.raises(ValueError, match="gradient 0 is off by"):
+        flex.ready_calls(problem)
+
+
+def damaged(call: Callable[[], Any], seen: list[int] = [0]) -> Callable[[], Any]:  # noqa: B006
+    """Each second call gives gradients that are 10 % too large."""
+
+    def wrong() -> list[torch.Tensor]:
+        seen[0] += 1
+        return [x * (1 + 0.1 * (seen[0] % 2)) for x in call()]
+
+    return wrong
+
+
+MASKED = [x.name for x in NAMED if x.name not in ("alibi", "soft_cap", "t5_bias")]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_by_hand_are_those_of_the_mods(name: str) -> None:
+    """By the mean of the values that a query sees, at a length that the windows do not cover."""
+    problem = flex.Problem(flex.Case(name, 1300, 8, heads=1), "cpu", torch.float64)
+    if problem.made.own is None:
+        pytest.skip("nothing by hand")
+    problem.q, problem.k = (torch.zeros_like(x) for x in (problem.q, problem.k))
+    with torch.no_grad():
+        ours, own = (problem.call_of(peer)() for peer in ("ours", "own"))
+    torch.testing.assert_close(own, ours, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reads", ["slopes", "t5", "triangle"])
+def test_gradients_of_tables_are_compared(reads: str) -> None:
+    case = learned.Case(reads, 24, reads != "triangle", d=16, heads=4, heads_kv=2)
+    (row,) = learned.measure(case, dry_run(learned.TABLE))
+    assert row["note"].startswith("learned ") and "learned_in_order" in row["note"]
+    problem = learned.Problem(case, "cpu", torch.float32, 24)
+    expected = problem.table_gradients()
+    assert problem.check("detached", expected) is None
+    for factor in (1.1, torch.nan):
+        with pytest.raises(ValueError, match="learned: the gradient of table 0 is off by"):
+            problem.check("learned", [x * factor for x in expected])
+
+
+@pytest.mark.parametrize("kind", ["vsa", "frames"])
+def test_wrong_lists_of_blocks_are_noticed(kind: str) -> None:
+    case = replace(block_sparse.short(block_sparse.Case(kind, 4), 512), d=16)
+    problem = block_sparse.Problem(case, "cpu", torch.float32)
+    expected = problem.reference()
+    for peer in block_sparse.OURS:
+        assert problem.check(peer, expected) < 1e-5
+    problem.count = problem.count.clamp(max=1)
+    with pytest.raises(ValueError, match="ours: out is off by"):
+        problem.check("ours", expected)
+
+
+def test_a_wrong_choice_of_blocks_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = selected.small([selected.CASES[0]])
+    monkeypatch.setitem(selected.PEERS, "ours", selected.dense)
+    rows = list(selected.measure(case, dry_run(selected.TABLE)))
+    kinds = {row["peer"]: row["kind"] for row in rows}
+    assert (kinds["ours"], kinds["ours_deterministic"], kinds["dense"]) == (
+        *("wrong", "backward", "backward"),
+    )
+    (cached,) = selected.small([selected.CASES[-1]])
+    (row,) = selected.measure(cached, dry_run(selected.TABLE))
+    assert row["kind"] == "decode" and row["error"] < selected.ALLOWED
+
+
+def test_decoding_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("append", "mixed", "tree4", "sink"):
+        case = next(case for case in decode.SMALL if case.name == name)
+        rows = list(decode.measure(case, dry_run(decode.TABLE)))
+        found = [row for row in rows if row["kind"] == "decode"]
+        assert found and all(row["ok"] for row in found), found
+    problem = decode.Problem(decode.SMALL[0], "cpu")
+
+    def wrong(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(problem.q, torch.nan)
+
+    row = decode.row_of(dry_run(decode.TABLE), problem, decode.Attempt("x", wrong))
+    assert row["ok"] is False and runner.is_wrong(row)
+
+
+@pytest.mark.skipif(
+    not hasattr(nn.attention, "register_flash_attention_impl"), reason="torch has no registry"
+)
+def test_contenders_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU torch has flash attention and no cuDNN, and only the context runs ours."""
+    right = torch_sdpa.Shape(1, 40, 4, 2, 16).step("cpu", torch.float32)
+    calls = torch_sdpa.contenders(right, torch_sdpa.Switch())
+    assert sorted(torch_sdpa.usable(calls)) == ["default", "flash", "sdpa"]
+    assert nn.attention.current_flash_attention_impl() is None
+
+    def off_by(factor: float) -> torch_sdpa.Step:
+        return lambda: tuple(x * (factor if i == 2 else 1) for i, x in enumerate(right()))
+
+    wrong = {"flash": right, "default": off_by(1.1), "cudnn": off_by(torch.nan)}
+    assert list(torch_sdpa.usable(wrong)) == ["flash"]
+    assert "default: dk is off by" in capsys.readouterr().out
+
+
+def test_ranks_are_compared_with_one_gpu() -> None:
+    q, k, v, dout = (torch.randn(1, 20, 2, 16) for _ in range(4))
+    calls = parallel.calls_of(lambda *x: flash_attn_func(*x, causal=True), [q, k, v], dout)
+    out, dq, dk, dv = expected = calls["both"]()
+    assert torch.equal(calls["forward"](), out) and parallel.compare(expected, expected) == 0
+    with pytest.raises(ValueError, match="beside one GPU: dk is off by"):
+        parallel.compare((out, dq, dk + 1, dv), expected)
+
+
+# -- what is said of a problem --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_frames_see_the_frames_before_them(count: int) -> None:
+    seen = block_sparse.Case("frames", count, heads=2, blocks=14, frame=3).listed("cpu")
+    for q, k in np.ndindex(14, 14):
+        before = q // 3 - k // 3
+        assert bool(seen[1, q, k]) == (before >= 0 and (count == 0 or before <= count or k < 3))
+
+
+def test_tiles_that_hold_a_block() -> None:
+    case = block_sparse.Case("vsa", 2, heads=2, blocks=9, d=16)
+    problem = block_sparse.Problem(case, "cpu", torch.float32)
+    whole = np.zeros((2, 10, 10), dtype=bool)
+    whole[:, :9, :9] = problem.seen.numpy()
+    held = [whole[h, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].any() for h, i, j in np.ndindex(2, 5, 5)]
+    assert problem.tile_density == pytest.approx(np.mean(held))
+    assert problem.density == pytest.approx(2 / 9)
+
+
+def test_counts_of_choices_are_those_of_a_dense_mask() -> None:
+    case = selected.Case("small", 512, (8, 2), block=32, k=5, r=0.9)
+    choice = selected.choose(case, case.n, "cpu")
+    seen = torch.zeros(2, 512, 512, dtype=torch.bool)
+    for head, token in np.ndindex(2, 512):
+        numbers = [x for x in choice[0, head, token].tolist() if x >= 0]
+        assert {0, token // 32} <= {*numbers} and len(numbers) == min(5, token // 32 + 1)
+        for number in numbers:
+            seen[head, token, number * 32 : min(number * 32 + 32, token + 1)] = True
+    found = selected.count(case, choice)
+    assert found.visible == pytest.approx(seen.sum().item() / 2)
+    tiles = seen.view(2, 16, 32, 16, 32).any(4).any(2)  # 128 rows of 4 heads each
+    assert found.union == pytest.approx(tiles.sum(-1).float().mean().item())
+    assert 0.5 < found.shared < 1
+
+
+def test_time_of_messages_under_attention() -> None:
+    """By counting microseconds."""
+    rng = random.Random(5)
+    for _ in range(50):
+        kernels = []
+        for _ in range(rng.randint(0, 12)):
+            begin = rng.randint(0, 90)
+            name = rng.choice(["ncclDevKernel_SendRecv", "flash_mask_cutesm90flash_fwd", "copy"])
+            kernels.append((name, (float(begin), float(begin + rng.randint(0, 20)))))
+        times: dict[str, set[int]] = {"nccl": set(), "flash": set()}
+        for name, (first, last) in kernels:
+            for kind in (kind for kind in times if kind in name):
+                times[kind].update(range(int(first), int(last)))
+        found = overlap_of(kernels)
+        assert found.messages * 1e3 == pytest.approx(len(times["nccl"]))
+        assert found.hidden * 1e3 == pytest.approx(len(times["nccl"] & times["flash"]))
+    assert union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
+
+
+def test_a_dead_worker_loses_its_case_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the next worker goes on with the others."""
+    out, asked = tmp_path / "rows.jsonl", []
+
+    class Worker:
+        def __init__(self, command: list[str]) -> None:
+            names = runner.json.loads(command[-1])["names"]
+            asked.append(names)
+            self.rows = [] if names[0] == "one" else names
+
+        def wait(self) -> None:
+            with out.open("a") as file:
+                rows = [{"case": name, "run": run.name, "commit": "x"} for name in self.rows]
+                file.writelines(runner.json.dumps(row) + "\n" for row in rows)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Worker)
+    monkeypatch.setattr(runner, "commit_here", lambda: "x")
+    table = replace(
+        made_table(lambda case: iter([])), isolated=runner.Isolated(lambda case, part: None, ()),
+        head=lambda run: {"run": run.name, "commit": "x"},
+    )  # fmt: skip
+    given = Namespace(dry=False, seconds=1e6, peers="", out=out, resume=[], ahead=0, limit=9.0)
+    run = runner.Run(table, given)
+    runner.supervise(run, [Made("one"), Made("two")], [])
+    assert asked == [["one", "two"], ["two"]]
+    assert [runner.is_wrong(row) for row in run.rows] == [True, False]
