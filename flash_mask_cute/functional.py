@@ -21,8 +21,8 @@ from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
     NO_OPTIONAL,
     AttentionCall,
+    CallLengths,
     CausalArgument,
-    Lengths,
     OptionalTensors,
     Options,
     Tensors,
@@ -237,7 +237,7 @@ def flash_attn_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), NO_OPTIONAL, out,
+            NO_LENGTHS if q_starts is None else CallLengths(q_starts=q_starts), NO_OPTIONAL, out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -359,15 +359,15 @@ def flash_attn_varlen_func(
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     q_starts, start = split_q_start(q_start)
-    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
+    causal_per_seq, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
+            CallLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
             NO_OPTIONAL
-            if causals is k_descale is v_descale is None
-            else OptionalTensors(None, None, causals, k_descale, v_descale),
+            if causal_per_seq is k_descale is v_descale is None
+            else OptionalTensors(None, None, causal_per_seq, k_descale, v_descale),
             out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),

@@ -44,7 +44,7 @@ class BwdKernels(NamedTuple):
     main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
     kernel of short sequences (`call/batch_sums.py`) makes all gradients.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then sums):
+    add_parts, if a group's heads are split, or with query lists (dk and dv of main are then sums):
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
     zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
@@ -140,7 +140,7 @@ def compile_bwd(
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         of_keys = problem.varlen_k, problem.has_seqused_k
-        tile_n = problem.token_lists or choice.tile_n
+        tile_n = problem.query_lists or choice.tile_n
         parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, _sums_order(problem, choice))
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
@@ -217,7 +217,7 @@ def _row_facts(problem: AttentionProblem, choice: BwdChoice) -> tuple[int, int, 
 
 
 def _packing(problem: AttentionProblem) -> tuple[int, int]:
-    return (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
+    return (problem.listed_rows, problem.packed_heads) if problem.query_lists else (1, 1)
 
 
 def build_bwd(
@@ -235,10 +235,10 @@ def build_bwd(
         del tiles["splits_group"]
     if not backward.splits_keys:
         del tiles["splits_keys"]
-    of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
+    of_lists: dict[str, Any] = {"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}
     of_order = {"entries_first": True} if problem.entries_first else {}
-    if problem.token_lists:
-        shares_tile = problem.token_lists == SHARED_TILE_N
+    if problem.query_lists:
+        shares_tile = problem.query_lists == SHARED_TILE_N
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
         by_head = problem.masks_by_head
         of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
@@ -255,7 +255,7 @@ def build_bwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
-        common_kv=problem.common_kv,
+        shared_kv=problem.shared_kv,
         **of_lists,
         **of_order,
         **tiles,
@@ -352,7 +352,7 @@ def _sums_order(problem: AttentionProblem, choice: BwdChoice) -> SumsOrder:
     """The order in which the main kernel leaves sums of dK and dV."""
     from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 
-    if problem.token_lists:
+    if problem.query_lists:
         return "lanes"
     is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_OWN_DIM
     return "rows" if is_wide and not choice.tiles.splits_keys else "accumulators"

@@ -141,7 +141,7 @@ def flex_attention(  # type: ignore[misc]  # because of `others`
         block_mask = as_block_mask(block_mask)
     elif isinstance(block_mask, SelectedBlocks):
         raise TypeError(
-            "block_mask must be a BlockMask, got SelectedBlocks: a choice of each query is the "
+            "block_mask must be a BlockMask, got SelectedBlocks: a selection of each query is the "
             "block_sparse_tensors of flash_attn_func, which takes torch mods beside it"
         )
     if torch.compiler.is_compiling():

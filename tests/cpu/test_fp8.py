@@ -408,7 +408,7 @@ def test_what_only_some_functions_take_is_refused() -> None:
         lse = torch.zeros(2, 4, 1)
         _flash_attn_bwd(Q, CODES, CODES, Q, Q, lse, seqused_k=USED)
     choice = torch.zeros(2, 1, 1, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="^block_sparse_tensors as a choice of blocks"):
+    with pytest.raises(NotImplementedError, match="^block_sparse_tensors as a selection of blocks"):
         flash_attn_varlen_func(
             Q, CODES, CODES, seqused_k=USED, block_sparse_tensors=SelectedBlocks(choice, 16)
         )

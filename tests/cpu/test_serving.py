@@ -145,7 +145,7 @@ def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) ->
     mask = builders.sink_window(131072, 4, 128)
     found = explain(q, k, k, startend_row_indices=mask, q_start="end")
     assert found.packed_heads == 8
-    assert "equal shares" in found.splits
+    assert "equal stream-K chunks" in found.splits
     assert found.full_key_tiles is not None and found.partial_key_tiles is not None
     assert 2 <= found.full_key_tiles + found.partial_key_tiles <= 3
     assert found.empty_key_tiles is not None and found.empty_key_tiles > 1000

@@ -64,7 +64,8 @@ def check_fp8(call: AttentionCall) -> bool:
     lists = None if call.masks is None else call.masks.block_sparse_tensors_torch
     if isinstance(lists, SelectedBlocks):
         raise NotImplementedError(
-            "block_sparse_tensors as a choice of blocks for each query is not supported with k and "
+            "block_sparse_tensors as a selection of blocks for each query is not supported with k "
+            "and "
             f"v in float8_e4m3fn, got {brief(lists)}"
         )
     return True
@@ -134,7 +135,7 @@ def check_places(call: AttentionCall, batch: int) -> None:
         NotImplementedError: several sequences have the keys of one batch entry.
     """
     x, of = call.tensors, call.tensors.optional
-    if x.have_common_keys:
+    if x.have_shared_keys:
         raise NotImplementedError(
             f"k in {x.k.dtype} of one batch entry for {batch} sequences is not supported, got "
             f"shape {tuple(x.k.shape)}"

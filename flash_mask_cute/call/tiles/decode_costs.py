@@ -79,7 +79,7 @@ class DecodeCosts(NamedTuple):
         return self.launch + self.shares + self.shares_factor * time
 
     def cheapest(self, work: DecodingWork, num_sms: int) -> int:
-        """Splits of each work tile, 1 for one pass, and 0 for equal shares."""
+        """Splits of each work tile, 1 for one pass, and 0 for equal stream-K chunks."""
 
         def costs() -> Iterator[tuple[float, int]]:
             yield self.of_shares(work, num_sms), 0

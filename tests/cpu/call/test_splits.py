@@ -18,8 +18,8 @@ from bench import ROOT
 from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
 from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
-from flash_mask_cute.call.splits import aligned_shares
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, TILE_COST, Shares
+from flash_mask_cute.call.splits import aligned_chunks
+from flash_mask_cute.core.stream_k import BY_ROWS, BY_STREAM_K, TILE_COST, StreamKChunks
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -65,7 +65,7 @@ def test_arguments_on_their_way_have_the_same_default() -> None:
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
 def test_few_work_tiles(shape: tuple[int, ...], target: Target) -> None:
     in_numbers = target == HOPPER and shape == FEW["decode"]
-    assert plan_of(shape, target).problem.split == (BY_ROWS if in_numbers else BY_SLOTS)
+    assert plan_of(shape, target).problem.split == (BY_ROWS if in_numbers else BY_STREAM_K)
     assert plan_of(shape, target, num_splits=1).splits is None
     assert plan_of(shape, target, num_splits=2).problem.split == BY_ROWS
 
@@ -101,9 +101,9 @@ def test_mask_bits_rather_than_splits() -> None:
     prefill, decode = FEW["prefill"], (1, 8192, 8, 8)
     assert plan_of(prefill, mask_mod=below).mask_bits is not None
     assert plan_of(prefill, mask_mod=below) == plan_of(prefill, mask_mod=below, num_splits=1)
-    assert plan_of(decode, mask_mod=below).problem.split == BY_SLOTS
+    assert plan_of(decode, mask_mod=below).problem.split == BY_STREAM_K
     # too few heads to share mask bits
-    assert plan_of((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
+    assert plan_of((512, 8192, 2, 2), mask_mod=below).problem.split == BY_STREAM_K
 
 
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
@@ -165,7 +165,7 @@ def test_decoding_takes_about_the_best_number_of_splits() -> None:
         if row["page"] and row["batch"] * row["heads"][1] > HOPPER.num_sms:
             continue
         splits = decoding(row)
-        number = 1 if splits is None else 0 if splits.kind == BY_SLOTS else splits.number
+        number = 1 if splits is None else 0 if splits.kind == BY_STREAM_K else splits.number
         if str(number) in row["us"]:
             losses.append(row["us"][str(number)] / min(row["us"].values()) - 1)
     assert len(losses) > 100
@@ -177,7 +177,7 @@ def test_sequences_of_other_lengths_in_many_waves_take_equal_shares() -> None:
     row = {"batch": 128, "keys": 8192, "heads": (32, 8), "d": 128, "queries": 1, "page": 0}
     assert decoding(row) is None
     splits = decoding(row, torch.zeros((), dtype=torch.int32).expand(128))
-    assert splits is not None and splits.kind == BY_SLOTS
+    assert splits is not None and splits.kind == BY_STREAM_K
 
 
 # -- with a graph ---------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ def add_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 )
 def test_equal_tiles_fill_whole_shares(tiles: int, heads: int, expected: int) -> None:
     """If that leaves at most 5 % of the CTAs idle."""
-    assert aligned_shares(tiles, heads, 132, 64) == expected
-    assert aligned_shares(tiles, heads, 132, 128) == 132
+    assert aligned_chunks(tiles, heads, 132, 64) == expected
+    assert aligned_chunks(tiles, heads, 132, 128) == 132
     places_of_tile = 64 + TILE_COST
-    shares = Shares.create(tiles * places_of_tile, heads, expected, 64)
+    chunks = StreamKChunks.create(tiles * places_of_tile, heads, expected, 64)
     if expected < 132:
-        assert shares == (heads, tiles // (expected // heads) * places_of_tile)
+        assert chunks == (heads, tiles // (expected // heads) * places_of_tile)
     q = torch.zeros(tiles, 1, 12 * heads, 256, dtype=torch.bfloat16)
     cache = torch.zeros(1, dtype=torch.bfloat16).expand(tiles, 4096, heads, 256)
     used = torch.full((tiles,), 4096, dtype=torch.int32)

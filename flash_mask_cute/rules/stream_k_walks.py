@@ -1,7 +1,7 @@
-"""The scheduler warp of a forward whose key blocks are distributed evenly (`core/shares.py`).
+"""The scheduler warp of a forward whose key blocks are distributed evenly (`core/stream_k.py`).
 
 The scheduler warp of each CTA computes the line of key blocks from the lengths on the device, and
-walks along its share. So CTAs need no communication, the host needs no lengths, and a captured
+walks along its chunk. So CTAs need no communication, the host needs no lengths, and a captured
 launch is right for all later lengths.
 """
 
@@ -14,30 +14,30 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core.fixed_splits import FIRST, LAST, ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS
 from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.ordered_sums import RunningSums
 from flash_mask_cute.core.partials import WHOLE, Partials, PendingCombine
 from flash_mask_cute.core.query_schedule import QuerySchedule
-from flash_mask_cute.core.segments import FIRST, IN_TURN, LAST, ONE_SEGMENT
-from flash_mask_cute.core.shares import (
-    BY_SLOTS,
+from flash_mask_cute.core.stream_k import (
+    BY_STREAM_K,
     LEAST_PLACES,
-    LEAST_PLACES_OF_CHOICE,
-    Shares,
+    LEAST_PLACES_OF_SELECTION,
+    StreamKChunks,
     TileOnLine,
-    slot_of_first,
-    slot_of_later,
+    partial_tile_of_first,
+    partial_tile_of_later,
 )
 from flash_mask_cute.core.tile_scheduler import (
     ScheduleParams,
     TileScheduler,
     WorkTile,
-    params_in_turn,
+    alternating_params,
 )
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
-from flash_mask_cute.rules import choice_walk
+from flash_mask_cute.rules import selection_walk
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_warps import send_walks, wait_to_claim
 
@@ -145,14 +145,14 @@ class KeyBlockLine:
 
 
 @cute.jit
-def schedule_shares(
+def schedule_stream_k(
     line: KeyBlockLine,
     tile_m: cutlass.Constexpr[int],
     ring: WorkRing,
     walk: WalkRing,
     pending: cute.Tensor,
 ) -> None:
-    """Walk along this CTA's share, and announce its splits of work tiles and their walks. Run by
+    """Walk along this CTA's chunk, and announce its splits of work tiles and their walks. Run by
     one warp.
 
     line: of all heads. tile_m: rows of a work tile. pending: (CTAs, PENDING_WORDS) int32.
@@ -161,30 +161,32 @@ def schedule_shares(
     cta, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
     of_head = line.measure_head()
-    least_places = LEAST_PLACES_OF_CHOICE if rules.has_choice else LEAST_PLACES
-    shares = Shares.create(of_head, line.num_heads, num_ctas, tile_m, least_places)
-    first_head, share = shares.of_cta(cta)
-    line = line.part(first_head, line.num_heads // shares.num_lines)
-    size = shares.size
-    place, end = share * size, cutlass.min((share + 1) * size, of_head * line.num_heads)
+    least_places = LEAST_PLACES_OF_SELECTION if rules.has_selection else LEAST_PLACES
+    stream_k = StreamKChunks.create(of_head, line.num_heads, num_ctas, tile_m, least_places)
+    first_head, chunk = stream_k.of_cta(cta)
+    line = line.part(first_head, line.num_heads // stream_k.num_lines)
+    size = stream_k.size
+    place, end = chunk * size, cutlass.min((chunk + 1) * size, of_head * line.num_heads)
     PendingCombine.none().write(pending, cta)
     tiles, chunks = Int32(0), Int32(0)
     window = Window(Int32(0), Int32(0))
     while place < end:
         found, window = line.locate(window, place)
         tile = found.tile
-        first, stop = tile.split(share, size)
+        first, stop = tile.split(chunk, size)
         is_whole = (first == 0) & (stop == tile.num_blocks)
-        slot = cutlass.select_(first == 0, slot_of_first(cta), slot_of_later(cta))
+        partial_tile = cutlass.select_(
+            first == 0, partial_tile_of_first(cta), partial_tile_of_later(cta)
+        )
         n_block_min, _ = rules.key_blocks(found.work)
         first_block, end_block = n_block_min + first, n_block_min + stop
-        if const_expr(rules.has_choice):
+        if const_expr(rules.has_selection):
             places = first, stop, tile.num_blocks
-            first_block, end_block = choice_walk.cut(rules, found.work, *places)
+            first_block, end_block = selection_walk.cut(rules, found.work, *places)
         work = found.work._replace(
             first_block=first_block,
             end_block=end_block,
-            place=cutlass.select_(is_whole, Int32(WHOLE), slot),
+            place=cutlass.select_(is_whole, Int32(WHOLE), partial_tile),
         )
         if first < stop:
             ring.write(tiles, work)
@@ -193,24 +195,27 @@ def schedule_shares(
             if (first == 0) & (stop < tile.num_blocks):
                 is_packed = const_expr(lengths.cu_seqlens_q is not None)
                 splits = tile.num_splits(size)
-                PendingCombine.create(work, splits, shares.num_lines, is_packed).write(pending, cta)
+                PendingCombine.create(work, splits, stream_k.num_lines, is_packed).write(
+                    pending, cta
+                )
         place = tile.end
     ring.write(tiles, NO_WORK)
 
 
 @cute.jit
-def send_segments(
+def send_fixed_splits(
     scheduler: TileScheduler,
     rules: ForwardMask,
     lengths: Lengths,
     ring: WorkRing,
     walk: WalkRing,
-    segment_blocks: Int32,
+    split_blocks: Int32,
     claims_late: Boolean | None = None,
 ) -> None:
-    """As `send_walks`: choose work tiles, and announce the segments of each, one after the other.
+    """As `send_walks`: choose work tiles, and announce the fixed splits of each, one after the
+    other.
 
-    segment_blocks: key blocks of a segment.
+    split_blocks: key blocks of a fixed split.
     """
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
     claims, entries, chunks = Int32(0), Int32(0), Int32(0)
@@ -218,16 +223,16 @@ def send_segments(
     while tile.is_valid:
         work = describe(tile, lengths, False)
         first, end = rules.key_blocks(work)
-        lowest = first // segment_blocks
-        segment_idx, last = lowest, (cutlass.max(end, first + 1) - 1) // segment_blocks
-        while segment_idx <= last:
-            place = cutlass.select_(segment_idx == lowest, Int32(FIRST), Int32(0))
-            place = place | cutlass.select_(segment_idx == last, Int32(LAST), Int32(0))
-            part = rules.within_segment(work._replace(place=place), segment_idx, segment_blocks)
+        lowest = first // split_blocks
+        split_idx, last = lowest, (cutlass.max(end, first + 1) - 1) // split_blocks
+        while split_idx <= last:
+            place = cutlass.select_(split_idx == lowest, Int32(FIRST), Int32(0))
+            place = place | cutlass.select_(split_idx == last, Int32(LAST), Int32(0))
+            part = rules.within_fixed_split(work._replace(place=place), split_idx, split_blocks)
             ring.write(entries, part)
             chunks = rules.send_walk(walk, chunks, part)
             entries += 1
-            segment_idx += 1
+            split_idx += 1
         wait_to_claim(ring, entries, walk, chunks, claims_late)
         tile, search = scheduler.locate(scheduler.advance(search, claims), *blocks_of)
         claims += 1
@@ -236,7 +241,7 @@ def send_segments(
 
 
 @cute.jit
-def send_any_segments(
+def send_any_fixed_splits(
     scheduler: TileScheduler,
     rules: ForwardMask,
     lengths: Lengths,
@@ -244,17 +249,17 @@ def send_any_segments(
     walk: WalkRing,
     partials: Partials,
     num_heads: Int32,
-    segment_blocks: Int32,
+    split_blocks: Int32,
 ) -> None:
-    """As `send_walks`: choose segments of any work tiles, which the scheduler counts as heads,
-    segment by segment. Those that a tile does not see are left out."""
+    """As `send_walks`: choose fixed splits of any work tiles, which the scheduler counts as heads,
+    fixed split by fixed split. Those that a tile does not see are left out."""
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
     is_packed = const_expr(lengths.cu_seqlens_q is not None)
     claims, entries, chunks = Int32(0), Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
         work = describe(tile, lengths, False)
-        work = rules.segment(work, num_heads, segment_blocks)
+        work = rules.fixed_split(work, num_heads, split_blocks)
         if rules.has_blocks(work):
             ring.write(entries, work)
             chunks = rules.send_walk(walk, chunks, work)
@@ -278,41 +283,41 @@ def schedule_forward(
     tile_counter: cute.Tensor | None,
     partials: Partials | RunningSums | None,
     ctas_per_tile: int = 1,
-    in_turn: bool = False,
+    alternating: bool = False,
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
-    kernel: says how work tiles are split, and which mask makes their walks unequal. in_turn: see
-    `TileScheduler`.
+    kernel: says how work tiles are split, and which mask makes their walks unequal. alternating:
+    see `TileScheduler`.
     """
     params = schedule.params
     if const_expr(isinstance(partials, Partials)):
         # the combination is launched now, and waits for the results
         cute.arch.griddepcontrol_launch_dependents()
-    if const_expr(kernel.split == BY_SLOTS):
+    if const_expr(kernel.split == BY_STREAM_K):
         assert isinstance(partials, Partials)
         line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
-        schedule_shares(line, kernel.traits.tile_m, *rings, partials.pending)
+        schedule_stream_k(line, kernel.traits.tile_m, *rings, partials.pending)
     else:
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
         mirrored = late = None
-        is_whole = kernel.split in (None, ONE_SEGMENT, IN_TURN)
+        is_whole = kernel.split in (None, ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS)
         if const_expr(last_first and is_whole and not varlen):
             mirrored = _has_few_tiles(params)
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
-        if in_turn:
-            params = params_in_turn(params)
+        if alternating:
+            params = alternating_params(params)
         scheduler = TileScheduler(
             params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored,
-            entries_first=in_turn, in_turn=in_turn,
+            entries_first=alternating, alternating=alternating,
         )  # fmt: skip
         if isinstance(partials, RunningSums):
-            blocks = partials.segment_blocks
-            send_segments(scheduler, rules, lengths, *rings, blocks, claims_late=late)
-        elif partials is not None and partials.segment_blocks is not None:
-            of_segments = schedule.num_heads, partials.segment_blocks
-            send_any_segments(scheduler, rules, lengths, *rings, partials, *of_segments)
+            blocks = partials.split_blocks
+            send_fixed_splits(scheduler, rules, lengths, *rings, blocks, claims_late=late)
+        elif partials is not None and partials.split_blocks is not None:
+            of_splits = schedule.num_heads, partials.split_blocks
+            send_any_fixed_splits(scheduler, rules, lengths, *rings, partials, *of_splits)
         else:
             num_splits = None if partials is None else partials.num_splits
             send_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)

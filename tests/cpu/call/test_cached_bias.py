@@ -111,7 +111,7 @@ NOT_KEPT: dict[str, dict[str, Any]] = {
 def test_kept(name: str) -> None:
     more, bits = KEPT[name]
     found = plan_of(operands(), **more)
-    assert found.problem.kept_bits == bits
+    assert found.problem.cached_bias_bits == bits
     tiles = found.fwd_choice.tiles
     assert (tiles.tile_m, tiles.tile_n) == (128, 128)
     assert "tables that batch entries share" in found.fwd_choice.reason
@@ -119,15 +119,15 @@ def test_kept(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_KEPT)
 def test_not_kept(name: str) -> None:
-    assert plan_of(operands(), **NOT_KEPT[name]).problem.kept_bits == 0
+    assert plan_of(operands(), **NOT_KEPT[name]).problem.cached_bias_bits == 0
 
 
 def test_few_entries_wide_heads_and_blackwell_keep_none() -> None:
-    assert plan_of(operands(15)).problem.kept_bits == 0
-    assert plan_of(operands(seqlen=120)).problem.kept_bits == 0
-    assert plan_of(operands(384, seqlen=64)).problem.kept_bits == 0
-    assert plan_of(operands(head_dim=96)).problem.kept_bits == 0
-    assert plan_of(operands(), "sm_100a").problem.kept_bits == 0
+    assert plan_of(operands(15)).problem.cached_bias_bits == 0
+    assert plan_of(operands(seqlen=120)).problem.cached_bias_bits == 0
+    assert plan_of(operands(384, seqlen=64)).problem.cached_bias_bits == 0
+    assert plan_of(operands(head_dim=96)).problem.cached_bias_bits == 0
+    assert plan_of(operands(), "sm_100a").problem.cached_bias_bits == 0
 
 
 def test_shared_memory_and_spills() -> None:

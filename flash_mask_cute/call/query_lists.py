@@ -1,9 +1,9 @@
-"""Whether a backward of each query's choice of key blocks gathers the queries of each block.
+"""Whether a backward of each query's selection of key blocks gathers the queries of each block.
 
-Token lists have, for each key block, the queries that chose it. The kernel visits these queries
+Query lists have, for each key block, the queries that chose it. The kernel visits these queries
 alone, with all heads of a group at once, so what neighbouring queries share does not matter. Calls
-that this rule leaves out take the choice as bits, which all backward kernels read. `explain` tells
-which of both it is, and why.
+that this rule leaves out take the selection as bits, which all backward kernels read. `explain`
+tells which of both it is, and why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import rows_of_listed
 from flash_mask_cute.limits import MOST_CTAS
-from flash_mask_cute.mask_prep.token_lists import CHUNK_ROWS, ListExtents, ListFacts
+from flash_mask_cute.mask_prep.query_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
 # rows of a block of queries, and query heads of a group at most
@@ -28,14 +28,15 @@ _DIMS = "up to 64, or from 97 to 128"
 # rows of a range of queries, of which little leaves the L2 cache again: at least so many bytes, and
 # at most
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
-# blocks of queries that a work tile should visit in a range, where choices are random
+# blocks of queries that a work tile should visit in a range, where selections are random
 LEAST_VISITS = 8
 # so that 32 bits number entries, and sums of dQ of a KV head
 _MOST_NUMBERED = 1 << 31
 
 
 def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
-    """The reason why a backward with a choice takes it as bits, or None: it takes token lists."""
+    """The reason why a backward with a selection takes it as bits, or None: it takes query
+    lists."""
     selected, shapes, spec = facts.masks.selected, facts.shapes, facts.spec
     assert selected is not None
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 0
@@ -47,16 +48,16 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
     rows = shapes.total_q if problem.varlen_q else shapes.batch * shapes.seqlen_q
     sums = (rows + shapes.batch * ROWS) * rows_of_listed(group) * (64 if d <= 64 else 128)
     reasons = {
-        f"on {spec.name}": not spec.backward.gathers_tokens,
+        f"on {spec.name}": not spec.backward.gathers_queries,
         "sums in a fixed order": problem.deterministic,
         f"groups of {group} query heads, more than {MOST_HEADS}": group > MOST_HEADS,
-        f"a choice by {selected.heads} heads, more than {MOST_CTAS}": selected.heads > MOST_CTAS,
-        "a choice by query head": selected.heads not in (1, shapes.heads_kv),
+        f"a selection by {selected.heads} heads, more than {MOST_CTAS}": selected.heads > MOST_CTAS,
+        "a selection by query head": selected.heads not in (1, shapes.heads_kv),
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
             selected.block_size < TILES_N[-1]
         ),
         f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
-        "one batch entry of keys for all sequences": problem.common_kv,
+        "one batch entry of keys for all sequences": problem.shared_kv,
         "config": facts.has_config,
         f"{entries} entries": entries >= _MOST_NUMBERED,
         f"{sums} sums of dQ of a KV head": sums >= _MOST_NUMBERED,
@@ -75,8 +76,8 @@ def _heads_of_masks(problem: AttentionProblem, shapes: FwdShapes, masks: Resolve
     return heads
 
 
-def with_token_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a backward with a choice, which it takes as token lists if it can."""
+def with_query_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
+    """The problem of a backward with a selection, which it takes as query lists if it can."""
     call, shapes, masks = facts.call, facts.shapes, facts.masks
     if masks.selected is None or why_bits(facts, problem) is not None:
         return problem
@@ -91,7 +92,7 @@ def with_token_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionPr
     lse_tells = heads in (1, selected.heads) and not (has_sink or is_modified)
     return replace(
         problem,
-        token_lists=tile_n,
+        query_lists=tile_n,
         packed_heads=group,
         may_empty_rows=problem.may_empty_rows and (hides or is_modified) and not lse_tells,
         masks_by_head=heads not in (1, shapes.heads_kv),
@@ -118,7 +119,7 @@ def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMa
         heads=selected.heads,
         k=selected.indices.shape[-1],
         block_size=selected.block_size,
-        tile_n=problem.token_lists,
+        tile_n=problem.query_lists,
         most_rows=shapes.seqlen_q,
         range_rows=_range_rows(problem, shapes, masks),
     )

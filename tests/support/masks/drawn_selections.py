@@ -1,4 +1,4 @@
-"""Drawn choices of key blocks, and the rule that they state, written for reading."""
+"""Drawn selections of key blocks, and the rule that they state, written for reading."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flash_mask_cute import SelectedBlocks
 
 
 class Drawn(NamedTuple):
-    """A call with a choice: operands in float64, keywords of the public functions, and which keys
-    each query of each sequence sees, bool (heads_q, queries, keys)."""
+    """A call with a selection: operands in float64, keywords of the public functions, and which
+    keys each query of each sequence sees, bool (heads_q, queries, keys)."""
 
     q: Tensor
     k: Tensor
@@ -32,24 +32,24 @@ class Drawn(NamedTuple):
         return list(x.split(lengths))
 
 
-def dense_choice(choice: Tensor, block_size: int, seqlen_k: int) -> Tensor:
-    """bool (..., queries, seqlen_k): whether a query chose the block of a key; choice (...,
+def dense_selection(selection: Tensor, block_size: int, seqlen_k: int) -> Tensor:
+    """bool (..., queries, seqlen_k): whether a query chose the block of a key; selection (...,
     queries, k)."""
     block_of_key = torch.arange(seqlen_k) // block_size
-    return (choice[..., None] == block_of_key).any(-2)
+    return (selection[..., None] == block_of_key).any(-2)
 
 
-def draw_choice(
+def draw_selection(
     gen: torch.Generator, shape: tuple[int, ...], num_blocks: int, dtype: torch.dtype
 ) -> Tensor:
     """Numbers of blocks (..., queries, k): also negative ones and such as do not exist, repeated
     ones, and queries without any."""
-    choice = torch.randint(-1, num_blocks + 2, shape, generator=gen).to(dtype)
+    selection = torch.randint(-1, num_blocks + 2, shape, generator=gen).to(dtype)
     if shape[-1] > 1 and _pick(gen, True, False):
-        choice[..., 1] = choice[..., 0]
+        selection[..., 1] = selection[..., 0]
     if _pick(gen, True, False):
-        choice[..., torch.rand(shape[-2], generator=gen) < 0.2, :] = -1
-    return choice
+        selection[..., torch.rand(shape[-2], generator=gen) < 0.2, :] = -1
+    return selection
 
 
 def draw(
@@ -81,10 +81,10 @@ def draw(
     dtype = _pick(kinds, torch.int32, torch.int64)
     rows = (sum(lens_q),) if is_packed else (lens_q[0],)
     entries = () if is_packed else (_pick(gen, 1, batch),)
-    choice = draw_choice(gen, (*entries, heads, *rows, k), num_blocks, dtype)
+    selection = draw_selection(gen, (*entries, heads, *rows, k), num_blocks, dtype)
     if _pick(gen, True, False):
         # other strides
-        choice = choice.transpose(-1, -2).contiguous().transpose(-1, -2)
+        selection = selection.transpose(-1, -2).contiguous().transpose(-1, -2)
     keywords: dict[str, Any] = {"causal": _pick(kinds, True, False)}
     if _pick(kinds, True, False, False):
         keywords["window_size"] = (13, None)
@@ -111,14 +111,18 @@ def draw(
     visible = []
     for b, (n_q, n_k) in enumerate(zip(lens_q, lens_k, strict=True)):
         first = sum(lens_q[:b])
-        own = choice[:, first : first + n_q] if is_packed else choice[min(b, len(choice) - 1)]
-        seen = dense_choice(own, block, n_k).repeat_interleave(heads_q // heads, 0)
+        own = (
+            selection[:, first : first + n_q]
+            if is_packed
+            else selection[min(b, len(selection) - 1)]
+        )
+        seen = dense_selection(own, block, n_k).repeat_interleave(heads_q // heads, 0)
         visible.append(_in_band(seen, keywords))
     return Drawn(
         randn(*shape_q, heads_q, head_dim),
         randn(*shape_k, heads_kv, head_dim),
         randn(*shape_k, heads_kv, head_dim),
-        SelectedBlocks(choice, block),
+        SelectedBlocks(selection, block),
         keywords,
         is_packed,
         lens_q,
@@ -128,19 +132,23 @@ def draw(
 
 
 def regroup(drawn: Drawn, group: int, head_dim: int, block: int = 128, k: int = 3) -> Drawn:
-    """The same sequences with groups of so many heads, without a sink, and with a choice of blocks
-    of other sizes by KV head or for all."""
+    """The same sequences with groups of so many heads, without a sink, and with a selection of
+    blocks of other sizes by KV head or for all."""
     gen = torch.Generator().manual_seed(group + drawn.q.shape[-3])
     heads_kv = drawn.k.shape[-2]
     shape = drawn.selected.indices.shape
     heads = heads_kv if drawn.selected.heads > 1 else 1
     num_blocks = -(-max(drawn.lens_k) // block)
-    choice = draw_choice(gen, (*shape[:-3], heads, shape[-2], k), num_blocks, torch.int32)
+    selection = draw_selection(gen, (*shape[:-3], heads, shape[-2], k), num_blocks, torch.int32)
     visible = []
     for b, (n_q, n_k) in enumerate(zip(drawn.lens_q, drawn.lens_k, strict=True)):
         first = sum(drawn.lens_q[:b])
-        own = choice[:, first : first + n_q] if drawn.is_packed else choice[min(b, len(choice) - 1)]
-        seen = dense_choice(own, block, n_k).repeat_interleave(heads_kv * group // heads, 0)
+        own = (
+            selection[:, first : first + n_q]
+            if drawn.is_packed
+            else selection[min(b, len(selection) - 1)]
+        )
+        seen = dense_selection(own, block, n_k).repeat_interleave(heads_kv * group // heads, 0)
         visible.append(_in_band(seen, drawn.keywords))
 
     def randn(rows: Tensor, heads: int) -> Tensor:
@@ -151,7 +159,7 @@ def regroup(drawn: Drawn, group: int, head_dim: int, block: int = 128, k: int = 
         q=randn(drawn.q, heads_kv * group),
         k=randn(drawn.k, heads_kv),
         v=randn(drawn.k, heads_kv),
-        selected=SelectedBlocks(choice, block),
+        selected=SelectedBlocks(selection, block),
         keywords={name: x for name, x in drawn.keywords.items() if name != "learnable_sink"},
         visible=visible,
     )

@@ -2,18 +2,18 @@
 
 All key blocks that a launch visits form a line, ordered by sequence, head, work tile, and the
 blocks of its walk. A work tile takes TILE_COST places before its blocks, for its query and its
-output. The line is cut into shares of one length, one for each CTA. In decoding each head has a
+output. The line is cut into chunks of one length, one for each CTA. In decoding each head has a
 line of its own if that leaves few CTAs idle. All these lines are cut at the same places. Then
 neighbouring CTAs read the same keys of all heads at the same time, which lie side by side in
 memory; reading each head's keys at another time costs bandwidth.
 
-So a work tile may lie in several shares; its parts are its *splits*, and their results are combined
+So a work tile may lie in several chunks; its parts are its *splits*, and their results are combined
 afterwards. (Stream-K, Osama et al. 2023, for attention as in Lean Attention, Sanovar et al. 2024;
 FlashMLA schedules alike.)
 
-A share has at most two splits of incomplete work tiles: one of a tile that began before it, and one
-of a tile that ends behind it. So results of splits need two slots for each share, for sequences of
-any length.
+A chunk has at most two splits of incomplete work tiles: one of a tile that began before it, and one
+of a tile that ends behind it. So results of splits need two partial tiles for each chunk, for
+sequences of any length.
 
 Everything is arithmetic without a branch on a value, on ints and, traced, on `cutlass.Int32`, in
 any mixture.
@@ -26,15 +26,15 @@ from typing import NamedTuple
 from flash_mask_cute.index_math import IntLike, imax, imin
 
 # How work tiles are computed in splits, and where their results lie: by rows of the output, as many
-# splits of each work tile, or by slots of shares.
-BY_ROWS, BY_SLOTS = "rows", "slots"
+# splits of each work tile, or in partial tiles of chunks.
+BY_ROWS, BY_STREAM_K = "rows", "stream_k"
 # places that a work tile takes besides its key blocks
 TILE_COST = 1
-SLOTS_PER_SHARE = 2
-# places of a share at least; where queries chose blocks, which are few
-LEAST_PLACES, LEAST_PLACES_OF_CHOICE = 2, 1
-# Heads have lines of their own if shares then have at least so many places, and if at least 19 of
-# 20 CTAs have a share.
+PARTIAL_TILES_PER_CHUNK = 2
+# places of a chunk at least; where queries chose blocks, which are few
+LEAST_PLACES, LEAST_PLACES_OF_SELECTION = 2, 1
+# Heads have lines of their own if chunks then have at least so many places, and if at least 19 of
+# 20 CTAs have a chunk.
 _LEAST_PLACES_OF_HEAD = 8
 _BUSY, _OF = 19, 20
 # rows of a work tile of decoding, which waits for memory
@@ -43,11 +43,11 @@ DECODE_ROWS = 64
 FEW_ROWS = DECODE_ROWS // 2
 
 
-class Shares(NamedTuple):
+class StreamKChunks(NamedTuple):
     """How the key blocks of a launch are cut.
 
-    num_lines: 1, or the number of heads. size: places of a share; shares at the end of a line may
-    be empty. A CTA has a share of one of the lines, and CTAs with the same share are neighbours.
+    num_lines: 1, or the number of heads. size: places of a chunk; chunks at the end of a line may
+    be empty. A CTA has a chunk of one of the lines, and CTAs with the same chunk are neighbours.
     """
 
     num_lines: IntLike
@@ -61,26 +61,26 @@ class Shares(NamedTuple):
         num_ctas: IntLike,
         tile_m: int,
         least_places: int = LEAST_PLACES,
-    ) -> Shares:
+    ) -> StreamKChunks:
         """places_of_head: of all work tiles of one head. tile_m: rows of a work tile. least_places:
-        of a share."""
+        of a chunk."""
         lines: IntLike = 1
         if tile_m <= DECODE_ROWS:
             ctas_of_head = num_ctas // num_heads
             busy = are_busy(ctas_of_head * num_heads, num_ctas)
             are_long = imin(places_of_head // imax(ctas_of_head * _LEAST_PLACES_OF_HEAD, 1), 1)
             lines = busy * are_long * (num_heads - 1) + 1
-        places, shares = places_of_head * (num_heads // lines), num_ctas // lines
-        return cls(lines, imax((places + (shares - 1)) // shares, least_places))
+        places, chunks = places_of_head * (num_heads // lines), num_ctas // lines
+        return cls(lines, imax((places + (chunks - 1)) // chunks, least_places))
 
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
-        """The line and the share of a CTA. Shares of the last CTAs may lie behind the end."""
+        """The line and the chunk of a CTA. Chunks of the last CTAs may lie behind the end."""
         return cta % self.num_lines, cta // self.num_lines
 
 
-def are_busy(num_shares: IntLike, num_ctas: IntLike) -> IntLike:
-    """1 if so many shares leave few of the CTAs idle, else 0."""
-    return imin(num_shares * _OF // (num_ctas * _BUSY), 1)
+def are_busy(num_chunks: IntLike, num_ctas: IntLike) -> IntLike:
+    """1 if so many chunks leave few of the CTAs idle, else 0."""
+    return imin(num_chunks * _OF // (num_ctas * _BUSY), 1)
 
 
 class TileOnLine(NamedTuple):
@@ -98,27 +98,27 @@ class TileOnLine(NamedTuple):
         """The place of its first block."""
         return self.start + TILE_COST
 
-    def split(self, share: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
-        """The blocks [first, end) of this tile, counted from its first one, that lie in a share;
-        first == end if there are none. size: places of a share."""
-        begin = share * size - self.first_block
+    def split(self, chunk: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
+        """The blocks [first, end) of this tile, counted from its first one, that lie in a chunk;
+        first == end if there are none. size: places of a chunk."""
+        begin = chunk * size - self.first_block
         first = imin(imax(begin, 0), self.num_blocks)
         return first, imax(imin(begin + size, self.num_blocks), first)
 
-    def first_share(self, size: IntLike) -> IntLike:
-        """The share that contains its first block."""
+    def first_chunk(self, size: IntLike) -> IntLike:
+        """The chunk that contains its first block."""
         return self.first_block // size
 
     def num_splits(self, size: IntLike) -> IntLike:
-        """Number of shares that contain its blocks: consecutive shares from `first_share` on."""
-        return (self.end - 1) // size - self.first_share(size) + 1
+        """Number of chunks that contain its blocks: consecutive chunks from `first_chunk` on."""
+        return (self.end - 1) // size - self.first_chunk(size) + 1
 
 
-def slot_of_first(cta: IntLike) -> IntLike:
-    """The slot of the split of a tile that begins in a CTA's share and ends behind it."""
-    return cta * SLOTS_PER_SHARE + 1
+def partial_tile_of_first(cta: IntLike) -> IntLike:
+    """The partial tile of the split of a tile that begins in a CTA's chunk and ends behind it."""
+    return cta * PARTIAL_TILES_PER_CHUNK + 1
 
 
-def slot_of_later(cta: IntLike) -> IntLike:
-    """The slot of the split of a tile that began before a CTA's share."""
-    return cta * SLOTS_PER_SHARE
+def partial_tile_of_later(cta: IntLike) -> IntLike:
+    """The partial tile of the split of a tile that began before a CTA's chunk."""
+    return cta * PARTIAL_TILES_PER_CHUNK

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import simulated_backward
 import torch
-from common_keys import CommonKeys
 from conftest import ACTIVE_ARCH, HOPPER, SMS
 from mask_cases import MASK_MODS
 from placed_attention import PlacedCall
 from planned import forward_call, planned
 from quiet_runs import quiet_run
+from shared_keys import CommonKeys
 from simulated_forward import run_on_simulator
 from tolerances import assert_as_good
 from torch import Tensor
@@ -138,7 +138,7 @@ def test_views_of_one_entry_are_read_where_they_are(simulator: ModuleType, way: 
         visible = torch.stack([mod.dense(b, 0, *at, [prefixes]) for b in range(3)])[:, None]
     call = forward_call(rows, *views, **keywords)
     plan = planned(call, Target(ARCH, num_sms=SMS))
-    assert plan.problem.common_kv
+    assert plan.problem.shared_kv
     assert (plan.mask_bits is not None) == (way == "stored_bits" and ARCH == HOPPER)
     with quiet_run(simulator, 1):
         out, lse = run_on_simulator(call)

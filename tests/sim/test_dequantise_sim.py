@@ -13,7 +13,7 @@ from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 
 from flash_mask_cute.call import fp8 as widen
-from flash_mask_cute.call.fp8 import WidenFacts, compile_widen
+from flash_mask_cute.call.fp8 import DequantiseFacts, compile_dequantise
 from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"
@@ -56,7 +56,7 @@ def test_the_bits_of_16(
         for (k, v), more in ((call.numbers, {}), (call.codes, call.descales)):
             made = forward_call(call.q, k, v, **call.keywords, **more)
             plan = planned(made, Target(ARCH, num_sms=2))
-            assert (plan.wide is not None) == bool(more), case.name
+            assert (plan.in_16_bits is not None) == bool(more), case.name
             with quiet_run(simulator, seed):
                 out, lse = run_on_simulator(made)
             assert lse is not None and out.isfinite().all(), case.name
@@ -68,8 +68,8 @@ def test_the_bits_of_16(
 def test_a_grid_of_many_sequences(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """All dimensions of a grid but the first one end at 65535."""
     batch, dim, launches = 65536, 16, []
-    facts = WidenFacts("bfloat16", (dim, dim), False, False, (None, None))
-    function = compile_widen(facts, Target.named(ARCH)).function
+    facts = DequantiseFacts("bfloat16", (dim, dim), False, False, (None, None))
+    function = compile_dequantise(facts, Target.named(ARCH)).function
     monkeypatch.setattr(simulator, "simulate", lambda found, *_, **__: launches.extend(found))
     codes, wide = (torch.empty(batch, 1, 1, dim, dtype=x) for x in (torch.uint8, torch.bfloat16))
     function(codes, codes, wide, wide, None, None, None, None)

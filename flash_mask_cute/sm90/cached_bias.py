@@ -4,7 +4,7 @@ Work tiles of the same head and query block read the same rows of a table that b
 A thread keeps what it has loaded of the first key blocks, each in a slot of its own, and reads it
 back where it computes such a tile again. Nobody else reads it, so nobody waits. A slot is valid
 while its tag names the head and the query block, so the order of work tiles matters for the speed
-alone (`TileScheduler.in_turn`).
+alone (`TileScheduler.alternating`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from flash_mask_cute.sm90.warpgroups import Role
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class CachedBiasRows:
     """words: int32 (words at once, threads, words of a thread / words at once, slots): what lanes
     load together lies side by side. tags: int32 (MMA warps, slots)."""
 
@@ -31,11 +31,11 @@ class KeptRows:
     tags: cute.Tensor
 
     @staticmethod
-    def create(traits: FwdTraits, storage: Any) -> "KeptRows":
+    def create(traits: FwdTraits, storage: Any) -> "CachedBiasRows":
         threads = THREADS_PER_WARPGROUP * traits.num_mma_warpgroups
-        vectors = traits.kept_words // WORDS_OF_SLOT
-        slots, warps = traits.kept_blocks, traits.num_mma_warps
-        return KeptRows(
+        vectors = traits.cached_bias_words // WORDS_OF_SLOT
+        slots, warps = traits.cached_bias_blocks, traits.num_mma_warps
+        return CachedBiasRows(
             traits,
             storage.words.get_tensor(cute.make_layout((WORDS_OF_SLOT, threads, vectors, slots))),
             storage.tags.get_tensor(cute.make_layout((warps, slots))),
@@ -45,7 +45,7 @@ class KeptRows:
     def clear(self):
         """Mark the slots of this warp as empty."""
         if cute.arch.lane_idx() == 0:
-            for slot in cutlass.range_constexpr(self.traits.kept_blocks):
+            for slot in cutlass.range_constexpr(self.traits.cached_bias_blocks):
                 self.tags[self._warp(), slot] = Int32(-1)
         cute.arch.sync_warp()
 
@@ -58,10 +58,10 @@ class KeptRows:
         words: tuple,
     ):
         """Fill `words` of a key block from its slot, or by `load`; then the slot keeps them."""
-        most = self.traits.kept_words
+        most = self.traits.cached_bias_words
         assert sum(cute.size(x) for x in words) <= most, "a slot has room for what is loaded"
         tag = self._tag(work)
-        slot = cutlass.min(n_block, self.traits.kept_blocks - 1)
+        slot = cutlass.min(n_block, self.traits.cached_bias_blocks - 1)
         has_slot = n_block == slot
         if has_slot & (self.tags[self._warp(), slot] == tag):
             self._copy(words, slot, is_store=False)

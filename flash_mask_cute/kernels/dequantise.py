@@ -17,7 +17,7 @@ NUM_THREADS = 256
 UNIT, READS = 8, 8
 
 
-class WidenCodes:
+class Dequantise:
     """Converts codes of float8_e4m3fn; to be passed to `cute.compile`.
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of the results
@@ -31,8 +31,8 @@ class WidenCodes:
         self,
         mK: cute.Tensor,
         mV: cute.Tensor,
-        mK_wide: cute.Tensor,
-        mV_wide: cute.Tensor,
+        mK_in_16_bits: cute.Tensor,
+        mV_in_16_bits: cute.Tensor,
         mSeqUsedK: cute.Tensor | None,
         mPageTable: cute.Tensor | None,
         mKDescale: cute.Tensor | None,
@@ -43,14 +43,15 @@ class WidenCodes:
 
         :param mK, mV: codes (batch, rows, heads, d), or with mPageTable (pages, page_size, heads,
             d); rows of d bytes begin at multiples of 16 bytes
-        :param mK_wide, mV_wide: (batch, rows, heads, d), the last stride 1, d a multiple of 16
+        :param mK_in_16_bits, mV_in_16_bits: (batch, rows, heads, d), the last stride 1, d a
+            multiple of 16
         :param mSeqUsedK: int32 (batch,), rows in use, or None: all
         :param mPageTable: int32 (batch, pages of a sequence), or None
         :param mKDescale, mVDescale: fp32 (batch, heads), or the shape of mK without d, or None: 1
         """
-        batch, rows, heads, _ = mK_wide.shape
-        least = min(_rows_of_step(x) for x in (mK_wide, mV_wide)) * READS
-        tensors = (mK, mK_wide, mKDescale), (mV, mV_wide, mVDescale)
+        batch, rows, heads, _ = mK_in_16_bits.shape
+        least = min(_rows_of_step(x) for x in (mK_in_16_bits, mV_in_16_bits)) * READS
+        tensors = (mK, mK_in_16_bits, mKDescale), (mV, mV_in_16_bits, mVDescale)
         parts = cute.ceil_div(rows, least)
         self.kernel(tensors, mSeqUsedK, mPageTable, parts).launch(
             # in one dimension: the others have at most 65535
@@ -75,12 +76,12 @@ class WidenCodes:
         head, batch_idx = number - of_batch * (2 * heads), of_batch // parts
         work = batch_idx, of_batch - batch_idx * parts
         if head < heads:
-            self._widen(*keys, mSeqUsedK, mPageTable, (*work, head))
+            self._dequantise(*keys, mSeqUsedK, mPageTable, (*work, head))
         else:
-            self._widen(*values, mSeqUsedK, mPageTable, (*work, head - heads))
+            self._dequantise(*values, mSeqUsedK, mPageTable, (*work, head - heads))
 
     @cute.jit
-    def _widen(
+    def _dequantise(
         self,
         codes: cute.Tensor,
         wide: cute.Tensor,

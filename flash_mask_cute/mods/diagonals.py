@@ -3,8 +3,8 @@ same: buckets of distances, and clipped ones.
 
 Far from the diagonal, all of a block that a warp has is of one element. Then its sum stays in a
 register of each thread, from block to block, until the element or the head is another one
-(`EvenLines`). Which blocks these are does not depend on scores: a warp finds it out while it waits
-for a product. So its bits do not depend on how many heads a CTA walks over.
+(`UniformDiagonals`). Which blocks these are does not depend on scores: a warp finds it out while it
+waits for a product. So its bits do not depend on how many heads a CTA walks over.
 Elsewhere, a warp adds to memory once for each run of diagonals with the same element (`add_runs`),
 because additions to the same element wait for each other.
 """
@@ -25,15 +25,15 @@ WARP = 32
 
 
 class Ahead(NamedTuple):
-    """What a warp knows of a block beforehand. is_even: all of its diagonals have the same element
-    of each read of a group; offsets: of these (`aux_gradients.offset_in`)."""
+    """What a warp knows of a block beforehand. is_uniform: all of its diagonals have the same
+    element of each read of a group; offsets: of these (`aux_gradients.offset_in`)."""
 
-    is_even: Boolean
+    is_uniform: Boolean
     offsets: tuple[Int64, ...]
 
 
 @dataclass(frozen=True)
-class EvenLines:
+class UniformDiagonals:
     """The sum over a head's blocks with one element of each read of a group.
 
     targets: of each read, the sums of its tensor (`AuxSums`). total: of this thread, offsets: of
@@ -47,10 +47,10 @@ class EvenLines:
     head: cute.Tensor
 
     @staticmethod
-    def create(group: LineGroup, targets: tuple) -> "EvenLines":
+    def create(group: LineGroup, targets: tuple) -> "UniformDiagonals":
         count = len(group.reads)
         sizes = (1, Float32), (count, Int64), (1, Int32)
-        found = EvenLines(group, targets, *(cute.make_rmem_tensor(*x) for x in sizes))
+        found = UniformDiagonals(group, targets, *(cute.make_rmem_tensor(*x) for x in sizes))
         found.total.fill(0.0)
         found.offsets.fill(0)
         found.head.fill(NO_HEAD)
@@ -59,13 +59,13 @@ class EvenLines:
     def ahead(self, offsets: Sequence[Sequence[Int64]]) -> Ahead:
         """offsets: of each read, of the elements of diagonals of this lane; those of all lanes
         together are all diagonals that a warp has."""
-        is_even = Boolean(True)
+        is_uniform = Boolean(True)
         for of_read in offsets:
             for offset in of_read[1:]:
-                is_even = is_even & (offset == of_read[0])
-            is_even = is_even & (cute.arch.match_sync(FULL_WARP, of_read[0], "all") != 0)
-        is_even = cute.arch.vote_all_sync(is_even)
-        return Ahead(is_even, tuple(of_read[0] for of_read in offsets))
+                is_uniform = is_uniform & (offset == of_read[0])
+            is_uniform = is_uniform & (cute.arch.match_sync(FULL_WARP, of_read[0], "all") != 0)
+        is_uniform = cute.arch.vote_all_sync(is_uniform)
+        return Ahead(is_uniform, tuple(of_read[0] for of_read in offsets))
 
     @cute.jit
     def add(self, ahead: Ahead, head_idx: Int32, total: Float32) -> None:

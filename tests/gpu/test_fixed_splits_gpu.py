@@ -1,6 +1,6 @@
 """One row has one set of bits on a Hopper GPU: decoded, in chunks, in pages, in training, anywhere.
 
-`tests/sim/test_segments_sim.py` has the same over few keys.
+`tests/sim/test_fixed_splits_sim.py` has the same over few keys.
 """
 
 from __future__ import annotations
@@ -239,9 +239,9 @@ def test_written_and_padded_keys_have_the_bits(dims: tuple[int, int]) -> None:
             q, *caches, keys, values, cache_seqlens=lengths, causal=True, **in_cache, **options
         )
         lengths += new
-        causals = torch.ones(1, device="cuda").int()
+        causal_per_seq = torch.ones(1, device="cuda").int()
         again = flash_attn_with_kvcache(
-            q, *caches, cache_seqlens=lengths, causal=causals, **in_cache, **options
+            q, *caches, cache_seqlens=lengths, causal=causal_per_seq, **in_cache, **options
         )
         for way, result in (("appended", appended), ("causal", again)):
             if not whole.rows(first, new).has_bits_of(Results.of(result)):

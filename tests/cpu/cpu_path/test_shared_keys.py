@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from common_keys import CommonKeys
 from placed_attention import assert_calls_and_gradients
 from planned import backward_call, forward_call, planned
+from shared_keys import CommonKeys
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
@@ -79,7 +79,7 @@ def test_views_are_read_where_they_are() -> None:
     q = torch.randn(3, 40, 4, 64).bfloat16()
     k, v = (torch.randn(1, 50, 2, 64).bfloat16().expand(3, -1, -1, -1) for _ in "kv")
     plan = planned(forward_call(q, k, v), HOPPER)
-    assert plan.problem.common_kv
+    assert plan.problem.shared_kv
     for name, x in (("k", k), ("v", v)):
         to = plan.conversions[name]
         assert isinstance(to, FirstEntry)
@@ -88,13 +88,13 @@ def test_views_are_read_where_they_are() -> None:
     assert explain(q, k, v, target="sm_90a").copies == ""
     lse = torch.zeros(3, 4, 40)
     backward = planned(backward_call(q, k, v, q, q, lse), HOPPER)
-    assert not backward.problem.common_kv and "stride of 0" in str(backward.conversions["k"])
+    assert not backward.problem.shared_kv and "stride of 0" in str(backward.conversions["k"])
     # of what TMA cannot read, a copy of one entry
     odd = torch.randn(1, 50, 2, 65).bfloat16()[..., :64].expand(3, -1, -1, -1)
     to = planned(forward_call(q, odd, odd), HOPPER).conversions["k"]
     assert to is not None and to(odd).shape == (1, 50, 2, 64)
     # of one view alone there are no common keys
-    assert not planned(forward_call(q, k, v.clone()), HOPPER).problem.common_kv
+    assert not planned(forward_call(q, k, v.clone()), HOPPER).problem.shared_kv
 
 
 def test_the_tiles_of_few_keys_are_split_by_heads() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from common_keys import CommonKeys
+from shared_keys import CommonKeys
 from test_serving_gpu import on_cuda
 from torch import Tensor
 

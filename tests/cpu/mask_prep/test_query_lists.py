@@ -1,4 +1,4 @@
-"""Token lists by torch, which the simulator's calls use, against the dense mask of a choice."""
+"""Query lists by torch, which the simulator's calls use, against the dense mask of a selection."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 from drawn_lists import check_lists, draw_lists
 
-from flash_mask_cute.core import token_lists as on_device
-from flash_mask_cute.mask_prep import token_lists, token_lists_kernel
-from flash_mask_cute.mask_prep.token_lists import lists_by_torch
+from flash_mask_cute.core import query_lists as on_device
+from flash_mask_cute.mask_prep import query_lists, query_lists_kernel
+from flash_mask_cute.mask_prep.query_lists import lists_by_torch
 
 
 def test_constants_are_those_of_the_device_code() -> None:
-    assert token_lists.SEGMENT == on_device.SEGMENT
-    assert token_lists.ITEM_WORDS == on_device.ITEM_WORDS
-    assert token_lists.CHUNK_ROWS == token_lists_kernel.CHUNK_ROWS
+    assert query_lists.SEGMENT == on_device.SEGMENT
+    assert query_lists.ITEM_WORDS == on_device.ITEM_WORDS
+    assert query_lists.CHUNK_ROWS == query_lists_kernel.CHUNK_ROWS
 
 
 @pytest.mark.parametrize("segment", [64, 1024])
 def test_draws(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_lists, "SEGMENT", segment)
+    monkeypatch.setattr(query_lists, "SEGMENT", segment)
     for seed in range(40):
         drawn = draw_lists(seed, 200)
         made = lists_by_torch(*drawn)

@@ -17,7 +17,7 @@ from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
 
-KERNEL_NAME = "token_lists"
+KERNEL_NAME = "query_lists"
 # as in the device code, which a host that has no compiler cannot import
 CHUNK_ROWS, SEGMENT, ITEM_WORDS = 256, 1024, 4
 
@@ -93,7 +93,7 @@ class ListExtents(NamedTuple):
 
 class MadeLists(NamedTuple):
     """tokens (heads, entries), items (heads, items, ITEM_WORDS), and num_items (heads,): int32, as
-    `core/token_lists.py` says."""
+    `core/query_lists.py` says."""
 
     tokens: Tensor
     items: Tensor
@@ -114,8 +114,8 @@ class ListLengths(NamedTuple):
     lse: Tensor | None = None
 
 
-class TokenListMaker:
-    """Makes the lists of a choice, for calls with the same facts and extents.
+class QueryListMaker:
+    """Makes the lists of a selection, for calls with the same facts and extents.
 
     arch: of the GPU whose tensors it gets; None: they are on the CPU.
     """
@@ -137,7 +137,7 @@ class TokenListMaker:
             return lists_by_torch(by_entry, facts, extents, lengths)
         dtype = by_entry.dtype
         if dtype not in self._functions:
-            compiled = compile_token_lists(facts, dtype_name(dtype), self._arch)
+            compiled = compile_query_lists(facts, dtype_name(dtype), self._arch)
             self._functions[dtype] = compiled.function
         made = empty_lists(by_entry, facts, extents)
         fill_lists(self._functions[dtype], by_entry, made, facts, extents, lengths)
@@ -168,7 +168,7 @@ def fill_lists(
     function(by_entry, *scratch, *made, *numbers, *lengths)
 
 
-def compile_token_lists(
+def compile_query_lists(
     facts: ListFacts, dtype: str, arch: str, cache: CompileCache = CACHE
 ) -> Compiled:
     """The compiled kernels, from the cache or built now; see `fill_lists`. dtype: of entries."""
@@ -185,7 +185,7 @@ def compile_token_lists(
 def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
     import cutlass
 
-    from flash_mask_cute.mask_prep.token_lists_kernel import MakeTokenLists
+    from flash_mask_cute.mask_prep.query_lists_kernel import MakeQueryLists
 
     arguments = [
         fake_tensors.strided(4, dtype),
@@ -200,7 +200,7 @@ def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
         fake_tensors.q_start(facts),
         fake_tensors.strided(2 if facts.varlen_q else 3, "float32") if facts.has_lse else None,
     ]
-    return compile_object(MakeTokenLists(facts.is_causal), arguments, options_for(arch))
+    return compile_object(MakeQueryLists(facts.is_causal), arguments, options_for(arch))
 
 
 def lists_by_torch(
@@ -243,7 +243,7 @@ def lists_by_torch(
 
 
 def _band_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[Band, int]:
-    """The band of a sequence, and where its queries start in a line of the choice."""
+    """The band of a sequence, and where its queries start in a line of the selection."""
     offset_q, seqlen_q, seqlen_k = 0, extents.rows, extents.keys
     if x.cu_seqlens_q is not None:
         offset_q = int(x.cu_seqlens_q[b])

@@ -1,8 +1,8 @@
 """One row has one set of bits: sums cut at fixed keys, on the software GPU.
 
 The rows of a whole forward are compared, as integers, with the same rows decoded among neighbours,
-in chunks that begin anywhere, in pages, and by each way to compute segments. Three faults are then
-planted, and found.
+in chunks that begin anywhere, in pages, and by each way to compute fixed splits. Three faults are
+then planted, and found.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from split_cases import SplitCase
 from torch import Tensor
 
 from flash_mask_cute.call import prepare
+from flash_mask_cute.call.fixed_splits import ParallelSplits
 from flash_mask_cute.call.forward import compile_fwd
 from flash_mask_cute.call.prepare import prepared_fwd
-from flash_mask_cute.call.segments import FoldedForward
 from flash_mask_cute.call.tiles.rows import FwdRow
-from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm90 import flash_fwd
@@ -41,7 +41,7 @@ SEQLEN, KEYS = 1100, 512
 NAN = float("nan")
 # of decoded rows: the keys of each, of which the last is the row's own
 LENGTHS = (1100, 700, 513, 1, 512)
-# a chunk that begins and ends anywhere, and rows that end with the first of a segment
+# a chunk that begins and ends anywhere, and rows that end with the first of a fixed split
 CHUNKS = ((100, 333), (600, 1100), (1000, 1025))
 
 
@@ -186,7 +186,7 @@ def test_a_row_has_one_set_of_bits(simulator: ModuleType, case: str) -> None:
     with quiet_run(simulator):
         # without positions a mod counts from row 0, as with 0
         whole = rows.whole()
-        assert whole.kind == IN_TURN
+        assert whole.kind == SEQUENTIAL_SPLITS
         assert not unlike(whole, rows, pages_of_16={"page_size": 16})
     mods = {"mask_mod", "score_mod"} & rows.options.keys()
     if not mods:
@@ -200,10 +200,10 @@ def test_pages_of_one_key_and_one_segment(simulator: ModuleType) -> None:
     rows = Rows.create((64, 64), 1)
     with quiet_run(simulator):
         whole = rows.whole(seqlen_k_per_split=2048)
-        assert whole.kind == ONE_SEGMENT
+        assert whole.kind == ONE_FIXED_SPLIT
         one = rows._replace(options=rows.options | {"seqlen_k_per_split": 2048})
         assert not unlike(whole, one, pages_of_1={"page_size": 1})
-        # the largest score of a row, and LSE in training, come from segments in turn
+        # the largest score of a row, and LSE in training, come from fixed splits in sequence
         largest = torch.empty(1, 1, SEQLEN)
         turned = rows.whole(max_scores=largest)
         again = torch.empty(1, 1, SEQLEN)
@@ -218,13 +218,13 @@ def test_an_output_in_float32_is_that_before_rounding(simulator: ModuleType) -> 
     with quiet_run(simulator):
         whole, part = rows.whole(), rows.part(1000, 1025)
         found = rows.run(rows.q[:, 1000:1025], rows.k[:, :1025], rows.v[:, :1025], out=wide)
-    assert found.kind == BY_SEGMENTS and part.has_bits_of(whole.rows(1000, 1025))
+    assert found.kind == PARALLEL_SPLITS and part.has_bits_of(whole.rows(1000, 1025))
     assert torch.equal(wide.bfloat16(), part.out) and torch.equal(found.lse, part.lse)
 
 
 @pytest.mark.parametrize("split", ORACLE_CASES, ids=lambda split: split.case.id)
 def test_against_oracle(simulator: ModuleType, split: SplitCase) -> None:
-    """Every form of lengths and masks, in segments by each way that their shapes choose."""
+    """Every form of lengths and masks, in fixed splits by each way that their shapes choose."""
     inputs = make_inputs(split.case)
     run_sim(simulator, inputs, (1,), sms=split.sms, seqlen_k_per_split=KEYS)
 
@@ -247,14 +247,14 @@ def _uncut_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_fwd, "scheduler_rings", first)
 
 
-def _last_segment_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    fold = FoldedForward.__call__
+def _last_split_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce = ParallelSplits.__call__
 
-    def backwards(self: FoldedForward, partials: tuple[Any, ...], *others: Any) -> None:
+    def backwards(self: ParallelSplits, partials: tuple[Any, ...], *others: Any) -> None:
         out, lse, *rest = partials
-        fold(self, (out.flip(0), lse.flip(0), *rest), *others)
+        reduce(self, (out.flip(0), lse.flip(0), *rest), *others)
 
-    monkeypatch.setattr(FoldedForward, "__call__", backwards)
+    monkeypatch.setattr(ParallelSplits, "__call__", backwards)
 
 
 def test_a_planted_order_of_blocks_is_found(
@@ -283,12 +283,12 @@ def test_planted_tiles_are_found(
 def test_a_planted_order_of_segments_is_found(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, is_planted: bool
 ) -> None:
-    """Seven segments of 64 rows, folded by a CTA in turn, and by another launch."""
+    """Seven fixed splits of 64 rows, reduced by a CTA in turn, and by another launch."""
     rows = Rows.create((64, 64), 2, seqlen=3300)
     if is_planted:
-        _last_segment_first(monkeypatch)
+        _last_split_first(monkeypatch)
     with quiet_run(simulator):
         turned = rows.part(3269, 3300, max_scores=torch.empty(1, 2, 31))
-        folded = rows.part(3269, 3300)
-    assert (turned.kind, folded.kind) == (IN_TURN, BY_SEGMENTS)
-    assert turned.has_bits_of(folded) != is_planted
+        reduced = rows.part(3269, 3300)
+    assert (turned.kind, reduced.kind) == (SEQUENTIAL_SPLITS, PARALLEL_SPLITS)
+    assert turned.has_bits_of(reduced) != is_planted

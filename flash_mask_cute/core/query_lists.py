@@ -1,4 +1,4 @@
-"""For each key block, the queries that chose it, in ascending order: token lists.
+"""For each key block, the queries that chose it, in ascending order: query lists.
 
 Lists are cut into segments: at the same queries for all blocks, and where a segment would be long.
 An item is a key tile and one segment of its block's list, so several items may have the same keys.
@@ -27,7 +27,7 @@ class Item(NamedTuple):
     end: Int32
 
 
-class TokenLists(NamedTuple):
+class QueryLists(NamedTuple):
     """tokens: int32 (1 | heads_kv, entries), numbers of queries in their sequences. items: int32
     (1 | heads_kv, items, ITEM_WORDS), of which the first num_items (1 | heads_kv,) exist."""
 

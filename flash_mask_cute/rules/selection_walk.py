@@ -20,7 +20,7 @@ from flash_mask_cute.rules.bit_tile import WORD, bit_range, low_bits
 _NOWHERE = 1 << 30
 
 
-class ChoiceWords(NamedTuple):
+class SelectionWords(NamedTuple):
     """Each lane's word of `BitArgs.of_any` and of_every for a tile. The first lane has word
     `first`, which may be before word 0."""
 
@@ -29,9 +29,9 @@ class ChoiceWords(NamedTuple):
     of_every: Int32
 
     @staticmethod
-    def none() -> "ChoiceWords":
+    def none() -> "SelectionWords":
         """Before a walk begins."""
-        return ChoiceWords(Int32(_NOWHERE), Int32(0), Int32(0))
+        return SelectionWords(Int32(_NOWHERE), Int32(0), Int32(0))
 
 
 def _log_block(rules: Any) -> Int32:
@@ -40,7 +40,7 @@ def _log_block(rules: Any) -> Int32:
 
 
 @cute.jit
-def words_for(rules: Any, work: Work, base: Int32, held: ChoiceWords) -> ChoiceWords:
+def words_for(rules: Any, work: Work, base: Int32, held: SelectionWords) -> SelectionWords:
     """The words of the chunk of key tiles from `base` on, and of as many as possible before it.
 
     rules: `ForwardMask`. held: the words of a later chunk.
@@ -59,10 +59,10 @@ def words_for(rules: Any, work: Work, base: Int32, held: ChoiceWords) -> ChoiceW
             of_any = _word_of_entries(rules, work, word)
             of_every = of_any
         elif word >= 0:
-            tile = rules.choice_tile(work, work.block)
-            place = rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)
+            tile = rules.selection_tile(work, work.block)
+            place = rules.selection_place(args.of_any, work, work.head_idx, tile, word * WORD)
             of_any, of_every = args.of_any[place], args.of_every[place]
-        held = ChoiceWords(first, of_any, of_every)
+        held = SelectionWords(first, of_any, of_every)
     return held
 
 
@@ -71,7 +71,7 @@ def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
     """The blocks among 32 that the only query chose, by its entries. Each lane may ask for another
     word; one that does not exist is 0."""
     args = rules.args.bits
-    batch_idx, head_idx, *_ = rules.choice_place(
+    batch_idx, head_idx, *_ = rules.selection_place(
         args.visible, work, work.head_idx, Int32(0), Int32(0)
     )
     mEntries, found = args.visible[batch_idx, head_idx, 0, None], Int32(0)
@@ -92,7 +92,7 @@ def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
 
 
 @cute.jit
-def judge(rules: Any, held: ChoiceWords, work: Work, n_block: Int32) -> tuple[Boolean, Boolean]:
+def judge(rules: Any, held: SelectionWords, work: Work, n_block: Int32) -> tuple[Boolean, Boolean]:
     """As `MaskRules._judge_choice`, from words that are held; each lane may judge another tile."""
     block_k, tile_n, shift = rules.args.bits.block_k, rules.block_info.tile_n, _log_block(rules)
     first_k_idx = n_block * tile_n
@@ -113,7 +113,7 @@ def judge(rules: Any, held: ChoiceWords, work: Work, n_block: Int32) -> tuple[Bo
 
 
 @cute.jit
-def chunk_before(rules: Any, held: ChoiceWords, chunk_idx: Int32) -> Int32:
+def chunk_before(rules: Any, held: SelectionWords, chunk_idx: Int32) -> Int32:
     """The last chunk before this one of which a query chose something, as far as words are held;
     else one of which the words are not held. Negative if there is none."""
     block_k, tile_n = rules.args.bits.block_k, rules.block_info.tile_n
@@ -181,8 +181,10 @@ def _word_of(rules: Any, work: Work, blocks: tuple[Int32, Int32], window: Int32)
     if const_expr(args.are_entries):
         found = _word_of_entries(rules, work, word)
     elif word * WORD < blocks[1]:
-        tile = rules.choice_tile(work, work.block)
-        found = args.of_any[rules.choice_place(args.of_any, work, work.head_idx, tile, word * WORD)]
+        tile = rules.selection_tile(work, work.block)
+        found = args.of_any[
+            rules.selection_place(args.of_any, work, work.head_idx, tile, word * WORD)
+        ]
     return found & bit_range(blocks[0] - word * WORD, blocks[1] - word * WORD)
 
 

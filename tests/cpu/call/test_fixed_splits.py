@@ -16,8 +16,8 @@ import flash_mask_cute
 from flash_mask_cute import builders, explain, interface
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.execution_plan import ExecutionPlan
-from flash_mask_cute.call.segments import MOST_BYTES
-from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
+from flash_mask_cute.call.fixed_splits import MOST_BYTES
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
@@ -181,8 +181,8 @@ def test_tiles_whose_sums_are_the_same(dims: tuple[int, int], mod: str) -> None:
         tiles = run.fwd_choice.tiles
         traits = FwdTraits(BFloat16, *dims, tiles.tile_m, tiles.tile_n, packed_heads=1)
         found.add((tiles.tile_n, traits.keeps_scores, traits.polynomial))
-        assert run.problem.is_ordered and run.segments is not None
-        assert run.segments.keys == 4096 // tiles.tile_n * tiles.tile_n
+        assert run.problem.is_ordered and run.fixed_splits is not None
+        assert run.fixed_splits.keys == 4096 // tiles.tile_n * tiles.tile_n
     assert len(found) == 1
 
 
@@ -192,7 +192,7 @@ def test_mask_warps_that_would_change_how_maxima_are_found(
 ) -> None:
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 
-    for split in (None, ONE_SEGMENT, IN_TURN):
+    for split in (None, ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS):
         kernel = FlashAttentionForwardSm90(BFloat16, *dims, mask_mod=below, split=split)
         assert kernel.traits.mask_warpgroup == (warpgroup or split is None)
 
@@ -207,7 +207,7 @@ def test_documents_are_not_sequences() -> None:
     assert cut.packed is None and cut.problem.is_ordered
 
 
-# -- who computes segments -----------------------------------------------------------------------
+# -- who computes fixed splits ---------------------------------------------------------------------
 
 
 def test_shapes_choose_who_computes_segments() -> None:
@@ -215,16 +215,16 @@ def test_shapes_choose_who_computes_segments() -> None:
         name: plan_of(**call).problem.split for name, call in CALLS.items() if name != "longer"
     }
     assert kinds == {
-        "decode": BY_SEGMENTS,
-        "decode_of_many": IN_TURN,
-        "verify": BY_SEGMENTS,
-        "chunk": BY_SEGMENTS,
-        "whole": IN_TURN,
-        "full": IN_TURN,
-        "short": ONE_SEGMENT,
-        "window": IN_TURN,
-        "softcap": IN_TURN,
-        "packed": IN_TURN,
+        "decode": PARALLEL_SPLITS,
+        "decode_of_many": SEQUENTIAL_SPLITS,
+        "verify": PARALLEL_SPLITS,
+        "chunk": PARALLEL_SPLITS,
+        "whole": SEQUENTIAL_SPLITS,
+        "full": SEQUENTIAL_SPLITS,
+        "short": ONE_FIXED_SPLIT,
+        "window": SEQUENTIAL_SPLITS,
+        "softcap": SEQUENTIAL_SPLITS,
+        "packed": SEQUENTIAL_SPLITS,
     }
 
 
@@ -235,32 +235,32 @@ def test_results_that_a_fold_of_others_does_not_have() -> None:
         {"lse_low": low, "score_mod": nearer},
         {"seqused_q": torch.ones(1, dtype=torch.int32)},
     ):
-        assert plan_of(1, 20000, **more).problem.split == IN_TURN
+        assert plan_of(1, 20000, **more).problem.split == SEQUENTIAL_SPLITS
     wide = torch.empty(1, 1, 8, 128)
-    assert plan_of(1, 300, out=wide).problem.split == BY_SEGMENTS
+    assert plan_of(1, 300, out=wide).problem.split == PARALLEL_SPLITS
     with pytest.raises(NotImplementedError, match="out in .*max_scores"):
         plan_of(1, 300, out=wide, max_scores=low)
     # the launch counts key blocks in 32 bits
-    longest = plan_of(1, 300, out=wide, split=1 << 60).segments
+    longest = plan_of(1, 300, out=wide, split=1 << 60).fixed_splits
     assert longest is not None and longest.num_blocks < 1 << 31 and longest.number == 1
 
 
 def test_scratch_is_bounded() -> None:
     for batch, keys in ((1, 131072), (8, 131072), (64, 131072), (8, 1 << 22)):
         run = plan_of(1, keys, (32, 8), batch, split=512)
-        if run.problem.split == BY_SEGMENTS:
+        if run.problem.split == PARALLEL_SPLITS:
             assert run.splits is not None and run.splits.num_bytes <= MOST_BYTES
         else:
-            assert run.segments is not None and run.splits is None
-            shape = run.segments.memory_shape(run.fwd_choice.tiles, 128, 132)
+            assert run.fixed_splits is not None and run.splits is None
+            shape = run.fixed_splits.memory_shape(run.fwd_choice.tiles, 128, 132)
             assert 4 * torch.Size(shape).numel() < 10 << 20
-    assert plan_of(1, 1 << 22, (32, 8), 8, split=512).problem.split == IN_TURN
+    assert plan_of(1, 1 << 22, (32, 8), 8, split=512).problem.split == SEQUENTIAL_SPLITS
 
 
 def test_explain_says_where_sums_are_cut() -> None:
     q, k, v = (torch.zeros(1, n, 2, 192, dtype=torch.bfloat16) for n in (1, 9000, 9000))
     told = explain(q, k, v[..., :128], seqlen_k_per_split=4096, target="sm_90a").splits
-    assert told.startswith("sums are cut at every 4032 keys of a sequence, 3 segments at most; ")
+    assert told.startswith("sums are cut at every 4032 keys, 3 fixed splits at most; ")
 
 
 # -- with a graph, and on the CPU ----------------------------------------------------------------

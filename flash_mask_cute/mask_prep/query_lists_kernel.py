@@ -1,4 +1,4 @@
-"""Token lists of a choice: count, add up, weigh, cut into items, fill.
+"""Query lists of a selection: count, add up, weigh, cut into items, fill.
 
 A CTA has the queries of a chunk, and bits of them in shared memory: for each key block a bit for
 each query that chose it. They do not depend on the order of entries, nor on repetitions. Queries
@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.token_lists import SEGMENT
+from flash_mask_cute.core.query_lists import SEGMENT
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.bit_tile import WORD, bit_range, low_bits
@@ -43,7 +43,7 @@ IN_FLIGHT = 8
 
 
 class Sequence(NamedTuple):
-    """A sequence of the launch: its number, where its queries start in a line of the choice, how
+    """A sequence of the launch: its number, where its queries start in a line of the selection, how
     many there are, used or not, and what is in use."""
 
     number: Int32
@@ -52,8 +52,8 @@ class Sequence(NamedTuple):
     used: SeqlenInfoQK
 
 
-class TokenListArgs(NamedTuple):
-    """Arguments of the kernels, see `MakeTokenLists.__call__`."""
+class QueryListArgs(NamedTuple):
+    """Arguments of the kernels, see `MakeQueryLists.__call__`."""
 
     mIndices: cute.Tensor
     mCounts: cute.Tensor
@@ -74,7 +74,7 @@ class TokenListArgs(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a CTA has of a choice: the queries of its chunk from `first` on, of which num_queries
+    """What a CTA has of a selection: the queries of its chunk from `first` on, of which num_queries
     are in use, their entries (query, k), and the key blocks from `base` on, num_blocks of them. Of
     these the first num_seen are not hidden by other masks from all queries."""
 
@@ -105,8 +105,8 @@ class ChunkBits(NamedTuple):
     sorted: cute.Tensor | None = None
 
 
-class MakeTokenLists:
-    """Makes token lists and their items; to be passed to `cute.compile`.
+class MakeQueryLists:
+    """Makes query lists and their items; to be passed to `cute.compile`.
 
     :param is_causal: bottom-right aligned causal masking, beside which there is no right side
     """
@@ -165,7 +165,7 @@ class MakeTokenLists:
         """
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
         lengths = Lengths(*of_sequences, seqlen_q, seqlen_k, mQStart)
-        args = TokenListArgs(
+        args = QueryListArgs(
             *(mIndices, mCounts, mTotals, mWeights, mStarts, mTokens, mItems, mNumItems),
             block_size=block_size,
             tile_n=tile_n,
@@ -193,7 +193,7 @@ class MakeTokenLists:
     # -- queries of a chunk ---------------------------------------------------------------------
 
     @cute.kernel
-    def count(self, args: TokenListArgs):
+    def count(self, args: QueryListArgs):
         """mCounts = the queries of each chunk that chose a block."""
         thread, _, _ = cute.arch.thread_idx()
         layout = cute.make_layout((SPAN, ROW_WORDS))
@@ -208,7 +208,7 @@ class MakeTokenLists:
             args.mCounts[chunk.head_idx, chunk.number, chunk.base + block] = found
 
     @cute.kernel
-    def fill(self, args: TokenListArgs):
+    def fill(self, args: QueryListArgs):
         """mTokens = the queries; mCounts has how many are in chunks before."""
         thread, _, _ = cute.arch.thread_idx()
         allocate = partial(cutlass.memory.SmemAllocator().allocate_tensor, Int32)
@@ -232,7 +232,7 @@ class MakeTokenLists:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _chunk_of(self, args: TokenListArgs) -> Chunk:
+    def _chunk_of(self, args: QueryListArgs) -> Chunk:
         """What this CTA has."""
         number, head_idx, span = cute.arch.block_idx()
         lengths = args.lengths
@@ -255,7 +255,7 @@ class MakeTokenLists:
         return Chunk(head_idx, number, sequence, *in_use, base, num_blocks, num_seen)
 
     @cute.jit
-    def _set_bits(self, args: TokenListArgs, chunk: Chunk, smem: ChunkBits):
+    def _set_bits(self, args: QueryListArgs, chunk: Chunk, smem: ChunkBits):
         """Set the bits of all entries of a chunk, for all threads to read."""
         thread, _, _ = cute.arch.thread_idx()
         for block in cutlass.range(thread, chunk.num_seen, NUM_THREADS, unroll=1):
@@ -285,7 +285,7 @@ class MakeTokenLists:
     @cute.jit
     def _each_entry(
         self,
-        args: TokenListArgs,
+        args: QueryListArgs,
         chunk: Chunk,
         act: cutlass.Constexpr[Callable[[Int32, Int32], None]],
     ):
@@ -312,7 +312,7 @@ class MakeTokenLists:
                         act(first + i * step + own_row, found[i])
 
     @cute.jit
-    def _entry(self, args: TokenListArgs, chunk: Chunk, row: Int32, stop: Int32, i: Int32) -> Int32:
+    def _entry(self, args: QueryListArgs, chunk: Chunk, row: Int32, stop: Int32, i: Int32) -> Int32:
         """Entry i of a query of the chunk, as a block of the span; negative if it is none, or
         nobody sees it, or if the query sees nothing, or is not before `stop`."""
         found, sequence = Int32(-1), chunk.sequence
@@ -328,7 +328,7 @@ class MakeTokenLists:
 
     @cute.jit
     def _words_of(
-        self, args: TokenListArgs, chunk: Chunk, smem: ChunkBits, block: Int32
+        self, args: QueryListArgs, chunk: Chunk, smem: ChunkBits, block: Int32
     ) -> list[Int32]:
         """The bits of a block of the span, of queries that other masks let see some key of it."""
         lo, hi = self._queries_of(args, chunk.sequence, chunk.base + block)
@@ -340,7 +340,7 @@ class MakeTokenLists:
         return words
 
     @cute.jit
-    def _rank(self, args: TokenListArgs, chunk: Chunk, smem: ChunkBits, sums: cute.Tensor) -> Int32:
+    def _rank(self, args: QueryListArgs, chunk: Chunk, smem: ChunkBits, sums: cute.Tensor) -> Int32:
         """Tell all threads where each block's queries go. Returns how many there are."""
         thread, _, _ = cute.arch.thread_idx()
         lengths, total = args.lengths, Int32(0)
@@ -369,22 +369,22 @@ class MakeTokenLists:
         cute.arch.sync_threads()
         return total
 
-    def _lse_of(self, args: TokenListArgs, sequence: Int32, head_idx: Int32, row: Int32) -> Float32:
-        """Of a query, perhaps one of packed ones, and the first head with the list's choice."""
+    def _lse_of(self, args: QueryListArgs, sequence: Int32, head_idx: Int32, row: Int32) -> Float32:
+        """Of a query, perhaps one of packed ones, and the first head with the list's selection."""
         lse = (
             args.mLSE if args.lengths.cu_seqlens_q is not None else args.mLSE[sequence, None, None]
         )
-        heads_per_choice = cute.size(lse, mode=[0]) // args.mCounts.shape[0]
-        return lse[head_idx * heads_per_choice, row]
+        heads_per_selection = cute.size(lse, mode=[0]) // args.mCounts.shape[0]
+        return lse[head_idx * heads_per_selection, row]
 
-    def _band_of(self, args: TokenListArgs, sequence: Sequence) -> Band:
+    def _band_of(self, args: QueryListArgs, sequence: Sequence) -> Band:
         used = sequence.used
         right = Int32(0) if self.is_causal else args.window_right
         return Band(used.seqlen_q, used.seqlen_k, args.window_left, right, used.q_start)
 
     @cute.jit
     def _queries_of(
-        self, args: TokenListArgs, sequence: Sequence, block: Int32
+        self, args: QueryListArgs, sequence: Sequence, block: Int32
     ) -> tuple[Int32, Int32]:
         """The queries [first, end) that other masks let see some key of a block."""
         used, band = sequence.used, self._band_of(args, sequence)
@@ -396,7 +396,7 @@ class MakeTokenLists:
     # -- all chunks -----------------------------------------------------------------------------
 
     @cute.kernel
-    def add_up(self, args: TokenListArgs):
+    def add_up(self, args: QueryListArgs):
         """mCounts = the queries in chunks before; mTotals = the queries of each block.
 
         Each lane has a block, and each warp a part of the chunks.
@@ -435,7 +435,7 @@ class MakeTokenLists:
             args.mTotals[head_idx, number] = total
 
     @cute.jit
-    def _chunks_of(self, args: TokenListArgs, number: Int32) -> tuple[Int32, Int32, Int32]:
+    def _chunks_of(self, args: QueryListArgs, number: Int32) -> tuple[Int32, Int32, Int32]:
         """The chunks [first, end) of a block's sequence, and the block's number in it."""
         lengths = args.lengths
         of_sequence = _sequence_of(
@@ -449,7 +449,7 @@ class MakeTokenLists:
         return first, cutlass.select_(block < args.mCounts.shape[2], end, first), block
 
     @cute.kernel
-    def weigh(self, args: TokenListArgs):
+    def weigh(self, args: QueryListArgs):
         """mWeights = the items of each range of queries; by the last CTA of a head, mStarts = the
         first entry of each list."""
         nth, head_idx, _ = cute.arch.block_idx()
@@ -467,7 +467,7 @@ class MakeTokenLists:
             self._start_lists(args, head_idx, sums)
 
     @cute.jit
-    def _start_lists(self, args: TokenListArgs, head_idx: Int32, sums: cute.Tensor):
+    def _start_lists(self, args: QueryListArgs, head_idx: Int32, sums: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         num_blocks, before = args.mTotals.shape[1], Int32(0)
         for base in cutlass.range(0, num_blocks, SCAN_THREADS, unroll=1):
@@ -480,7 +480,7 @@ class MakeTokenLists:
             before += of_all
 
     @cute.kernel
-    def cut(self, args: TokenListArgs):
+    def cut(self, args: QueryListArgs):
         """mItems and mNumItems. A CTA has the queries of a range."""
         nth, head_idx, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -499,7 +499,7 @@ class MakeTokenLists:
     @cute.jit
     def _cut_range(
         self,
-        args: TokenListArgs,
+        args: QueryListArgs,
         head_idx: Int32,
         first_row: Int32,
         number: Int32,
@@ -527,7 +527,7 @@ class MakeTokenLists:
 
     @cute.jit
     def _part_of(
-        self, args: TokenListArgs, head_idx: Int32, tile: Int32, first_row: Int32
+        self, args: QueryListArgs, head_idx: Int32, tile: Int32, first_row: Int32
     ) -> tuple[Int32, Int32, Int32, Int32, Int32]:
         """A key tile's sequence, its number in it, the number of its block among all, and the
         entries [first, end) of this block's list that are of range_rows queries from first_row
@@ -553,12 +553,12 @@ class MakeTokenLists:
                         end = args.mCounts[head_idx, chunk, of_list]
         return of_sequence, block, at, first, end
 
-    def _store(self, args: TokenListArgs, head_idx: Int32, item: Int32, words: tuple) -> None:
+    def _store(self, args: QueryListArgs, head_idx: Int32, item: Int32, words: tuple) -> None:
         for i, word in enumerate(words):
             args.mItems[head_idx, item, i] = Int32(word)
 
 
-def _num_sequences(args: TokenListArgs) -> Int32:
+def _num_sequences(args: QueryListArgs) -> Int32:
     for starts in (args.lengths.cu_seqlens_q, args.lengths.cu_seqlens_k):
         if starts is not None:
             return Int32(starts.shape[0] - 1)

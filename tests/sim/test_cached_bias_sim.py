@@ -67,7 +67,7 @@ def _table(heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tens
     return torch.randn(heads, seqlen_q, seqlen_k, generator=generator).to(dtype)
 
 
-def make_kept(
+def make_cached_bias(
     seqlen_q: int = 130, seqlen_k: int = 300, heads: int = 4, dtype: torch.dtype = torch.float32
 ) -> Inputs:
     """Two query blocks, three key blocks of which two stay, and a key mask that hides some of them
@@ -80,14 +80,14 @@ def make_kept(
     return replace(make_inputs(case), mask_keywords=keywords, dense=Pairs(table, valid))
 
 
-def _kept_bits(inputs: Inputs, **more: Any) -> int:
-    return planned(call_of(inputs, **more), Target(ACTIVE_ARCH, num_sms=2)).problem.kept_bits
+def _cached_bias_bits(inputs: Inputs, **more: Any) -> int:
+    return planned(call_of(inputs, **more), Target(ACTIVE_ARCH, num_sms=2)).problem.cached_bias_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_key_masks(simulator: ModuleType, dtype: torch.dtype) -> None:
-    inputs = make_kept(dtype=dtype)
-    assert _kept_bits(inputs) == 8 * dtype.itemsize
+    inputs = make_cached_bias(dtype=dtype)
+    assert _cached_bias_bits(inputs) == 8 * dtype.itemsize
     run_sim(simulator, inputs, seeds=(None, 1))
 
 
@@ -97,7 +97,7 @@ def test_without_a_mask(simulator: ModuleType) -> None:
     table = _table(2, 140, 301, torch.float32)
     keywords = {"score_mod": adds_pairs, "aux_tensors": [table]}
     inputs = replace(make_inputs(case), mask_keywords=keywords, dense=Pairs(table))
-    assert _kept_bits(inputs) == 32
+    assert _cached_bias_bits(inputs) == 32
     run_sim(simulator, inputs, seeds=(2,))
 
 
@@ -118,7 +118,7 @@ def test_beside_a_table_of_differences(
     bias = Pairs(pairs + distances[:, place.clamp(-40, 40) + 40])
     inputs = replace(make_inputs(case), mask_keywords=keywords, dense=bias)
     plan = planned(call_of(inputs), Target(ACTIVE_ARCH, num_sms=2))
-    assert plan.problem.kept_bits == 32 and plan.tables is not None
+    assert plan.problem.cached_bias_bits == 32 and plan.tables is not None
     run_sim(simulator, inputs, seeds=(4,))
 
 
@@ -128,5 +128,5 @@ def test_two_tables(simulator: ModuleType) -> None:
     keywords = {"score_mod": adds_two, "aux_tensors": list(tables)}
     bias = Pairs(tables[0].float() * tables[1].float())
     inputs = replace(make_inputs(case), mask_keywords=keywords, dense=bias)
-    assert _kept_bits(inputs) == 32
+    assert _cached_bias_bits(inputs) == 32
     run_sim(simulator, inputs, seeds=(3,))

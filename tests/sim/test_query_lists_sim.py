@@ -1,4 +1,4 @@
-"""The kernels that make token lists, on the software GPU, against the dense mask of a choice."""
+"""The kernels that make query lists, on the software GPU, against the dense mask of a selection."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from conftest import ACTIVE_ARCH
 from drawn_lists import DrawnLists, check_lists, draw_lists
 from quiet_runs import quiet_run
 
-from flash_mask_cute.core.token_lists import SEGMENT
-from flash_mask_cute.mask_prep.token_lists import (
+from flash_mask_cute.core.query_lists import SEGMENT
+from flash_mask_cute.mask_prep.query_lists import (
     ListExtents,
     ListFacts,
     ListLengths,
     MadeLists,
-    compile_token_lists,
+    compile_query_lists,
     empty_lists,
     fill_lists,
 )
@@ -42,7 +42,7 @@ def make(simulator: ModuleType, drawn: DrawnLists, delay: int) -> MadeLists:
     made = empty_lists(by_entry, facts, extents)
     for x in made:
         x.fill_(77)
-    function = compile_token_lists(facts, dtype_name(by_entry.dtype), ACTIVE_ARCH).function
+    function = compile_query_lists(facts, dtype_name(by_entry.dtype), ACTIVE_ARCH).function
     with quiet_run(simulator, delay, launches=1):
         fill_lists(function, by_entry, made, facts, extents, lengths)
     return made
@@ -58,10 +58,10 @@ def test_long_lists_and_many_blocks(simulator: ModuleType) -> None:
     """Lists in several segments, more blocks than a CTA scans at once, and the same in each run."""
     n, keys = 2500, 17000
     gen = torch.Generator().manual_seed(1)
-    choice = torch.randint(0, 1100, (1, 1, n, 3), generator=gen)
-    choice[..., 0] = 0
+    selection = torch.randint(0, 1100, (1, 1, n, 3), generator=gen)
+    selection[..., 0] = 0
     extents = ListExtents(1, n, keys, keys, 1, 3, 16, 16, n, 2048)
-    drawn = DrawnLists(choice, ListFacts(), extents, ListLengths())
+    drawn = DrawnLists(selection, ListFacts(), extents, ListLengths())
     made = [make(simulator, drawn, delay) for delay in (1, 2)]
     check_lists(drawn, made[0], SEGMENT)
     count = int(made[0].num_items)
@@ -73,7 +73,7 @@ def test_long_lists_and_many_blocks(simulator: ModuleType) -> None:
 def test_many_entries_of_a_query(simulator: ModuleType) -> None:
     """More entries of a chunk than are sorted at a time, and of a query than a warp has lanes."""
     n, keys, k = 300, 1000, 40
-    choice = torch.randint(-3, 66, (1, 2, n, k), generator=torch.Generator().manual_seed(2))
+    selection = torch.randint(-3, 66, (1, 2, n, k), generator=torch.Generator().manual_seed(2))
     extents = ListExtents(1, n, keys, keys, 2, k, 16, 16, n, 256)
-    drawn = DrawnLists(choice, ListFacts(is_causal=True), extents, ListLengths())
+    drawn = DrawnLists(selection, ListFacts(is_causal=True), extents, ListLengths())
     check_lists(drawn, make(simulator, drawn, 1), SEGMENT)

@@ -65,7 +65,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     inputs = with_states(case, drawn_states(case))
-    assert planned(inputs, Target.named("sm_90a")).problem.own_lists
+    assert planned(inputs, Target.named("sm_90a")).problem.lists_per_warpgroup
     run_sim(simulator, inputs)
 
 
@@ -118,7 +118,7 @@ BWD_CASES = (
 def test_gradients(simulator: ModuleType, case: Case) -> None:
     inputs = with_states(case, drawn_states(case))
     call = call_of(inputs, Direction.BACKWARD)
-    assert planned(call, Target.named("sm_90a")).problem.own_lists
+    assert planned(call, Target.named("sm_90a")).problem.lists_per_warpgroup
     run_backward(simulator, inputs)
 
 

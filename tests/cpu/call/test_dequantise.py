@@ -32,13 +32,13 @@ def plan_of(case: Fp8Case, **more: Any) -> ExecutionPlan:
 
 def test_many_rows_that_share_keys_are_worth_a_conversion() -> None:
     found = plan_of(PREFILL)
-    assert found.problem.in_fp8 and found.wide is not None
-    wide = found.wide.problem
+    assert found.problem.in_fp8 and found.in_16_bits is not None
+    wide = found.in_16_bits.problem
     assert not wide.in_fp8 and wide.page_box is None and not wide.optional
     call = make_call(PREFILL)
     of_16 = planned(forward_call(call.q, *call.numbers, **call.keywords), HOPPER)
-    assert found.wide.choice.tiles == of_16.choice.tiles
-    assert found.wide.splits == of_16.splits
+    assert found.in_16_bits.choice.tiles == of_16.choice.tiles
+    assert found.in_16_bits.splits == of_16.splits
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_many_rows_that_share_keys_are_worth_a_conversion() -> None:
     ids=["few rows", "a window", "entries", "padding"],
 )
 def test_others_are_converted_by_attention(case: Fp8Case, more: dict[str, Any]) -> None:
-    assert plan_of(case, **more).wide is None
+    assert plan_of(case, **more).in_16_bits is None
 
 
 def test_their_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 2 * 320 * 2 * (64 + 64) * 2
     monkeypatch.setattr(widen, "MOST_BYTES", needed)
-    assert plan_of(PREFILL).wide is not None
+    assert plan_of(PREFILL).in_16_bits is not None
     monkeypatch.setattr(widen, "MOST_BYTES", needed - 1)
-    assert plan_of(PREFILL).wide is None
+    assert plan_of(PREFILL).in_16_bits is None
 
 
 def test_explain_tells_it() -> None:
