@@ -30,6 +30,9 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
+# What runs, before it does, and how long it took: $(call timed,name,command).
+timed = @echo "== $(1)"; begin=$$(date +%s); $(2); status=$$?; \
+	echo "== $(1): $$(( $$(date +%s) - begin )) s"; exit $$status
 
 .PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
 	$(TRANSFORMERS:%=test-transformers-%)
@@ -43,25 +46,9 @@ ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatro
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
 
-demo: $(call needs_venv,$(RUN))
-	PYTHONPATH=. $(RUN) examples/01_causal.py
-	PYTHONPATH=. $(RUN) examples/02_varlen.py
-	PYTHONPATH=. $(RUN) examples/03_column_intervals.py
-	PYTHONPATH=. $(RUN) examples/04_block_sparse.py
-	PYTHONPATH=. $(RUN) examples/05_score_mod.py
-	PYTHONPATH=. $(RUN) examples/06_mask_mod_prefix_lm.py
-	PYTHONPATH=. $(RUN) examples/07_native_api.py
-	PYTHONPATH=. $(RUN) examples/08_autograd.py
-	PYTHONPATH=. $(RUN) examples/09_training.py
-	PYTHONPATH=. $(RUN) examples/10_native_backward.py
-	PYTHONPATH=. $(RUN) examples/11_decode.py
-	PYTHONPATH=. $(RUN) examples/12_flex.py
-	PYTHONPATH=. $(RUN) examples/13_context_parallel.py
-	PYTHONPATH=. $(RUN) examples/14_shared_prefixes.py
-	PYTHONPATH=. $(RUN) examples/15_block_diffusion.py
-	PYTHONPATH=. $(RUN) examples/16_draft_tree.py
-	PYTHONPATH=. $(RUN) examples/17_titan_context_parallel.py
-	PYTHONPATH=. $(RUN) examples/18_selected_blocks.py
+# A demo needs no tools for development.
+demo: $(if $(filter $(VENV)/%,$(RUN)),$(or $(wildcard $(STAMP)),$(VENV)/.runtime))
+	$(RUN) examples/demo.py
 
 # Each folder has a process of its own: the software GPU takes the place of CUDA in its process, and is of one
 # architecture, so there are two of it.
@@ -104,15 +91,15 @@ $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/
 	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))
-	$(PYTEST_ON_WORKERS) tests/cpu contrib/tests
+	$(call timed,tests/cpu and contrib/tests: no GPU,$(PYTEST_ON_WORKERS) tests/cpu contrib/tests)
 
 test-gpu: $(call needs_venv,$(DEV))
-	$(DEV) -m pytest tests/gpu
+	$(call timed,tests/gpu: the GPU if there is one,$(DEV) -m pytest tests/gpu)
 
 test-sim: $(call needs_venv,$(DEV))
-	FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim
-	FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim
-	OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests
+	$(call timed,tests/sim: kernels for Hopper,FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim)
+	$(call timed,tests/sim: kernels for Blackwell,FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim)
+	$(call timed,software_gpu/tests,OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests)
 
 # 3 is NOT_NEEDED of the script, which needs no packages.
 test-sim-if-needed:
@@ -140,4 +127,10 @@ $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
 	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,cu13,end-to-end]"
+	touch $@
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[cu13]"
 	touch $@

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import re
-import shutil
 import struct
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from bench.history import PACKAGE, environment, unpacked
 from bench.rows import archive_of, lines, row_line
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.machine_code import SASS, disassembly
 
 FIGURES = ("arch", "tiles", "registers", "spill_bytes", "smem_bytes", "warnings", "code")
 # Opcodes that say most about a loop, for the printed line.
@@ -42,23 +41,7 @@ SHOWN = (
     *("HGMMA", "UTCHMMA", "MUFU", "FFMA", "FMNMX", "F2FP"),
     *("UTMALDG", "RED", "BAR", "SYNCS", "LDL", "STL"),
 )
-SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_]+)", re.MULTILINE)
 PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?([a-z]\w*)(?=[.\s;])", re.MULTILINE)
-
-
-def disassemblers() -> Iterator[list[str]]:
-    """Commands that print the machine code of the cubin named after them."""
-    spec = importlib.util.find_spec("triton")
-    places: list[str | None] = [None]
-    if spec and spec.origin:
-        places.append(str(Path(spec.origin).parent / "backends/nvidia/bin"))
-    for packages in sys.path:
-        # of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm
-        places += map(str, sorted(Path(packages).glob("nvidia/cu*/bin")))
-    for place in places:
-        for name, options in (("cuobjdump", ("-sass",)), ("nvdisasm", ("-c", "-hex"))):
-            if program := shutil.which(name, path=place):
-                yield [program, *options]
 
 
 def count_sass(text: str) -> dict[str, int]:
@@ -69,16 +52,6 @@ def count_sass(text: str) -> dict[str, int]:
 def count_ptx(text: str) -> dict[str, int]:
     """How often each base instruction (mad, of mad.lo.s32) occurs in a PTX text."""
     return dict(sorted(Counter(PTX.findall(re.sub(r"//[^\n]*", "", text))).items()))
-
-
-def disassembly(cubin: bytes, folder: Path) -> str:
-    """A cubin's machine code as text, empty where no program can tell. `folder` is written to."""
-    (path := folder / "kernel.bin").write_bytes(cubin)
-    for command in disassemblers():
-        done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-        if done.returncode == 0 and SASS.search(done.stdout):
-            return done.stdout
-    return ""
 
 
 def count_opcodes(cubin: bytes, ptx: str, folder: Path) -> tuple[str, dict[str, int]]:

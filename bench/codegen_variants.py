@@ -263,6 +263,12 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
+    for d in (320, 512):
+        yield f"d{d}-full", _variant(d)
+        yield f"d{d}-causal", _variant(d, is_causal=True)
+        yield f"d{d}-columns1", _variant(d, is_causal=True, intervals=(1, True))
+    yield "d512-mask_mod", _variant(512, Mods(mask_mod=sees_prefix))
+    yield "d512-score_mod", _variant(512, Mods(score_mod=nears), is_causal=True)
 
 
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:
@@ -294,6 +300,9 @@ def _decoding() -> Iterator[tuple[str, AttentionVariant]]:
                     in_fp8=in_fp8, few_rows=in_fp8,
                 )  # fmt: skip
                 yield f"decode-d{d}{kind}{pages}", replace(variant, decode_rows=8)
+    shares: dict[str, Any] = {"packed_heads": 8, "split": BY_STREAM_K, "has_seqused_k": True}
+    yield "decode-d512", replace(_variant(512, **shares), decode_rows=8)
+    yield "decode-d512-pages16", replace(_variant(512, page_box=16, **shares), decode_rows=8)
 
 
 def _backward(variant: AttentionVariant, **fields: Any) -> AttentionVariant:

@@ -110,6 +110,8 @@ CASES = (
     DecodeCase("d64-b1x131072", 1, 131072, (64, 8), 64, pages=(0, 1, 16, 64)),
     DecodeCase("d256-b64x4096", 64, 4096, (24, 2), 256),
     DecodeCase("d256-b1x131072", 1, 131072, (24, 2), 256),
+    DecodeCase("d512-b64x4096", 64, 4096, (16, 2), 512, pages=(0, 16, 64)),
+    DecodeCase("d512-b1x131072", 1, 131072, (16, 2), 512, pages=(0, 16, 64)),
     DecodeCase("d64-sink-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink"),
     DecodeCase("d64-sink-b1x131072", 1, 131072, (64, 8), 64, mask="sink"),
     DecodeCase("d64-window-b64x4096", 64, 4096, (64, 8), 64, pages=(0, 16), mask="sink_window"),

@@ -32,11 +32,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from dense_check import pick_device
+from dense_check import pick_device, within
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -53,12 +53,29 @@ EXACT_DTYPE = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 # steps, all rounding ends up in few numbers, by chance in smaller ones for sdpa.
 ALLOWED = 3
 
+
+class Rounding(NamedTuple):
+    """What rounding to a type does at least, in its eps: sdpa in one run may be lucky.
+
+    gradient: of the norm of a weight's gradient. curve: of the loss, times the root of the number
+    of steps; AdamW moves a weight whose gradient is rounding as far as any other.
+    """
+
+    gradient: float
+    curve: float
+
+
+# seen with other seeds (0 to 11, two layers, hidden size 64): 13 and 3 of gradients; 260 and 1.4 of
+# the loss after two steps, 550 and 2.9 after ten
+ROUNDING = {torch.float32: Rounding(8, 40), torch.bfloat16: Rounding(2, 0.3)}
+
 VOCABULARY = 128
 LOOK_BACK = 8
 NOISE = 0.1
 MAX_DOCUMENTS = 10
 MIN_DOCUMENT = 128  # tokens; padding is shorter than that
 CHECKED_SEQLEN = 512
+STEPS_TO_FALL = 16  # fewer steps may not show that a loss falls
 MEASURED_STEPS, MEASURED_ROUNDS = 10, 3
 HEAD_GROUP = 4  # query heads that share a KV head
 DPO_BETA = 0.1
@@ -357,6 +374,8 @@ def train(
     """The losses of each task, before each of its steps. dtype: instead of the one in settings."""
     model = make_model(settings, dtype)
     title = f"{attention.name} in {name_of(model.dtype)}"
+    on_cpu = "" if settings.device.type == "cuda" else " of walks on the CPU"
+    quarter = max(settings.steps // 4, 1)
     curves: Curves = {}
     for task in settings.tasks:
         trainer = Trainer(task, model, attention)
@@ -365,14 +384,33 @@ def train(
         for number in range(settings.steps):
             batch = make_batch(task, settings.seqlen, settings.seed, number, settings.device)
             losses.append(trainer.step(batch).item())
-            if (number + 1) % max(settings.steps // 6, 1) == 0 or number == 0:
+            if (number + 1) % quarter == 0:
                 per_step = 1e3 * (time.perf_counter() - began) / (number + 1)
                 print(
-                    f"{title}, {task}: step {number + 1}/{settings.steps}, loss {losses[-1]:.4f}, "
-                    f"{per_step:.0f} ms a step",
+                    f"{title}, {task}: steps {number + 2 - quarter} to {number + 1} of "
+                    f"{settings.steps}, mean loss {mean(losses[-quarter:]):.4f}, "
+                    f"{per_step:.0f} ms a step{on_cpu}",
                     flush=True,
                 )
     return curves
+
+
+def mean(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses)
+
+
+def check_fall(curves: Curves) -> None:
+    """Print the mean losses of the first and of the last quarter of the steps.
+
+    Raises:
+        SystemExit: a loss did not fall in a training that is long enough.
+    """
+    for task, losses in curves.items():
+        quarter = max(len(losses) // 4, 1)
+        first, last = mean(losses[:quarter]), mean(losses[-quarter:])
+        print(f"{task}: the mean loss falls from {first:.4f} to {last:.4f}")
+        if len(losses) >= STEPS_TO_FALL and not last < first:
+            raise SystemExit(f"{EXAMPLE}: the loss of {task} does not fall")
 
 
 # -- checks -------------------------------------------------------------------------------------
@@ -396,11 +434,11 @@ def check_gradients(settings: argparse.Namespace, attention: Attention) -> None:
 
     Raises:
         SystemExit: those of a weight are further from sdpa in float64 than ALLOWED times what sdpa
-            is with rounding.
+            is with rounding, or than what rounding does at least.
     """
     dense = Attention("sdpa")
     rounded = ROUNDED_DTYPE.get(settings.dtype, settings.dtype)
-    eps = torch.finfo(rounded).eps
+    least = ROUNDING[rounded].gradient * torch.finfo(rounded).eps
 
     def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
         pairs = zip(found, exact, strict=True)
@@ -410,12 +448,11 @@ def check_gradients(settings: argparse.Namespace, attention: Attention) -> None:
         exact = gradients(settings, task, dense, torch.float64)
         found = errors(gradients(settings, task, attention, settings.dtype), exact)
         expected = errors(gradients(settings, task, dense, rounded), exact)
-        print(
-            f"{task}, gradients of {attention.name}: largest error {max(found):.2e} of the norm "
-            f"(sdpa in {name_of(rounded)}: {max(expected):.2e})"
-        )
-        if not all(x <= ALLOWED * y + eps for x, y in zip(found, expected, strict=True)):
-            raise SystemExit(f"{EXAMPLE}: wrong gradients ({attention.name}, {task})")
+        bounds = [ALLOWED * max(x, least) for x in expected]
+        worst = max(range(len(found)), key=lambda i: found[i] / bounds[i])
+        what = f"{task}, gradients of {attention.name}, in parts of their norm: largest error"
+        remark = f" (sdpa in {name_of(rounded)}: {expected[worst]:.2e})"
+        within(EXAMPLE, what, found[worst], bounds[worst], remark)
 
 
 def largest_difference(first: Sequence[float], second: Sequence[float]) -> float:
@@ -427,12 +464,13 @@ def compare_curves(settings: argparse.Namespace, found: Curves, dense: Curves) -
 
     Raises:
         SystemExit: `found` is further from sdpa in a finer type than ALLOWED times what sdpa is
-            with rounding.
+            with rounding, or than what rounding does at least.
     """
     rounded, exact = (types.get(settings.dtype) for types in (ROUNDED_DTYPE, EXACT_DTYPE))
     rounded_curves = dense if rounded is None else train(settings, Attention("sdpa"), rounded)
     exact_curves = dense if exact is None else train(settings, Attention("sdpa"), exact)
-    eps = torch.finfo(rounded or settings.dtype).eps
+    rounded_dtype = rounded or settings.dtype
+    eps = torch.finfo(rounded_dtype).eps
     for task in settings.tasks:
         difference = largest_difference(found[task], dense[task])
         error = largest_difference(found[task], exact_curves[task])
@@ -440,9 +478,10 @@ def compare_curves(settings: argparse.Namespace, found: Curves, dense: Curves) -
         print(
             f"{task}, loss curves of {settings.attention.name} and sdpa: largest difference "
             f"{difference:.2e}; from {name_of(exact or settings.dtype)} {error:.2e} and, by "
-            f"rounding to {name_of(rounded or settings.dtype)}, {expected:.2e}"
+            f"rounding to {name_of(rounded_dtype)}, {expected:.2e}"
         )
-        if not error <= ALLOWED * expected + eps * max(exact_curves[task]):
+        least = ROUNDING[rounded_dtype].curve * eps * settings.steps**0.5 * max(exact_curves[task])
+        if not error <= ALLOWED * max(expected, least):
             raise SystemExit(f"{EXAMPLE}: loss curves differ by more than rounding ({task})")
 
 
@@ -577,6 +616,7 @@ def run(settings: argparse.Namespace) -> dict[str, Curves]:
     if attention.name != "sdpa":
         check_gradients(settings, attention)
     curves = {attention.name: train(settings, attention)}
+    check_fall(curves[attention.name])
     if settings.compare and attention.name == "ours" and attention.deterministic:
         other = train(settings, replace(attention, skip_blocks=not attention.skip_blocks))
         if other != curves[attention.name]:

@@ -1,7 +1,7 @@
 """A long sequence on several devices: each holds some rows, and masks are those of one device.
 
     torchrun --nproc-per-node 2 examples/13_context_parallel.py
-    python examples/13_context_parallel.py  # one process
+    python examples/13_context_parallel.py  # one process on a GPU, two on the CPU
 
 `parallel.plan` divides the rows so that all ranks have the same work, by counted tiles of the mask.
 Every rank keeps its rows through the whole model; only attention sees other ranks.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from dense_check import attend, compare
-from ranks import start
+from ranks import launch, start
 from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders, parallel
@@ -93,4 +93,4 @@ def check(
 
 
 if __name__ == "__main__":
-    main()
+    launch(__file__, main)

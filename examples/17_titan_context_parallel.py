@@ -1,7 +1,7 @@
 """A training step in the form of torchtitan: FSDP2 over all ranks, attention over a context.
 
     torchrun --nproc-per-node 4 examples/17_titan_context_parallel.py
-    python examples/17_titan_context_parallel.py  # one process
+    python examples/17_titan_context_parallel.py  # one process on a GPU, two on the CPU
 
 The mesh has two dimensions, as torchtitan makes it: "data", whose ranks have batches of their own,
 and "context", whose ranks have rows of one batch. Weights are sharded over all of them. A layer
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense_check import attend, compare
-from ranks import start
+from ranks import launch, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -188,4 +188,4 @@ def check(found: dict[str, Tensor], model: Decoder, batches: list[Batch], num_la
 
 
 if __name__ == "__main__":
-    main()
+    launch(__file__, main)

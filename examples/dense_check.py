@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 
+def timed_call(device: torch.device) -> str:
+    """What was timed on a device: on the CPU it says nothing of a kernel."""
+    return "time of a warm call" if device.type == "cuda" else "time of a walk on the CPU"
+
+
 def has_hopper() -> bool:
     """Whether torch sees a Hopper GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -55,6 +60,17 @@ def attend(
     return (probabilities.to(q.dtype) @ v).transpose(1, 2), scores.logsumexp(-1)
 
 
+def within(example: str, what: str, error: float, bound: float, remark: str = "") -> None:
+    """Print an error and its bound, as `make demo` reads them.
+
+    Raises:
+        SystemExit: the error is larger, or NaN. The message starts with `example`.
+    """
+    print(f"{what} {error:.2e}, bound {bound:.2e}{remark}")
+    if not error <= bound:
+        raise SystemExit(f"{example}: wrong result ({what} {error:.2e}, bound {bound:.2e})")
+
+
 def compare(example: str, name: str | None, out: Tensor, exact: Tensor, eager: Tensor) -> None:
     """Print how far `out` and `eager` are from `exact`, three tensors of one shape.
 
@@ -66,9 +82,8 @@ def compare(example: str, name: str | None, out: Tensor, exact: Tensor, eager: T
     error = (out.double() - exact).abs().max().item()
     eager_error = (eager.double() - exact).abs().max().item()
     what = "largest error of out" if name is None else f"{name}: largest error"
-    print(f"{what} {error:.2e} (plain bfloat16 torch: {eager_error:.2e})")
-    if not error <= 2 * eager_error + torch.finfo(eager.dtype).eps:
-        raise SystemExit(f"{example}: wrong result" + ("" if name is None else f" ({name})"))
+    bound = 2 * eager_error + torch.finfo(eager.dtype).eps
+    within(example, what, error, bound, f" (plain bfloat16 torch: {eager_error:.2e})")
 
 
 def check(

@@ -1,9 +1,12 @@
 """`python -m flash_mask_cute`: what is installed, which GPUs it can use, and a self-test.
 
-The exit code is 0 if a call works here, and 1 if a package is missing or a result is wrong.
+The last line says what works here. The exit code is 0 if calls work on a GPU, or on the CPU of a
+machine without one. It is 1 if a package is missing, a result is wrong, or no GPU has kernels.
 
 `python -m flash_mask_cute hub DIR` writes the folder of a hub kernel (`integrations/hub.py`)
 instead. The exit code is then 0, or 1 with a line on stderr.
+`python -m flash_mask_cute bench FILE` times the mods of a file beside torch's flex_attention
+(`time_my_mask.py`).
 `python -m flash_mask_cute plan` is of `parallel/command.py`. `--help` prints this text. For other
 arguments the exit code is 2.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,6 +39,9 @@ NEEDED = {"torch": "torch", **DISTRIBUTIONS}
 TOLERANCES = {"bfloat16": 2e-2, "float64": 1e-5}
 
 
+_NO_KERNELS = "calls on CUDA tensors raise NotImplementedError; CPU tensors work"
+
+
 class Check(NamedTuple):
     """error, limit: relative to the largest number of the reference."""
 
@@ -47,7 +54,7 @@ class Check(NamedTuple):
         return self.error <= self.limit  # False for NaN
 
 
-USAGE = "usage: python -m flash_mask_cute [hub DIR | plan OPTIONS]"
+USAGE = "usage: python -m flash_mask_cute [bench FILE OPTIONS | hub DIR | plan OPTIONS]"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -60,6 +67,10 @@ def main(arguments: Sequence[str] = ()) -> int:
             return 0
         case ["hub", directory]:
             return write_hub(directory)
+        case ["bench", *options]:
+            from flash_mask_cute import time_my_mask
+
+            return time_my_mask.main(options)
         case ["plan", *options]:
             from flash_mask_cute.parallel import command
 
@@ -93,16 +104,23 @@ def tell() -> int:
         is_missing = package in missing
         _say(package, f"missing: pip install {package}" if is_missing else _version_of(package))
     if "torch" in missing:
-        return 1
-    device = _usable_device()
+        return _conclude("nothing before torch is installed", 1)
+    device, works = _usable_device()
     for package, releases in EXTRAS.items():
         found = release_of_extra(package) or "not installed"
         _say(package, f"{found} (integrations.{package} takes {releases})")
     _tell_cache()
     if missing:
         _say("self-test", f"not run: {', '.join(missing)} is missing")
-        return 1
-    return _tell_self_test(device)
+        return _conclude(f"nothing before {', '.join(missing)} is installed", 1)
+    if _tell_self_test(device) != 0:
+        return _conclude("results are wrong here, or calls fail: see the self-test above", 1)
+    return _conclude(works, 1 if works == _NO_KERNELS else 0)
+
+
+def _conclude(text: str, code: int) -> int:
+    _say("what works here", text)
+    return code
 
 
 def _say(name: str, text: str) -> None:
@@ -117,9 +135,13 @@ def _version_of(package: str) -> str:
         return "of unknown version"
 
 
-def _usable_device() -> torch.device:
-    """Print what torch was built for and what it sees: the first GPU with kernels, or the CPU."""
-    import torch
+def _usable_device() -> tuple[torch.device, str]:
+    """Print what torch was built for and what it sees. Returns the first GPU with kernels, or the
+    CPU, and what works here."""
+    with warnings.catch_warnings():
+        # nothing here needs numpy
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        import torch
 
     from flash_mask_cute.runtime.target import ARCHS, Target
 
@@ -137,9 +159,12 @@ def _usable_device() -> torch.device:
         else:
             known = ", ".join(map(_dotted, ARCHS))
             _say(str(device), f"{name}: no kernels, which exist for {known} only")
+    if usable:
+        return usable[0], f"calls on tensors of {', '.join(map(str, usable))}, and on CPU tensors"
     if torch.cuda.device_count() == 0:
-        _say("GPU", "torch sees none; calls work on CPU tensors")
-    return usable[0] if usable else torch.device("cpu")
+        _say("GPU", "torch sees none")
+        return torch.device("cpu"), "calls on CPU tensors"
+    return torch.device("cpu"), _NO_KERNELS
 
 
 def _dotted(capability: tuple[int, int]) -> str:

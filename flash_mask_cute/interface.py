@@ -42,6 +42,7 @@ from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.lowering.pair import form_of, resolve_mods, stays_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.mask_mods import form_without_contents
@@ -321,6 +322,16 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return prepared(call.tensors, call.masks)
 
 
+def widest_head(device: torch.device) -> int:
+    """The largest head_dim of a forward on a GPU. Above 256 no gradients can be recorded, and
+    head_dim_v must be equal.
+
+    Raises:
+        NotImplementedError: there is no kernel for the device.
+    """
+    return arch_spec(Target.from_device(device)).forward.most_head_dim
+
+
 def explain(
     q: Tensor,
     k: Tensor,
@@ -328,6 +339,7 @@ def explain(
     *,
     target: str | None = None,
     deterministic: bool = False,
+    code: bool = False,
     **keywords: Any,
 ) -> Explanation:
     """Report what kernel a forward with these arguments of `_flash_attn_fwd` would run, and why,
@@ -342,8 +354,13 @@ def explain(
 
     deterministic: of the backward, as in `flash_attn_func`.
 
-    The kernel is compiled if it is not yet: for the device of q, or for an H200 if q is on the CPU.
-    A target ("sm_90a", "sm_100a" or "sm_103a") overrides this; no such GPU needs to be there.
+    code: compile the kernel anew, and keep its PTX and machine code (`.ptx`, `.sass`). Machine code
+    is empty if no disassembler is found: `cuobjdump` or `nvdisasm` on PATH, in triton, or in
+    NVIDIA's packages for pip.
+
+    The kernel is compiled if it is not yet, and a line on stderr says so. It is compiled for the
+    device of q, or for an H200 if q is on the CPU. A target ("sm_90a", "sm_100a" or "sm_103a")
+    overrides this; no such GPU needs to be there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would. ValueError also if there is
@@ -362,6 +379,7 @@ def explain(
     masks, device = (call.masks or NO_MASKS).with_own_mod(), getattr(q, "device", None)
     mods = resolve_mods(masks.score_mod, masks.mask_mod, masks.aux_tensors, device)
     check_bool("deterministic", deterministic)
+    check_bool("code", code)
     call = replaced(call, backward=BackwardOptions(deterministic=deterministic))
     if torch.is_grad_enabled() and any(
         getattr(x, "requires_grad", False) for x in (q, k, v, call.tensors.learnable_sink)
@@ -375,7 +393,9 @@ def explain(
         formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
     else:
         formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
-    explained = explain_fwd(formed, None if target is None else Target.named(target))
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"target must be the name of an architecture, got {brief(target)}")
+    explained = explain_fwd(formed, None if target is None else Target.named(target), code)
     if not is_torch:
         return explained
     note, form = "mask_mod is torch's, and ", form_of(masks.mask_mod)
@@ -431,7 +451,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
             for both in zip(given, form.window, strict=True)
         )
         options = replaced(options, window_size_left=left, window_size_right=right)
-        if right == 0 and options.causal in (False, True):
+        if right == 0 and isinstance(options.causal, bool):
             # by another name, under which the choice of tiles knows it
             options = replaced(options, causal=True, window_size_right=None)
     else:

@@ -7,8 +7,10 @@ ADDRESS_MASK = 15
 # A window side as wide as this is open: no sequence is longer, and kernels add window sides to
 # positions in 32 bits.
 OPEN_WINDOW = 1 << 30
-# of kernels; the CPU path has none
-MAX_HEAD_DIM = 256
+# of kernels; the CPU path has none. The forward on Hopper has the wider one.
+MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM = 256, 512
+# columns of V that a CTA on Hopper sums; two CTAs share a work tile of wider values
+MOST_VALUE_COLUMNS = 256
 # the largest number of float8_e4m3fn
 LARGEST_CODE = 448.0
 # keys of a page
@@ -37,3 +39,8 @@ MAX_PACKED_ROWS = 1 << 31
 MOST_BIT_BYTES = 1 << 31
 # of a grid in its second and in its third dimension
 MOST_CTAS = 65535
+
+
+def ctas_of_tile(head_dim_v: int) -> int:
+    """CTAs on Hopper that compute a work tile of queries together (`core/value_halves.py`)."""
+    return 1 if head_dim_v <= MOST_VALUE_COLUMNS else 2

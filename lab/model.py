@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import ROOT, Json, commit_here
-from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
 from bench.machine_code import Code
 from bench.rows import row_line
@@ -34,6 +33,7 @@ from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import select_bwd_config
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.machine_code import disassembly
 from flash_mask_cute.runtime.target import Target
 from lab import recorded_peer
 from lab.events import (

@@ -21,11 +21,11 @@ from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seql
 from flash_mask_cute.call.check.pages import check_pages
 from flash_mask_cute.call.copies import byte_conversion
 from flash_mask_cute.cpu.append import Slots, append_rows, lengths_with_new, rotate, slots_of
+from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.checks import (
     brief,
-    check_bool,
     check_device,
     check_outputs_apart,
     check_own_memory,
@@ -253,6 +253,8 @@ def check_append(x: Append) -> None:
     """
     device = x.k_cache.device
     check_tensor("q", x.q)
+    if x.cu_seqlens_k_new is not None:
+        check_cu_seqlens("cu_seqlens_k_new", x.cu_seqlens_k_new, device)
     for name, new, cache in (("k", x.k, x.k_cache), ("v", x.v, x.v_cache)):
         check_tensor(f"{name}_cache", cache)
         check_tensor(name, new)
@@ -281,7 +283,6 @@ def check_append(x: Append) -> None:
             f"k and v must have as many rows, got {tuple(x.k.shape)} and {tuple(x.v.shape)}"
         )
     if x.cu_seqlens_k_new is not None:
-        check_cu_seqlens("cu_seqlens_k_new", x.cu_seqlens_k_new, device)
         if len(x.cu_seqlens_k_new) != x.batch + 1:
             raise ValueError(
                 f"cu_seqlens_k_new must have shape (batch + 1,) = ({x.batch + 1},), got "
@@ -303,6 +304,10 @@ def check_append(x: Append) -> None:
 
 def _check_descales(x: Append) -> dict[str, Tensor | None]:
     """Check the scales of caches in fp8. Returns those that are written, by name."""
+    if (most := max(x.k.shape[-1], x.v.shape[-1])) > MAX_HEAD_DIM and x.k_cache.is_cuda:
+        raise NotImplementedError(
+            f"k_cache and v_cache in float8_e4m3fn have up to {MAX_HEAD_DIM} columns, got {most}"
+        )
     of_rows: dict[str, Tensor | None] = {}
     for name, descale, cache, is_written in zip(
         "kv",
@@ -326,7 +331,6 @@ def _check_rotary(x: Append) -> None:
         )
     if x.cos is None or x.sin is None:
         return
-    check_bool("rotary_interleaved", x.interleaved)
     for name, table in (("rotary_cos", x.cos), ("rotary_sin", x.sin)):
         check_tensor(name, table)
         check_device(name, table, x.k_cache.device)

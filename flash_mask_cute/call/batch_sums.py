@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +33,6 @@ from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import strided
 from flash_mask_cute.runtime.target import Target
-
-if TYPE_CHECKING:
-    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
-    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
 
 # queries and keys of a tile (`sm90/flash_bwd_shared.py`)
 TILE = 128
@@ -103,10 +99,8 @@ def choose_shared_sums(plan: ExecutionPlan, may_be_short: bool) -> SharedSums | 
 def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
     """The kernel of short sequences; None: it cannot compute the call, or there are few of them."""
     problem, shapes, target = plan.problem, plan.shapes, plan.target
-    score_mod = plan.masks.score_mod
-    from flash_mask_cute.sm90.flash_bwd_short_traits import MOST_ROWS, QUERY_TILES
-
-    if not arch_spec(target).backward.owns_shared or _has_lengths_or_lists(problem):
+    score_mod, kernel = plan.masks.score_mod, arch_spec(target).backward
+    if kernel.load_entry_traits is None or _has_lengths_or_lists(problem):
         return None
     has_few = shapes.batch * shapes.heads_q < LEAST_SHORT * target.num_sms
     has_groups = shapes.heads_q != shapes.heads_kv
@@ -120,16 +114,13 @@ def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
             return None
         once = reads.shared_once
     exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
-    if max(shapes.seqlen_q, shapes.seqlen_k) <= MOST_ROWS:
-        tile = ShortTile(
-            next(rows for rows, _ in QUERY_TILES if rows >= shapes.seqlen_q),
-            -(-shapes.seqlen_k // 16) * 16,
-        )
-        traits = short_traits(problem, tile, plan.bwd_choice, bool(numbers))
+    sizes = kernel.entry_traits().short.tile_of(shapes.seqlen_q, shapes.seqlen_k)
+    if sizes is not None:
+        shared = SharedSums(numbers, 1, once, exact, ShortTile(*sizes))
+        traits = traits_of(problem, plan.bwd_choice, shared, target)
         if traits.fits:
             ctas = target.num_sms * traits.ctas_of_sm
-            parts = min(max(ctas // shapes.heads_q, 1), shapes.batch)
-            return SharedSums(numbers, parts, once, exact, tile)
+            return shared._replace(parts=min(max(ctas // shapes.heads_q, 1), shapes.batch))
     if score_mod is None or once or problem.deterministic:
         return None
     return _choose_entries(plan)
@@ -137,54 +128,41 @@ def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
 
 def _choose_entries(plan: ExecutionPlan) -> SharedSums | None:
     problem, shapes, choice = plan.problem, plan.shapes, plan.bwd_choice
-    numbers = problem.wants_aux
-    from flash_mask_cute.sm90.flash_bwd_entries_traits import MOST_QUERIES, QUERIES_OF_BOTH
-
-    queries = -(-shapes.seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
+    of_kernel = arch_spec(plan.target).backward.entry_traits().entries
+    queries = of_kernel.queries_of(shapes.seqlen_q, shapes.seqlen_k)
     tiles = -(-shapes.seqlen_k // KEYS_OF_ENTRIES) * shapes.heads_q
     # the kernel numbers entries of tiles in 32 bits
-    if max(queries, shapes.seqlen_k) > MOST_QUERIES or tiles * shapes.batch >= 2**30:
-        return None
-    traits = entry_traits(problem, ShortTile(queries, KEYS_OF_ENTRIES, True), bool(numbers))
-    # as the postprocess reads the sums of dQ
-    is_alike = (choice.tiles.tile_m, choice.tile_d) == (traits.block_m, traits.cols[0])
-    if not (traits.fits and is_alike and max(traits.cols) <= MOST_COLUMNS_OF_ENTRIES):
+    if queries is None or tiles * shapes.batch >= 2**30:
         return None
     tile = ShortTile(queries, KEYS_OF_ENTRIES, True)
-    return SharedSums(numbers, plan.target.num_sms, (), (), tile)
+    shared = SharedSums(problem.wants_aux, plan.target.num_sms, (), (), tile)
+    traits = traits_of(problem, choice, shared, plan.target)
+    # as the postprocess reads the sums of dQ
+    is_alike = (choice.tiles.tile_m, choice.tile_d) == (traits.block_m, traits.cols[0])
+    fits = traits.fits and is_alike and max(traits.cols) <= MOST_COLUMNS_OF_ENTRIES
+    return shared if fits else None
 
 
-def entry_traits(problem: AttentionProblem, tile: ShortTile, has_sums: bool) -> EntryTraits:
-    """As `short_traits`, of a tile with some of the keys."""
-    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
-    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
-
-    return EntryTraits(
-        cutlass_dtype(problem.dtype),
-        *(problem.head_dim, problem.head_dim_v, tile.tile_m),
-        has_score_mod=True,
-        sums=has_sums,
-        has_marks=problem.may_empty_rows,
-        is_banded=problem.is_causal or problem.is_local,
-    )
-
-
-def short_traits(
-    problem: AttentionProblem, tile: ShortTile, choice: BwdChoice, has_sums: bool
-) -> ShortTraits:
-    """has_sums: gradients of aux tensors are wanted."""
-    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
-    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
-
-    has_score_mod = problem.score_mod is not None
-    return ShortTraits(
-        cutlass_dtype(problem.dtype),
-        *(problem.head_dim, problem.head_dim_v, tile.tile_m, tile.tile_n, choice.tiles.tile_m),
+def traits_of(
+    problem: AttentionProblem, choice: BwdChoice, shared: SharedSums, target: Target
+) -> Any:
+    """The traits of the kernel that makes the sums: `SharedTraits`, `ShortTraits` or
+    `EntryTraits`."""
+    of_kernels, tile = arch_spec(target).backward.entry_traits(), shared.short
+    dtype = fake_tensors.cutlass_dtype(problem.dtype)
+    of_problem = dtype, problem.head_dim, problem.head_dim_v
+    has_marks, has_score_mod = problem.may_empty_rows, problem.score_mod is not None
+    if tile is None:
+        return of_kernels.shared(*of_problem, choice.tiles.tile_m, has_marks)
+    is_banded = problem.is_causal or problem.is_local
+    flags = {"sums": bool(shared.numbers), "has_marks": has_marks, "is_banded": is_banded}
+    if tile.several_keys:
+        return of_kernels.entries(*of_problem, tile.tile_m, has_score_mod=True, **flags)
+    return of_kernels.short(
+        *(*of_problem, tile.tile_m, tile.tile_n, choice.tiles.tile_m),
         has_score_mod=has_score_mod,
-        adds=has_score_mod or problem.is_causal or problem.is_local,
-        sums=has_sums,
-        has_marks=problem.may_empty_rows,
-        is_banded=problem.is_causal or problem.is_local,
+        adds=has_score_mod or is_banded,
+        **flags,
     )
 
 
@@ -193,20 +171,13 @@ _ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 
 
 def _is_possible(plan: ExecutionPlan) -> bool:
-    """Whether the kernel can compute the scores of a problem."""
+    """Whether the kernel that sums gradients of aux tensors alone can compute the scores."""
     problem, choice = plan.problem, plan.bwd_choice
-    if not arch_spec(plan.target).backward.owns_shared or choice.tile_n != TILE:
+    if arch_spec(plan.target).backward.load_entry_traits is None or choice.tile_n != TILE:
         return False
     if _has_lengths_or_lists(problem):
         return False
-    from flash_mask_cute.runtime.fake_tensors import cutlass_dtype
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
-
-    dims = problem.head_dim, problem.head_dim_v
-    traits = SharedTraits(
-        cutlass_dtype(problem.dtype), *dims, choice.tiles.tile_m, problem.may_empty_rows
-    )
-    return traits.fits
+    return bool(traits_of(problem, choice, SharedSums((), 1, ()), plan.target).fits)
 
 
 def _has_lengths_or_lists(problem: AttentionProblem) -> bool:
@@ -319,15 +290,15 @@ def build_shared_sums(
     """Compile the kernel that sums gradients of aux tensors now."""
     import cutlass
 
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90, SharedTraits
-
-    traits = SharedTraits(
-        fake_tensors.cutlass_dtype(problem.dtype),
-        *(problem.head_dim, problem.head_dim_v, choice.tiles.tile_m, problem.may_empty_rows),
-    )
     assert score_mod is not None
-    flags = problem.is_causal, problem.is_local
-    kernel = SharedGradientsSm90(traits, score_mod, shared.numbers, shared.once, *flags)
+    kernel = (
+        arch_spec(target)
+        .backward.entry_kernels()
+        .shared(
+            *(traits_of(problem, choice, shared, target), score_mod, shared.numbers, shared.once),
+            *(problem.is_causal, problem.is_local),
+        )
+    )
     # this kernel reads no tables of differences
     problem = replace(problem, tables=())
     of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
@@ -350,19 +321,14 @@ def build_short(
     """Compile the kernel of short sequences now."""
     import cutlass
 
-    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
-    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
-
     assert shared.short is not None
-    has_sums, is_causal = bool(shared.numbers), problem.is_causal
-    kernel: Any
+    kernels, of_sums = arch_spec(target).backward.entry_kernels(), (score_mod, shared.numbers)
+    traits, is_causal = traits_of(problem, choice, shared, target), problem.is_causal
     if shared.short.several_keys:
         assert score_mod is not None
-        of_entries = entry_traits(problem, shared.short, has_sums)
-        kernel = EntryBackwardSm90(of_entries, score_mod, shared.numbers, is_causal)
+        kernel = kernels.entries(traits, *of_sums, is_causal)
     else:
-        traits = short_traits(problem, shared.short, choice, has_sums)
-        kernel = ShortBackwardSm90(traits, score_mod, shared.numbers, shared.once, is_causal)
+        kernel = kernels.short(traits, *of_sums, shared.once, is_causal)
     # gradients may have other strides than their tensors
     of, like = ({row.argument: row.fake(problem, choice) for row in BACKWARD} for _ in range(2))
     target_of_dq = "dq_accum" if shared.short.several_keys else "q"

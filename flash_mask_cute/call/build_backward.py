@@ -141,7 +141,8 @@ def compile_bwd(
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         of_keys = problem.varlen_k, problem.has_seqused_k
         tile_n = problem.query_lists or choice.tile_n
-        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, _sums_order(problem, choice))
+        order = _sums_order(problem, choice, target)
+        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, order)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):
@@ -348,13 +349,12 @@ def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
     return compile_object(ZeroPadding(), arguments, options_of(target))
 
 
-def _sums_order(problem: AttentionProblem, choice: BwdChoice) -> SumsOrder:
+def _sums_order(problem: AttentionProblem, choice: BwdChoice, target: Target) -> SumsOrder:
     """The order in which the main kernel leaves sums of dK and dV."""
-    from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
-
     if problem.query_lists:
         return "lanes"
-    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_OWN_DIM
+    most = arch_spec(target).backward.limits().MAX_OWN_DIM
+    is_wide = max(problem.head_dim, problem.head_dim_v) > most
     return "rows" if is_wide and not choice.tiles.splits_keys else "accumulators"
 
 

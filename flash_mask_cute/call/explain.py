@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flash_mask_cute.block_sparsity import FULL, PARTIAL
@@ -17,7 +17,7 @@ from flash_mask_cute.call.forward import cpu_call
 from flash_mask_cute.call.fp8 import call_in_16_bits
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.plan import plan
-from flash_mask_cute.call.prepare import compiled_fwd
+from flash_mask_cute.call.prepare import built_fwd, compiled_fwd
 from flash_mask_cute.call.selection import explain_selection
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import FwdTiles
@@ -25,7 +25,10 @@ from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.tiles import sequence_walks
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
+from flash_mask_cute.runtime.machine_code import kept_code
+from flash_mask_cute.runtime.process_state import builds_are_said
 from flash_mask_cute.runtime.target import Target
 
 
@@ -46,7 +49,8 @@ class Explanation:
     empty if there are none; the CPU path puts them side by side first. selection: what is made of
     the blocks that each query chose, empty if there is no selection. tables: those of all
     differences that a launch fills before attention, for reads of score_mod, empty if there are
-    none. backward: None if such a call has none.
+    none. backward: None if such a call has none. ptx, sass: code of the attention kernel, empty if
+    not asked for.
     """
 
     where: str
@@ -71,6 +75,8 @@ class Explanation:
     selection: str = ""
     tables: str = ""
     backward: BackwardExplanation | None = None
+    ptx: str = field(default="", repr=False)
+    sass: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -114,9 +120,11 @@ def _number(value: int | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{value} {unit}".rstrip()
 
 
-def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation:
+def explain_fwd(
+    call: AttentionCall, named: Target | None = None, keeps_code: bool = False
+) -> Explanation:
     """Explain a forward, compiling its kernel if necessary. named: the target, instead of that of
-    q's device.
+    q's device. keeps_code: compile it anew, for its PTX and machine code.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call would.
@@ -124,13 +132,13 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
     if dense.in_16_bits is not None:
-        return _explain_in_16_bits(call, dense, named)
+        return _explain_in_16_bits(call, dense, named, keeps_code)
     run, counted = dense.packed or dense, call
     notes = []
     if run is not dense:
         notes.append("the documents of the mask are packed sequences")
         counted = call_by_documents(call, dense.problem.needs_lse)
-    meta = _compiled_facts(run, device, notes)
+    meta, code = _compiled_facts(run, device, notes, keeps_code)
     tiles = run.fwd_choice.tiles
     packs = isinstance(run.mask_bits, DocumentBitsPlan)
     work_tiles = full = partial = empty = None
@@ -174,16 +182,17 @@ def explain_fwd(call: AttentionCall, named: Target | None = None) -> Explanation
         selection=explain_selection(run, counted.tensors.lengths.cu_seqlens_q),
         tables="" if run.tables is None else run.tables.describe(),
         backward=backward,
+        **code,
     )
 
 
 def _explain_in_16_bits(
-    call: AttentionCall, coded: ExecutionPlan, named: Target | None
+    call: AttentionCall, coded: ExecutionPlan, named: Target | None, keeps_code: bool
 ) -> Explanation:
     """Explain a forward over keys and values in fp8 that are converted before attention."""
     wide = call_in_16_bits(CallFacts.of(call, coded.target))
     assert wide is not None
-    found = explain_fwd(wide, named)
+    found = explain_fwd(wide, named, keeps_code)
     num_bytes = wide.tensors.k.nbytes + wide.tensors.v.nbytes
     _, why_not = explain_backward(call, coded)
     notes = [
@@ -207,17 +216,25 @@ def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
     return describe_pages(tensors.k.shape[1], box, run.fwd_choice.tiles.tile_n)
 
 
-def _compiled_facts(run: ExecutionPlan, device: str, notes: list[str]) -> dict[str, Any]:
-    """The compiler's facts about the kernel; adds remarks for the reader to `notes`."""
+def _compiled_facts(
+    run: ExecutionPlan, device: str, notes: list[str], keeps_code: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The compiler's facts about the kernel, and its code; adds remarks for the reader to
+    `notes`."""
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
-        return {}
+        return {}, {}
     tiles = (run.without_bits or run).fwd_choice.tiles
     if device == "cpu" and run.fwd_choice.tiles != tiles:
         notes.append(
             f"the CPU path evaluates mask_mod itself, over tiles of {tiles.tile_m} x {tiles.tile_n}"
         )
-    return dict(compiled_fwd(run).meta)
+    with builds_are_said("explain"):
+        if not keeps_code:
+            return dict(compiled_fwd(run).meta), {}
+        with kept_code() as read:
+            compiled = built_fwd(run)
+            return dict(compiled.meta), read(compiled)
 
 
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
@@ -263,9 +280,9 @@ def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
 def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
-    ctas = run.fwd_choice.tiles.ctas_per_tile
+    ctas = run.fwd_choice.tiles.ctas_per_tile * ctas_of_tile(run.problem.head_dim_v)
     if run.splits is not None and run.splits.kind == BY_STREAM_K:
-        return run.splits.number
+        return run.splits.number * ctas
     if run.splits is not None and work_tiles is not None:
         work_tiles *= run.splits.number
     most = run.target.num_sms // ctas

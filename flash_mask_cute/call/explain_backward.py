@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
-from flash_mask_cute.call.batch_sums import AuxGradient, entry_traits, explain_reads, short_traits
+from flash_mask_cute.call.batch_sums import AuxGradient, explain_reads, traits_of
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
@@ -125,7 +125,8 @@ def explain_backward(
 def _kernel_of(backward: ExecutionPlan) -> str:
     if backward.shared is None or (short := backward.shared.short) is None:
         return arch_spec(backward.target).backward.class_name
-    return "EntryBackwardSm90" if short.several_keys else "ShortBackwardSm90"
+    kernels = arch_spec(backward.target).backward.entry_kernels()
+    return (kernels.entries if short.several_keys else kernels.short).__name__
 
 
 def _choice_of(backward: ExecutionPlan) -> BwdChoice:
@@ -133,21 +134,18 @@ def _choice_of(backward: ExecutionPlan) -> BwdChoice:
     choice, shared = backward.bwd_choice, backward.shared
     if shared is None or shared.short is None:
         return choice
-    has_sums, tile = bool(shared.numbers), shared.short
+    tile, traits = shared.short, traits_of(backward.problem, choice, shared, backward.target)
     if tile.several_keys:
-        of_entries = entry_traits(backward.problem, tile, has_sums)
-        stages, tile_m, smem_bytes = (of_entries.stages,) * 2, 64, of_entries.smem_bytes
-        cols, reason = of_entries.cols, OF_ENTRIES
+        stages, tile_m, reason = (traits.stages,) * 2, traits.block_m, OF_ENTRIES
     else:
-        traits = short_traits(backward.problem, tile, choice, has_sums)
-        stages, tile_m, smem_bytes = traits.stages, traits.tile_m, traits.smem_bytes
-        cols, reason = traits.cols, OF_SHORT
+        stages, tile_m, reason = traits.stages, traits.tile_m, OF_SHORT
     tiles = replace(
         choice.tiles, tile_m=tile_m, stages_q=stages[0], stages_do=stages[1],
         stages_kv=min(*stages, 2), value_cols=0, clears_dq=tile.several_keys, cta_pair=False,
         splits_keys=False, splits_group=False,
     )  # fmt: skip
-    return BwdChoice(tiles, tile.tile_n, tile.tile_n, *cols, smem_bytes, reason)
+    cols: tuple[int, int] = traits.cols
+    return BwdChoice(tiles, tile.tile_n, tile.tile_n, *cols, traits.smem_bytes, reason)
 
 
 def _explain_selection(call: AttentionCall, backward: ExecutionPlan) -> str:

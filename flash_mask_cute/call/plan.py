@@ -38,6 +38,7 @@ from flash_mask_cute.call.tables import with_tables
 from flash_mask_cute.call.tile_choice import choose_tiles
 from flash_mask_cute.call.tiles.config import BwdChoice, FwdChoice
 from flash_mask_cute.core.stream_k import DECODE_ROWS
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import FP8, dtype_name
@@ -213,7 +214,9 @@ def with_page_box(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     if x.lengths.page_table is None:
         return plan
     tile_n = plan.fwd_choice.tiles.tile_n
-    box = page_box_of(x.k.shape[1], tile_n, problem.has("leftpad_k"))
+    # of keys that two CTAs share, each loads boxes
+    of_cta = tile_n // ctas_of_tile(problem.head_dim_v)
+    box = page_box_of(x.k.shape[1], of_cta, problem.has("leftpad_k"))
     return replace(plan, problem=replace(problem, page_box=box))
 
 

@@ -15,7 +15,13 @@ from flash_mask_cute.call.documents import PackedBackward, PackedForward
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend
 from flash_mask_cute.call.fixed_splits import fixed_splits_of
-from flash_mask_cute.call.forward import CpuForward, EmptyForward, KernelForward, compile_fwd
+from flash_mask_cute.call.forward import (
+    CpuForward,
+    EmptyForward,
+    KernelForward,
+    build_fwd,
+    compile_fwd,
+)
 from flash_mask_cute.call.fp8 import DequantisedForward
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import Mods
@@ -85,6 +91,11 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
 def compiled_fwd(plan: ExecutionPlan) -> Compiled:
     """The attention kernel of a planned forward."""
     return compile_fwd(plan.problem, plan.fwd_choice.tiles, plan.target, _kernel_mods(plan))
+
+
+def built_fwd(plan: ExecutionPlan) -> Compiled:
+    """The same kernel, compiled now and not kept. The caller holds `compile_lock`."""
+    return build_fwd(plan.problem, plan.fwd_choice.tiles, plan.target, _kernel_mods(plan))
 
 
 def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:

@@ -6,7 +6,7 @@ from flash_mask_cute.call.batch_sums import why_unordered
 from flash_mask_cute.call.check.validate import check_head_dims, refuse_order
 from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.limits import MOST_BIT_BYTES
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES
 from flash_mask_cute.mask_prep.selected_bits import row_bytes
 from flash_mask_cute.runtime.checks import brief
 
@@ -25,6 +25,27 @@ def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
         )
     if facts.backend is Backend.KERNEL:
         check_head_dims(problem.head_dim, problem.head_dim_v, runs_kernels=True)
+        _refuse_wide_heads(facts, problem)
+
+
+def _refuse_wide_heads(facts: CallFacts, problem: AttentionProblem) -> None:
+    """Refuse what kernels do not compute of heads above MAX_HEAD_DIM."""
+    dims, reason = (problem.head_dim, problem.head_dim_v), None
+    if max(dims) <= MAX_HEAD_DIM:
+        return
+    if max(dims) > facts.spec.forward.most_head_dim:
+        reason = f"not supported on {facts.spec.name}"
+    elif facts.call.options.is_recorded or not facts.is_forward:
+        reason = "a forward only: call it under torch.no_grad(), or with tensors that are detached"
+    elif dims[0] != dims[1]:
+        reason = "supported only where both are equal"
+    elif problem.in_fp8:
+        reason = "not supported with k and v in float8_e4m3fn"
+    if reason is not None:
+        raise NotImplementedError(
+            f"head_dim and head_dim_v above {MAX_HEAD_DIM} are {reason}; got {dims[0]} and "
+            f"{dims[1]}"
+        )
 
 
 def refuse_on_gpu(facts: CallFacts, problem: AttentionProblem) -> None:

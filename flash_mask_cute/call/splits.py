@@ -26,10 +26,12 @@ from flash_mask_cute.core.stream_k import (
     BY_ROWS,
     BY_STREAM_K,
     DECODE_ROWS,
+    MAX_COLUMNS,
     PARTIAL_TILES_PER_CHUNK,
+    PENDING_WORDS,
     are_busy,
 )
-from flash_mask_cute.limits import STRIDE_STEP
+from flash_mask_cute.limits import MAX_HEAD_DIM, STRIDE_STEP, ctas_of_tile
 from flash_mask_cute.masks.q_start import END
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -123,28 +125,25 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
         return 1
     packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
     costs = facts.spec.forward.decode_costs
-    if costs is not None and is_decoding and _is_plain(facts, problem):
-        pages = facts.call.tensors.lengths.page_table
+    if costs is not None and is_decoding and _has_known_cost(facts, problem):
         work = DecodingWork(
             tiles=shapes.batch * shapes.heads_q // packed_heads,
             keys=keys,
             head_dim=(shapes.head_dim + shapes.head_dim_v) / 2,
             rows=shapes.batch * shapes.seqlen_q * shapes.heads_q,
-            page_size=0 if pages is None else facts.call.tensors.k.shape[1],
         )
-        if not problem.has_seqused_k or work.tiles <= facts.target.num_sms:
-            return costs.cheapest(work, facts.target.num_sms)
+        return costs.cheapest(work, facts.target.num_sms)
     tile_m = DECODE_ROWS if is_decoding else _ROWS
     return 1 if are_enough_tiles(facts, problem, packed_heads, tile_m) else 0
 
 
-def _is_plain(facts: CallFacts, problem: AttentionProblem) -> bool:
-    """Whether a decoding call is of those that `DecodeCosts` are fitted to: in 16 bits, and with no
-    mask or mod that makes walks shorter or blocks slower."""
-    masks, is_wide = facts.masks, max(problem.head_dim, problem.head_dim_v) > 256
+def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
+    """Whether `DecodeCosts` are fitted to a decoding call: in 16 bits, of equal lengths, with no mask
+    or mod that shortens walks or slows blocks down."""
+    masks, is_wide = facts.masks, max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
     others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists, masks.selected
-    is_packed = problem.varlen_q or problem.varlen_k
-    return not (problem.in_fp8 or is_wide or is_packed) and all(x is None for x in others)
+    has_lengths = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
+    return not (problem.in_fp8 or is_wide or has_lengths) and all(x is None for x in others)
 
 
 def are_enough_tiles(
@@ -152,7 +151,8 @@ def are_enough_tiles(
 ) -> bool:
     """Whether work tiles of tile_m rows, with so many heads in a tile, keep all SMs busy without
     splits."""
-    shapes, num_sms, group = facts.shapes, facts.target.num_sms, padded_group(packed_heads)
+    shapes, group = facts.shapes, padded_group(packed_heads)
+    num_sms = _tiles_at_once(facts.target, problem)
     rows = shapes.seqlen_q * group
     is_decoding = rows <= DECODE_ROWS
     tiles = math.ceil(rows / tile_m) * shapes.batch
@@ -165,6 +165,11 @@ def are_enough_tiles(
     varying = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
     are_equal = has_equal_walks(facts) or not varying
     return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
+
+
+def _tiles_at_once(target: Target, problem: AttentionProblem) -> int:
+    """Work tiles that run at a time."""
+    return max(target.num_sms // ctas_of_tile(problem.head_dim_v), 1)
 
 
 def with_splits(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
@@ -186,8 +191,9 @@ def splits_by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) ->
 
 
 def _splits_by_stream_k(plan: ExecutionPlan) -> Splits:
-    """A share for each CTA at most."""
-    problem, shapes, num_ctas = plan.problem, plan.shapes, plan.target.num_sms
+    """A share for each CTA at most, or for each pair of CTAs."""
+    problem, shapes = plan.problem, plan.shapes
+    num_ctas = _tiles_at_once(plan.target, problem)
     rows = tile_m = plan.fwd_choice.tiles.tile_m
     if not problem.varlen_q:
         of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
@@ -202,9 +208,6 @@ def _splits_by_stream_k(plan: ExecutionPlan) -> Splits:
 # -- the combination ---------------------------------------------------------------------------
 
 COMBINE_NAME = "combine"
-# `core/partials.py` and `kernels/combine.py` have them too; importing these needs the compiler
-_PENDING_WORDS = 8
-_MAX_COLUMNS = 512
 # Of a work tile of so few rows, four warps combine a row: its splits are many, and CTAs are not.
 _FEW_ROWS = 16
 
@@ -296,7 +299,7 @@ class CombinedForward:
         splits = self._splits
         if not self._by_stream_k:
             return *new_splits(splits, like), None, splits.number
-        pending = like.new_empty((splits.number, _PENDING_WORDS), dtype=torch.int32)
+        pending = like.new_empty((splits.number, PENDING_WORDS), dtype=torch.int32)
         return *new_splits(splits, like), pending, None
 
     def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
@@ -343,10 +346,10 @@ def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
         if dtype == torch.float64:
             raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")
     columns = out_partial.shape[-1]
-    if columns % STRIDE_STEP or not 0 < columns <= _MAX_COLUMNS:
+    if columns % STRIDE_STEP or not 0 < columns <= MAX_COLUMNS:
         raise NotImplementedError(
             f"out_partial must have a head_dim that is a multiple of {STRIDE_STEP} up to "
-            f"{_MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
+            f"{MAX_COLUMNS} on a GPU, got {columns} of shape {tuple(out_partial.shape)}"
         )
 
 

@@ -117,12 +117,11 @@ def _choose_tables(facts: CallFacts, plan: ExecutionPlan) -> DifferenceTables | 
 def _spare_smem(plan: ExecutionPlan) -> tuple[int, bool]:
     """Bytes of shared memory in which a kernel may sum gradients by difference, and whether its
     MMA warps may."""
-    choice = plan.choice
-    if isinstance(choice, FwdChoice) or not arch_spec(plan.target).backward.orders_aux:
+    choice, kernel = plan.choice, arch_spec(plan.target).backward
+    if isinstance(choice, FwdChoice) or kernel.load_limits is None:
         return 0, False
-    from flash_mask_cute.sm90.flash_bwd_limits import SMEM_CAPACITY, may_loop_over_scores
-
-    return SMEM_CAPACITY - choice.smem_bytes, may_loop_over_scores(choice.tile_d)
+    limits = kernel.limits()
+    return limits.SMEM_CAPACITY - choice.smem_bytes, limits.may_loop_over_scores(choice.tile_d)
 
 
 def _summed(

@@ -20,7 +20,8 @@ from flash_mask_cute.limits import MAX_HEAD_DIM
 
 def choose_tiles(facts: CallFacts, problem: AttentionProblem) -> FwdChoice | BwdChoice:
     """The tiles of a problem with the arguments of a call."""
-    problem = _within_tables(problem)
+    most = facts.spec.forward.most_head_dim if facts.is_forward else MAX_HEAD_DIM
+    problem = _within_tables(problem, most)
     return _fwd_tiles(facts, problem) if facts.is_forward else _bwd_tiles(facts, problem)
 
 
@@ -72,10 +73,11 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
     return split_group(choice, problem, shapes, facts.window.sides, num_sms, splits)
 
 
-def _within_tables(problem: AttentionProblem) -> AttentionProblem:
-    """The problem with head dimensions that kernels have, whose tiles the CPU path takes."""
+def _within_tables(problem: AttentionProblem, most: int) -> AttentionProblem:
+    """The problem with head dimensions that kernels have, up to `most`, whose tiles the CPU path
+    takes."""
     head_dims = (problem.head_dim, problem.head_dim_v)
-    if max(head_dims) <= MAX_HEAD_DIM:
+    if max(head_dims) <= most:
         return problem
-    head_dim, head_dim_v = (min(x, MAX_HEAD_DIM) for x in head_dims)
+    head_dim, head_dim_v = (min(x, most) for x in head_dims)
     return replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from flash_mask_cute.core.cursor import Cursor
@@ -29,12 +29,14 @@ class Channel:
     """One full and one empty mbarrier per stage.
 
     home: cluster rank of the CTA on whose mbarriers threads arrive; None: their own CTA.
+    of_both: readers release a stage in both CTAs of a cluster, each of which writes to both.
     """
 
     full: cute.Pointer
     empty: cute.Pointer
     stages: cutlass.Constexpr[int]
     home: cutlass.Constexpr[int | None] = None
+    of_both: cutlass.Constexpr[bool] = False
 
     @staticmethod
     def create(
@@ -43,14 +45,15 @@ class Channel:
         producers: int,
         consumers: int | Int32,
         home: int | None = None,
+        of_both: bool = False,
     ) -> "Channel":
         """A channel over 2 * stages mbarriers, which warp 0 initialises.
 
         producers, consumers: warps that arrive for each fill and for each release, counted over all
         CTAs if there is a `home`.
         """
-        channel = Channel(barriers, barriers + stages, stages, home)
-        channel._init(producers, consumers)
+        channel = Channel(barriers, barriers + stages, stages, home, of_both)
+        channel._init(producers, consumers * 2 if of_both else consumers)
         return channel
 
     @cute.jit
@@ -140,9 +143,16 @@ class Channel:
         Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`.
         """
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(
-                self.vacancy(number), self.home, relaxed=self._crosses, scope=self._scope
-            )
+            if const_expr(self.of_both):
+                # relaxed: what was read is in registers or multiplied, and TMA writes it anew
+                for rank in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_arrive(
+                        self.vacancy(number), rank, relaxed=True, scope=MemScopeKind.CLUSTER
+                    )
+            else:
+                cute.arch.mbarrier_arrive(
+                    self.vacancy(number), self.home, relaxed=self._crosses, scope=self._scope
+                )
 
     def wait_until_released(self, number: Int32) -> None:
         """Wait until fill `number`, the last one, is released; -1 if there was none."""

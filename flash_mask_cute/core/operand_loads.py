@@ -7,11 +7,11 @@ Where keys lie in pages that TMA cannot load, other warps may copy their share o
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int16, Int32, const_expr
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
@@ -19,6 +19,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
 from flash_mask_cute.core.stream_k import DECODE_ROWS
+from flash_mask_cute.core.value_halves import ValueHalf
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work, WorkRing
@@ -43,6 +44,7 @@ class LoadShape(Protocol):
     fill. spread_rows: see `PackedHeads`. overlaps_tiles: the next tile's query may be loaded before
     this tile's last values. copies_arrive: rows that are copied are published by their copies, and
     who reads them through another proxy puts a fence before; else by the warps, which wait.
+    multicasts_keys: each CTA of a cluster loads half of the keys of a block, for both.
     """
 
     tile_m: int
@@ -64,6 +66,7 @@ class LoadShape(Protocol):
     overlaps_tiles: bool
     page_box: int | None
     copies_arrive: bool
+    multicasts_keys: bool
 
 
 class Buffer(NamedTuple):
@@ -113,7 +116,7 @@ class OperandLoads:
     are copied by several warps. cut: makes the bits of a block that is cut, from the work tile, the
     number of such blocks before it and the block, and returns the next number; for warps that only
     copy rows, and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads),
-    which others read soon.
+    which others read soon. half: the columns of V of this CTA, None: all.
     """
 
     operands: tma.Operands
@@ -130,6 +133,16 @@ class OperandLoads:
     cut: cutlass.Constexpr[Callable[[Work, Int32, Block], Int32] | None] = None
     scales_k: cute.Tensor | None = None
     scales_v: cute.Tensor | None = None
+    half: ValueHalf | None = None
+
+    @property
+    def _first_value_column(self) -> int | Int32:
+        return self.part * self.shape.box_v[1] if self.half is None else self.half.first_column
+
+    @property
+    def _of_keys(self) -> dict[str, Any]:
+        """More arguments of a copy of keys."""
+        return {"mcast_mask": Int16(3)} if self.shape.multicasts_keys else {}
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -199,14 +212,20 @@ class OperandLoads:
             gK = cute.domain_offset((place.offset, 0), self.operands.k[None, None, place.head])
         blocks = cute.local_tile(gK, shape.box_k, (None, 0))
         parts = shape.tile_n // shape.box_k[0]
-        src, dst = tma.blocks_of(self.operands.k_atom, blocks, self.k.smem)
+        smem = self.k.smem
+        part = self.part
+        if const_expr(shape.multicasts_keys):
+            part = self.half.rank
+            smem = cute.local_tile(smem, shape.box_k, (part, 0, None))
+        src, dst = tma.blocks_of(self.operands.k_atom, blocks, smem)
         channel = self._begin_block(number, block)
         channel.expect(number, shape.bytes_k)
         cute.copy(
             self.operands.k_atom,
-            src[None, block.index * parts + self.part],
+            src[None, block.index * parts + part],
             dst[None, channel.index(number)],
             tma_bar_ptr=channel.barrier(number),
+            **self._of_keys,
         )
         self._load_values(state)
         return LoadState(number + 1, block.index, place)
@@ -254,7 +273,8 @@ class OperandLoads:
                 channel.publish_copies(number)
         else:
             load = partial(self._load_key_box, place.head)
-            self._load_boxes(pages, number, channel, self.shape.bytes_k, load)
+            of_k = self.shape.bytes_k, load, self.shape.multicasts_keys
+            self._load_boxes(pages, number, channel, *of_k)
         self._ask_for_scales(self.scales_k, place, pages)
         self._load_paged_values(state)
         state = state._replace(
@@ -283,10 +303,14 @@ class OperandLoads:
         channel: Channel,
         num_bytes: int,
         load: cutlass.Constexpr[Callable[[PageRow, Int32, Int32], None]],
+        is_multicast: cutlass.Constexpr[bool] = False,
     ) -> None:
-        """Load this warp's share of the boxes of a block. num_bytes: of all."""
+        """Load this warp's share of the boxes of a block. num_bytes: of all. is_multicast: the
+        others come from the other CTA."""
         boxes, share = self.shape.tile_n // self.shape.page_box, self.share
         own = (boxes - share.index + share.count - 1) // share.count
+        if const_expr(is_multicast):
+            share, own = CopyShare(self.half.rank, 2), boxes
         channel.expect(number, own * (num_bytes // boxes))
         for turn in cutlass.range(-(-boxes // share.count), unroll=self._boxes_unrolled):
             box = turn * share.count + share.index
@@ -300,14 +324,15 @@ class OperandLoads:
         gK = self.operands.k[None, None, head, at.page]
         gK = cute.domain_offset((at.row, 0), gK)
         channel, tile = self.k.channel, self.shape.box_k
-        self._load_box(self.operands.k_atom, gK, self.k.smem, tile, box, number, channel)
+        to = tile, box, number, channel
+        self._load_box(self.operands.k_atom, gK, self.k.smem, *to, self._of_keys)
 
     def _load_value_box(
         self, head: Int32, smem: cute.Tensor, at: PageRow, box: Int32, number: Int32
     ) -> None:
         gV = self.operands.v[None, None, None, at.page]
         gV = tma.at_ragged_sequence(gV, Int32(0), at.in_use, self.pages.page_size)
-        gV = cute.domain_offset(((head, at.row), 0), gV)
+        gV = cute.domain_offset(((head, at.row), self._first_value_column), gV)
         channel, tile = self.v.channel, self.shape.box_v
         self._load_box(self.operands.v_atom, gV, smem, tile, box, number, channel)
 
@@ -325,7 +350,10 @@ class OperandLoads:
             if const_expr(self._by_rows):
                 stage = smem[None, None, channel.index(number)]
                 self._ask_for_scales(self.scales_v, place, state.v_pages)
-                self._copies.copy(self.pages.v, place.head, state.v_pages, stage)
+                pool = self.pages.v
+                if const_expr(self.half is not None):
+                    pool = cute.domain_offset((0, 0, 0, self.half.first_column), pool)
+                self._copies.copy(pool, place.head, state.v_pages, stage)
                 if const_expr(not self._hands_over):
                     channel.publish_copies(number)
             else:
@@ -347,13 +375,14 @@ class OperandLoads:
         box: Int32,
         number: Int32,
         channel: Channel,
+        more: dict[str, Any] | None = None,
     ) -> None:
-        """Load the first rows of gmem into a box of a stage."""
+        """Load the first rows of gmem into a box of a stage. more: arguments of the copy."""
         rows_and_columns = self.shape.page_box, cute.size(smem, mode=[1])
         of_box = cute.local_tile(smem, rows_and_columns, (box, 0, None))
         src, dst = tma.blocks_of(atom, cute.local_tile(gmem, tile, (0, 0)), of_box)
         stage, barrier = channel.index(number), channel.barrier(number)
-        cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+        cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier, **more or {})
 
     def _key(self, place: HeadKeys, block: Int32, box: Int32) -> Int32:
         """The first key of a box of a block. A box behind the sequence's end gets its last key,
@@ -471,7 +500,7 @@ class OperandLoads:
                 (place.head, row),
                 shape.box_v,
                 smem,
-                self.part * shape.box_v[1],
+                self._first_value_column,
             )
             number, channel = state.blocks - 1, self.v.channel
             channel.acquire(number)

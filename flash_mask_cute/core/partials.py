@@ -13,8 +13,6 @@ from flash_mask_cute.core.fixed_splits import PARALLEL_SPLITS
 from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.core.work_ring import Work
 
-# words of a `PendingCombine` in memory
-PENDING_WORDS = 8
 # `Work.place` of a work tile that is computed as a whole
 WHOLE = -1
 

@@ -31,6 +31,10 @@ BY_ROWS, BY_STREAM_K = "rows", "stream_k"
 # places that a work tile takes besides its key blocks
 TILE_COST = 1
 PARTIAL_TILES_PER_CHUNK = 2
+# words of a `PendingCombine` in memory
+PENDING_WORDS = 8
+# of results that are combined: a lane holds several splits of its columns in registers
+MAX_COLUMNS = 512
 # places of a chunk at least; where queries chose blocks, which are few
 LEAST_PLACES, LEAST_PLACES_OF_SELECTION = 2, 1
 # Heads have lines of their own if chunks then have at least so many places, and if at least 19 of

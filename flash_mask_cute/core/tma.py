@@ -47,11 +47,14 @@ class Operands(NamedTuple):
     def of_forward(traits, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
         """The operands of a forward by the layouts of its traits, (rows, columns, stages), with V's
         transposed. They also have the boxes of query rows (`row_tile`), of keys and values
-        (`box_k`, `box_v`) and of the output (`box_o`). load: the operation, if not that of a single
-        CTA."""
+        (`box_k`, `box_v`) and of the output (`box_o`), and say whether boxes of keys go to all CTAs
+        of a cluster. load: the operation, if not that of a single CTA."""
         packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None
         ends_early = lengths.seqused_k is not None or traits.page_box is not None
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
+        load_k = load
+        if traits.multicasts_keys:
+            load_k = cpasync.CopyBulkTensorTileG2SMulticastOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
         operands: list = []
         layout_k, layout_v = traits.layouts_loaded()
@@ -59,12 +62,14 @@ class Operands(NamedTuple):
         by_rows = traits.page_box is not None and traits.page_box % LEAST_BOX != 0
         if traits.page_box is not None and not by_rows:
             layout_k, layout_v = (rows_of_stage(x, traits.page_box) for x in (layout_k, layout_v))
+        elif traits.multicasts_keys:
+            layout_k = rows_of_stage(layout_k, traits.box_k[0])
         layout_q = traits.layout_q()
         if traits.spread_rows is not None:
             layout_q = rows_of_stage(one_stage(layout_q), traits.spread_rows)
         for op, view, layout, tile in (
             (load, head_rows(mQ, packed_q), layout_q, (traits.row_tile, traits.tile_d)),
-            (None if by_rows else load, key_rows(mK, packed_k), layout_k, traits.box_k),
+            (None if by_rows else load_k, key_rows(mK, packed_k), layout_k, traits.box_k),
             (
                 None if by_rows else load,
                 sequence_rows(mV, packed_k, ends_early),

@@ -26,14 +26,12 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.partials import PendingCombine
-from flash_mask_cute.core.stream_k import partial_tile_of_first, partial_tile_of_later
+from flash_mask_cute.core.stream_k import MAX_COLUMNS, partial_tile_of_first, partial_tile_of_later
 from flash_mask_cute.core.warp_scan import WARP
 
 WARPS_PER_CTA = 4
 # columns of a lane
 VECTOR = 4
-# of a row; a lane holds BATCH splits of its columns in registers
-MAX_COLUMNS = 512
 # splits of a warp whose loads are in flight together
 BATCH = 8
 

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core import clusters
 from flash_mask_cute.core.fixed_splits import FIRST, LAST, ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS
 from flash_mask_cute.core.lengths import Lengths, describe
 from flash_mask_cute.core.ordered_sums import RunningSums
@@ -64,6 +65,13 @@ class Found(NamedTuple):
     @property
     def tile(self) -> TileOnLine:
         return TileOnLine(self.start, self.num_blocks)
+
+
+class CommonTiles(TileScheduler):
+    """Of CTAs that compute a work tile together, with the same rows."""
+
+    def own_block(self, block: Int32) -> Int32:
+        return block
 
 
 @dataclass(frozen=True)
@@ -151,15 +159,19 @@ def schedule_stream_k(
     ring: WorkRing,
     walk: WalkRing,
     pending: cute.Tensor,
+    ctas_per_tile: cutlass.Constexpr[int] = 1,
 ) -> None:
     """Walk along this CTA's chunk, and announce its splits of work tiles and their walks. Run by
     one warp.
 
     line: of all heads. tile_m: rows of a work tile. pending: (CTAs, PENDING_WORDS) int32.
+    ctas_per_tile: neighbouring CTAs that have the same share; they count as one.
     """
     rules, lengths = line.rules, line.lengths
     cta, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
+    if const_expr(ctas_per_tile > 1):
+        cta, num_ctas = cta // ctas_per_tile, num_ctas // ctas_per_tile
     of_head = line.measure_head()
     least_places = LEAST_PLACES_OF_SELECTION if rules.has_selection else LEAST_PLACES
     stream_k = StreamKChunks.create(of_head, line.num_heads, num_ctas, tile_m, least_places)
@@ -284,11 +296,12 @@ def schedule_forward(
     partials: Partials | RunningSums | None,
     ctas_per_tile: int = 1,
     alternating: bool = False,
+    claims: clusters.Claims | None = None,
 ) -> None:
     """The scheduler warp of a forward: choose work tiles, or splits of them, and their walks.
 
     kernel: says how work tiles are split, and which mask makes their walks unequal. alternating:
-    see `TileScheduler`.
+    see `TileScheduler`. claims: of CTAs that have the same work tiles (`core/value_halves.py`).
     """
     params = schedule.params
     if const_expr(isinstance(partials, Partials)):
@@ -297,7 +310,8 @@ def schedule_forward(
     if const_expr(kernel.split == BY_STREAM_K):
         assert isinstance(partials, Partials)
         line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
-        schedule_stream_k(line, kernel.traits.tile_m, *rings, partials.pending)
+        num_same = 1 if const_expr(claims is None) else clusters.CTAS
+        schedule_stream_k(line, kernel.traits.tile_m, *rings, partials.pending, num_same)
     else:
         last_first = kernel.is_causal or kernel.is_local
         varlen = lengths.cu_seqlens_q is not None
@@ -308,8 +322,11 @@ def schedule_forward(
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if alternating:
             params = alternating_params(params)
-        scheduler = TileScheduler(
-            params, tile_counter, last_first, varlen, ctas_per_tile, mirrored=mirrored,
+        kind = TileScheduler
+        if const_expr(claims is not None):
+            kind, ctas_per_tile = CommonTiles, clusters.CTAS
+        scheduler = kind(
+            params, tile_counter, last_first, varlen, ctas_per_tile, claims, mirrored=mirrored,
             entries_first=alternating, alternating=alternating,
         )  # fmt: skip
         if isinstance(partials, RunningSums):

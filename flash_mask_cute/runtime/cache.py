@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flash_mask_cute.runtime.packages import tells_what_to_install
-from flash_mask_cute.runtime.process_state import close_end, count_build, pipe
+from flash_mask_cute.runtime.process_state import close_end, count_build, pipe, say_build
 from flash_mask_cute.runtime.process_state import compile_count as compile_count
 from flash_mask_cute.runtime.process_state import compile_lock as compile_lock
 from flash_mask_cute.runtime.recent import Recent
@@ -382,6 +382,7 @@ class _Entry:
 
 
 def _built(build: Callable[[], Compiled]) -> Compiled:
+    say_build()
     compiled = build()
     count_build()
     return compiled

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ _fork_holds_trace_lock = threading.local()
 _pauses_collector = False
 _pipe_ends: set[int] = set()
 _builds = 0
+_says_builds = threading.local()
 
 
 def compile_lock() -> threading.RLock:
@@ -55,6 +57,22 @@ def compile_count() -> int:
 def count_build() -> None:
     global _builds
     _builds += 1
+
+
+@contextlib.contextmanager
+def builds_are_said(who: str) -> Iterator[None]:
+    """Write a line to stderr before each kernel that this thread builds in the context."""
+    _says_builds.who = who
+    try:
+        yield
+    finally:
+        _says_builds.who = None
+
+
+def say_build() -> None:
+    if (who := getattr(_says_builds, "who", None)) is not None:
+        sys.stderr.write(f"{who} compiles a kernel, which takes some seconds and is kept\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager

@@ -175,6 +175,7 @@ class FwdTraits(PackedHeads):
 
     # Rows that a warp copies are handed over when it has waited for them.
     copies_arrive = False
+    multicasts_keys = False
 
     @property
     def q_fills(self) -> int:

@@ -58,6 +58,12 @@ class EntryTraits(HeadColumns):
     adds = True
     block_m = ROWS_PER_WARPGROUP
 
+    @staticmethod
+    def queries_of(seqlen_q: int, seqlen_k: int) -> int | None:
+        """Queries of a tile that has all of a batch entry; None: it, or its keys, are too many."""
+        queries = -(-seqlen_q // QUERIES_OF_BOTH) * QUERIES_OF_BOTH
+        return queries if max(queries, seqlen_k) <= MOST_QUERIES else None
+
     @property
     def num_blocks(self) -> int:
         return self.tile_m // self.block_m

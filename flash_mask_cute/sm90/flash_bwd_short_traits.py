@@ -76,6 +76,13 @@ class ShortTraits(HeadColumns):
     has_marks: bool
     is_banded: bool
 
+    @staticmethod
+    def tile_of(seqlen_q: int, seqlen_k: int) -> tuple[int, int] | None:
+        """Queries and keys of a tile that has all of a batch entry; None: there are too many."""
+        if max(seqlen_q, seqlen_k) > MOST_ROWS:
+            return None
+        return next(rows for rows, _ in QUERY_TILES if rows >= seqlen_q), -(-seqlen_k // 16) * 16
+
     @property
     def block_m(self) -> int:
         """Queries whose S and dP are computed at a time."""

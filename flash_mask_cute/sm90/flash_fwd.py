@@ -41,7 +41,8 @@ exponentials while another multiplies.
 The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
 for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
 it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf.
+case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
+compute each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -72,6 +73,7 @@ from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.stream_k import DECODE_ROWS
+from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
@@ -120,7 +122,7 @@ class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: multiples of 8 up to 256
+    :param head_dim, head_dim_v: multiples of 8 up to 512; in the host calls both equal above 256
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
@@ -150,8 +152,7 @@ class FlashAttentionForwardSm90:
         and each warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :param shares_mask: mask_mod is the same for heads that share a tile
     :param cached_bias_bits: bits of a score, of all elements that score_mod reads in rows of keys,
-        if batch entries share them and lengths; a CTA then computes a query block of a head for
-        many entries, and keeps rows in shared memory
+        if batch entries share them and lengths; a CTA then keeps these rows for many entries
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -231,13 +232,11 @@ class FlashAttentionForwardSm90:
                 raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        reason = self.traits.infeasible()
-        if reason is not None:
+        if (reason := self.traits.infeasible()) is not None:
             raise ValueError(reason)
-        if num_threads not in (None, self.traits.num_threads):
-            raise ValueError(
-                f"num_threads is {self.traits.num_threads} for tile_m={tile_m}, got {num_threads}"
-            )
+        wanted = self.traits.num_threads
+        if num_threads not in (None, wanted):
+            raise ValueError(f"num_threads is {wanted} for tile_m={tile_m}, got {num_threads}")
         self.is_causal = is_causal
         self.is_local = is_local
         self.mask_mod, self.shares_mask = mask_mod, shares_mask
@@ -308,10 +307,9 @@ class FlashAttentionForwardSm90:
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
         causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
-        mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. In
-        stream-K everything that `Combine` needs is written; by rows mO and mLSE are left to
-        `Combine`. Of fixed splits in sequence, the memory and the number of `RunningSums`; one
-        fixed split has none.
+        mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
+        that `Combine` needs is written; by rows mO and mLSE are left to `Combine`. For fixed splits
+        in sequence: memory and number of `RunningSums`, for one none.
         """
         traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         self.loading_warps = self._num_loading_warps()
@@ -330,8 +328,9 @@ class FlashAttentionForwardSm90:
             group_bytes = L2_SHARE
         partials = destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
+        num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
-            lengths, mQ, mK, traits, self.num_sms, group_bytes, blocks, num_splits
+            lengths, mQ, mK, traits, num_groups, group_bytes, blocks, num_splits
         )
         grid = schedule.grid if const_expr(partials is None) else partials.grid(schedule.grid)
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
@@ -344,16 +343,15 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
-        lse = LseTensors(mLSE, mLSELow, mMaxScores)
-        descales = Descales(mKDescale, mVDescale)
         # threads store rows where a TMA store would also write rows of no query
         rows_of_output = mO if const_expr(traits.stores_rows) else None
         self.kernel(
-            operands, lse, lengths, score_args, masks, schedule, tile_counter, partials, pages,
-            rows_of_output, descales,
+            operands, LseTensors(mLSE, mLSELow, mMaxScores), lengths, score_args, masks, schedule,
+            tile_counter, partials, pages, rows_of_output, Descales(mKDescale, mVDescale),
         ).launch(
-            grid=(grid, 1, 1),
+            grid=(grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
+            cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -411,7 +409,7 @@ class FlashAttentionForwardSm90:
             walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
-            k=Channel.create(storage.k_barriers.data_ptr(), traits.stages_k, loads_kv, mma_warps),
+            k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
@@ -428,8 +426,9 @@ class FlashAttentionForwardSm90:
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
+        half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        sync_ctas(traits)
 
         tiles = self._tiles(storage, cached_bias)
 
@@ -445,6 +444,7 @@ class FlashAttentionForwardSm90:
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
+                half=half,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loader.stream(channels.ring, channels.walk)
@@ -452,7 +452,7 @@ class FlashAttentionForwardSm90:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
                 schedule_forward(
                     self, rules, rings, lengths, schedule, tile_counter, partials,
-                    alternating=traits.cached_bias_blocks > 0,
+                    alternating=traits.cached_bias_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
                 self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
@@ -463,7 +463,7 @@ class FlashAttentionForwardSm90:
                 cute.arch.setmaxregister_increase(traits.mma_registers)
             epilogue = Epilogue(
                 traits, operands, lse, lengths, score_args.sink, partials, mO,
-                self.split in ORDERED,
+                self.split in ORDERED, half,
             )  # fmt: skip
             self.mma(epilogue, tiles, channels, score_args.scales, masks)
         elif const_expr(traits.mask_warpgroup):
@@ -478,6 +478,8 @@ class FlashAttentionForwardSm90:
             else:
                 of_v = False, v, tiles.block_flags, descales.v
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
+        if const_expr(half is not None):
+            sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
     def _tiles(self, storage: Any, cached_bias: CachedBiasRows | None) -> FwdSmem:
         """The contents of shared memory. cached_bias: rows of tables."""

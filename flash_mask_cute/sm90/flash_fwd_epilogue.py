@@ -30,6 +30,7 @@ from flash_mask_cute.core.ordered_sums import (
 )
 from flash_mask_cute.core.partials import OutputRows, Partials
 from flash_mask_cute.core.softmax import RowResult
+from flash_mask_cute.core.value_halves import ValueHalf
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.sm90 import wgmma
@@ -44,7 +45,8 @@ class Epilogue:
 
     sink: logits (heads_q,), or None. partials: the destination of splits or of sums of fixed
     splits, or None. mO: the output, if threads store their rows themselves
-    (`FwdTraits.stores_rows`), else None. is_ordered: sums are of fixed splits.
+    (`FwdTraits.stores_rows`), else None. is_ordered: sums are of fixed splits. half: the columns of
+    this CTA, None: all.
     """
 
     traits: cutlass.Constexpr[FwdTraits]
@@ -55,6 +57,7 @@ class Epilogue:
     partials: Partials | RunningSums | None
     mO: cute.Tensor | None
     is_ordered: cutlass.Constexpr[bool]
+    half: ValueHalf | None = None
 
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
@@ -95,7 +98,7 @@ class Epilogue:
                 # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
-            stores_lse = (thread % 4 == 0) & self._is_row(work, rows[r])
+            stores_lse = self._writes_rows(thread) & self._is_row(work, rows[r])
             if const_expr(partials is not None):
                 if stores_lse & partials.is_split(work):
                     tile_row = rows[r] - work.block * traits.tile_m
@@ -107,7 +110,7 @@ class Epilogue:
                     self.lse.store(lengths, work, heads[r], q_idx[r], row_lse, low)
         if const_expr(self.lse.largest is not None):
             for r, largest in enumerate(blocks.softmax.largest()):
-                if (thread % 4 == 0) & self._is_head(rows[r]):
+                if self._writes_rows(thread) & self._is_head(rows[r]):
                     self.lse.store_largest(lengths, work, heads[r], q_idx[r], largest)
         if const_expr(partials is None):
             self._store_output(sO, acc_O, work)
@@ -138,7 +141,7 @@ class Epilogue:
         rows = tile_rows(traits, work, thread)
         for r, (_, row_lse, low) in enumerate(self._results(blocks)):
             head_idx = head_of_row(work, rows[r], traits.packed_heads, traits.group_size)
-            if (thread % 4 == 0) & self._is_row(work, rows[r]):
+            if self._writes_rows(thread) & self._is_row(work, rows[r]):
                 q_idx, tile_row = rows[r] // traits.packed_heads, Int32(0)
                 place = partials.row(work, is_packed, head_idx, q_idx, tile_row)
                 partials.store_lse(place, row_lse, low)
@@ -172,7 +175,8 @@ class Epilogue:
         last."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
-        total, at_once, factors = 2 * columns, self.traits.reduced_at_once, []
+        total, at_once = self.traits.rows_of_thread * columns, self.traits.reduced_at_once
+        factors = []
         for first in cutlass.range_constexpr(0, total, at_once):
             of_part = min(at_once, total - first)
             before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)
@@ -230,14 +234,19 @@ class Epilogue:
                     value = cutlass.select_(used, value, Float32(0.0))
                 output[r, c] = value
             if const_expr(self.lse.lse is not None):  # noqa: SIM102 (decided while tracing)
-                if (thread % 4 == 0) & self._is_row(work, row):
+                if self._writes_rows(thread) & self._is_row(work, row):
                     self.lse.store(lengths, work, head_idx, q_idx, result.lse, result.lse_low)
             if const_expr(self.lse.largest is not None):  # noqa: SIM102 (decided while tracing)
-                if (thread % 4 == 0) & self._is_head(row):
+                if self._writes_rows(thread) & self._is_head(row):
                     self.lse.store_largest(lengths, work, head_idx, q_idx, sums[r, 1])
         self._store_output(sO, blocks.acc_O, work)
 
     # -- memory ---------------------------------------------------------------------------------
+
+    def _writes_rows(self, thread: Int32) -> Boolean:
+        """Whether a thread writes what its rows have once, such as their LSE."""
+        is_first = thread % 4 == 0
+        return is_first if self.half is None else is_first & self.half.writes_rows
 
     def _is_row(self, work: Work, row: Int32) -> Boolean:
         """Whether a row of a tile belongs to a query head, in use or not."""
@@ -276,7 +285,8 @@ class Epilogue:
             gO = tma.of_sequence(
                 self.operands.o, is_packed, work.batch_idx, work.offset_q, work.slot
             )
-            dst, src = tma.tile_of(self.operands.o_atom, gO, first, traits.box_o, sO)
+            column = 0 if const_expr(self.half is None) else self.half.first_column
+            dst, src = tma.tile_of(self.operands.o_atom, gO, first, traits.box_o, sO, column)
             cute.copy(self.operands.o_atom, src, dst)
             cute.arch.cp_async_bulk_commit_group()
 
@@ -295,6 +305,8 @@ class Epilogue:
                     # columns come in groups of 8, as those of the output do
                     if const_expr(wgmma.col_offset(c) < traits.head_dim_v):
                         column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
+                        if const_expr(self.half is not None):
+                            column += self.half.first_column
                         _store_pair(columns, column, output[r, c], output[r, c + 1])
 
 

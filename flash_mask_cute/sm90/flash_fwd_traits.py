@@ -16,6 +16,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     MAX_REGISTERS,
     RING_STAGES,
@@ -33,7 +34,7 @@ from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.stream_k import FEW_ROWS
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.limits import LEAST_BOX
+from flash_mask_cute.limits import LEAST_BOX, ctas_of_tile
 from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
@@ -144,7 +145,13 @@ class FwdTraits(PackedHeads):
 
     @property
     def tile_dv(self) -> int:
-        return tile_columns(self.head_dim_v)
+        """Of this CTA, which may have a half of V (`core/value_halves.py`)."""
+        return tile_columns(-(-self.head_dim_v // self.num_ctas))
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of a cluster, which compute a work tile together."""
+        return ctas_of_tile(self.head_dim_v)
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -317,8 +324,14 @@ class FwdTraits(PackedHeads):
         return heads, rows // heads
 
     @property
+    def multicasts_keys(self) -> bool:
+        """Whether each CTA of a cluster loads half of the keys of a block, for both."""
+        return self.num_ctas > 1 and not self.copies_rows
+
+    @property
     def box_k(self) -> tuple[int, int]:
-        return self.keys_of_box, self.tile_d
+        halves = self.multicasts_keys and self.page_box is None
+        return self.tile_n // 2 if halves else self.keys_of_box, self.tile_d
 
     @property
     def box_v(self) -> tuple[tuple[int, int], int]:
@@ -569,6 +582,12 @@ class FwdTraits(PackedHeads):
             self.num_mma_warpgroups * (self.stages_q if self.share_qo else 1),
         )
 
+    def channel_k(self, storage: Any, producers: int) -> Channel:
+        """The channel of keys. producers: arrivals for a block."""
+        of_stages = storage.k_barriers.data_ptr(), self.stages_k
+        shared = self.multicasts_keys
+        return Channel.create(*of_stages, producers, self.num_mma_warps, of_both=shared)
+
     def code_storage(self) -> cute.struct:
         """The shared memory for keys and values in fp8, behind that of `storage`."""
         stages_k, stages_v = self.code_stages
@@ -619,6 +638,8 @@ class FwdTraits(PackedHeads):
             bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
             walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
+            claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 * (self.num_ctas - 1)]
+            claim: cute.struct.MemRange[cutlass.Int32, self.num_ctas - 1]
             ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
             walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
             block_flags: cute.struct.MemRange[cutlass.Int32, self.stages_k]

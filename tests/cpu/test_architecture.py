@@ -92,7 +92,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # steps of a plan, beside what they compile and launch; then `plan`, `prepare` and `explain`
     "call": (
         *("cpu", "masks", "block_sparsity", "mask_prep", "kernels", "core.row_blocks"),
-        *("sm90", "mods", "runtime", *INDEX_RULES),
+        *("mods", "runtime", *INDEX_RULES),
     ),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
@@ -138,7 +138,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", "integrations.hub", "parallel.command", ""),
+    "time_my_mask": ("flex", "runtime"),
+    "__main__": (
+        *("functional", "runtime", "integrations.hub", "parallel.command", "time_my_mask", ""),
+    ),
     "": (
         *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
@@ -160,6 +163,7 @@ DEVICE = (
     *("rules.mask_warps", "rules.stream_k_walks", "rules.selection_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",
+    "integrations.triangle_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
@@ -291,6 +295,24 @@ def test_no_arrow_points_up() -> None:
             assert row is not None, f"{name} names {target}, which has no row"
             ok = name == "__main__" or names.index(row) < i or row == name.split(".")[0]
             assert ok, f"{name} names {target}, which stands below it"
+
+
+def knows_an_architecture(module: str, source: str) -> bool:
+    folders = f"{PACKAGE}.sm90", f"{PACKAGE}.sm100"
+    return any(covers(folders, found.target) for found in imports_of(source))
+
+
+def test_of_the_host_one_module_knows_an_architecture() -> None:
+    """A new one adds a folder of device code, and its `ArchSpec`."""
+    host = {name_in_package(path): path.read_text() for path in MODULES}
+    found = {
+        name
+        for name, source in host.items()
+        if not is_device_code(name) and knows_an_architecture(name, source)
+    }
+    assert found == {"call.tiles.arch"}
+    lazy = "def f():\n    from flash_mask_cute.sm90 import wgmma"
+    assert knows_an_architecture("call.tables", lazy)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,13 @@ class Answer(NamedTuple):
     code: int
     lines: dict[str, str]
     """What is told, by its name; the last line of a name counts."""
+    last: str
 
 
 def read(code: int, output: str) -> Answer:
     lines = (line.partition(": ") for line in output.splitlines())
-    return Answer(code, {name.strip(): text.strip() for name, _, text in lines})
+    told = {name.strip(): text.strip() for name, _, text in lines}
+    return Answer(code, told, output.splitlines()[-1])
 
 
 def ask(cache: Path | str, before: str = "") -> Answer:
@@ -65,6 +67,13 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     for name in ("out", "dq", "dk", "dv"):
         assert told[name].startswith("ok, error ")
     assert told["self-test"] == "passed"
+    assert told["GPU"] == "torch sees none"
+    assert answer.last == "what works here:    calls on CPU tensors"
+
+
+def test_a_machine_without_numpy() -> None:
+    """torch warns of it when it is imported; the doctor needs none. `ask` wants an empty stderr."""
+    assert ask("off", "sys.modules['numpy'] = None").code == 0
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,7 @@ def test_a_missing_package(module: str, package: str) -> None:
     assert answer.code == 1
     assert answer.lines[package] == f"missing: pip install {package}"
     assert "out" not in answer.lines
+    assert answer.last == f"what works here:    nothing before {package} is installed"
     if module != "torch":
         assert answer.lines["compile cache"] == "not on disk (FLASH_MASK_CUTE_CACHE_DIR)"
         assert answer.lines["self-test"] == f"not run: {package} is missing"
@@ -101,6 +111,7 @@ def test_a_wrong_result(
     assert answer.code == 1
     assert all(answer.lines[name].startswith("WRONG") for name in ("out", "dq", "dk", "dv"))
     assert answer.lines["self-test"] == "FAILED"
+    assert answer.last.startswith("what works here:    results are wrong here")
 
 
 def test_nan_is_wrong() -> None:
@@ -122,11 +133,7 @@ def test_a_call_that_fails(
     assert answer.lines["self-test"] == "FAILED: RuntimeError: the compiler is gone"
 
 
-def test_which_gpu_is_tested(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first that has kernels; the others are named with their compute capability."""
-    capabilities = [(8, 0), (9, 0), (10, 0)]
+def show_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(
@@ -136,6 +143,24 @@ def test_which_gpu_is_tested(
         "flash_mask_cute.runtime.target.Target.from_device",
         lambda device: doctor_target(capabilities[device.index]),
     )
+
+
+def test_a_gpu_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_gpus(monkeypatch, (8, 0), (8, 9))
+    answer = main(capsys)
+    assert answer.code == 1 and answer.lines["self-test"] == "passed"
+    assert answer.last == (
+        "what works here:    calls on CUDA tensors raise NotImplementedError; CPU tensors work"
+    )
+
+
+def test_which_gpu_is_tested(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first that has kernels; the others are named with their compute capability."""
+    show_gpus(monkeypatch, (8, 0), (9, 0), (10, 0))
     asked = []
     monkeypatch.setattr(doctor, "self_test", lambda device: asked.append(device) or ())
     answer = main(capsys)
@@ -147,6 +172,9 @@ def test_which_gpu_is_tested(
     assert answer.lines["cuda:1"] == "GPU 1, compute capability 9.0: kernels for sm_90a"
     assert answer.lines["cuda:2"] == "GPU 2, compute capability 10.0: kernels for sm_100a"
     assert "GPU" not in answer.lines
+    assert answer.last == (
+        "what works here:    calls on tensors of cuda:1, cuda:2, and on CPU tensors"
+    )
 
 
 def doctor_target(capability: tuple[int, int]) -> object:

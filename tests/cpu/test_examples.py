@@ -72,7 +72,7 @@ def test_decoding_over_a_cache_in_fp8(
     assert "largest error" in capsys.readouterr().out
     # a dense model that does not round is told apart
     monkeypatch.setattr(module, "as_in_fp8", lambda x: x)
-    with pytest.raises(SystemExit, match="a logit is off by"):
+    with pytest.raises(SystemExit, match="11_decode: wrong result .largest error of a logit"):
         module.main("--fp8")
 
 
@@ -82,6 +82,16 @@ def in_a_process(*arguments: str | Path, **variables: str) -> subprocess.Complet
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path} | variables
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.shares(2)
+@pytest.mark.parametrize("name", ["13_context_parallel", "17_titan_context_parallel"])
+def test_examples_of_several_devices_start_two_processes(name: str) -> None:
+    child = in_a_process(ROOT / "examples" / f"{name}.py")
+    assert child.returncode == 0, child.stderr
+    for rank in range(2):
+        assert f"rank {rank}, " in child.stdout
+    assert "rank 2, " not in child.stdout
 
 
 @pytest.mark.shares(2)
@@ -127,10 +137,33 @@ def test_ends_with_an_error_if_the_result_is_wrong(
         module.main()
 
 
-def test_the_demo_runs_every_example() -> None:
-    """`make demo` lists them, in order."""
-    named = re.findall(r"examples/(\w+\.py)", (ROOT / "Makefile").read_text())
-    assert named == [path.name for path in EXAMPLES]
+def test_the_demo_runs_every_example_and_sums_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "examples/demo.py" in (ROOT / "Makefile").read_text()
+    demo = load_example(ROOT / "examples" / "demo.py", monkeypatch)
+    run: list[Path] = []
+    monkeypatch.setattr(demo, "run", lambda path: run.append(path) or path.stem != "05_score_mod")
+    assert demo.main() == 1 and run == EXAMPLES
+    assert f"{len(EXAMPLES) - 1} of {len(EXAMPLES)} examples are right" in capsys.readouterr().out
+    assert demo.main("no such example") == 1
+
+
+def test_a_line_of_the_demo_has_the_error_and_its_bound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    demo = load_example(ROOT / "examples" / "demo.py", monkeypatch)
+    example, wrong, silent = (tmp_path / f"{x}.py" for x in ("99_right", "98_wrong", "97_silent"))
+    start = f"import sys; sys.path.append({str(ROOT / 'examples')!r})\nimport dense_check\n"
+    close = "dense_check.within('99', 'largest error of y', 2e-3, 4e-3, ' (of bfloat16)')\n"
+    example.write_text(f"{start}dense_check.within('99', 'dq: largest error', 1e-3, 1e-1)\n{close}")
+    wrong.write_text(f"{start}dense_check.within('98', 'largest error of y', float('nan'), 1e-3)")
+    silent.write_text("")
+    assert demo.run(example) and not demo.run(wrong) and not demo.run(silent)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("ok     99_right")
+    assert "error 2.0e-03, bound 4.0e-03, of 2 results, " in first
+    assert second.startswith("FAILED 98_wrong")
 
 
 def test_lanes_have_the_versions_of_torch_that_the_docs_name() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.tiles.decode_costs import HOPPER_COSTS, DecodeCosts
 from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
@@ -15,6 +15,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM100_FWD,
     SM103_FWD,
 )
+from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
 from flash_mask_cute.runtime.target import Target
 
 DqOrder: TypeAlias = Literal["accumulators", "lanes"]
@@ -43,8 +44,8 @@ class ForwardKernel(AttentionKernel):
     computed by a polynomial. orders_sums: sums may be of fixed splits (`core/fixed_splits.py`).
     decodes_whole: tiles of decoding are also for one pass over keys in rows.
     has_lists_per_warpgroup: warpgroups may have block lists of their own. caches_bias: rows of
-    tables may stay in shared memory. decode_costs: by which decoding is split; None: not
-    measured."""
+    tables may stay in shared memory. most_head_dim: of heads. decode_costs: by which decoding is
+    split; None: not measured."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -55,7 +56,20 @@ class ForwardKernel(AttentionKernel):
     decodes_whole: bool = False
     has_lists_per_warpgroup: bool = False
     caches_bias: bool = False
+    most_head_dim: int = MAX_HEAD_DIM
     decode_costs: DecodeCosts | None = None
+
+
+class EntryKernels(NamedTuple):
+    """Of a backward's kernels that walk over batch entries, their classes or those of their traits.
+
+    shared: sums gradients of aux tensors alone. short, entries: make all gradients of short
+    sequences, with all keys of an entry in a tile and with some of them.
+    """
+
+    shared: Any
+    short: Any
+    entries: Any
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,10 @@ class BackwardKernel(AttentionKernel):
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
     where they come first. gathers_queries: it takes each query's selection of key blocks as query
-    lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see."""
+    lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
+    load_limits: loads the module with the limits of its threads and shared memory.
+    load_entry_kernels, load_entry_traits: load `EntryKernels`. None: it has no such limits or
+    kernels."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -75,7 +92,24 @@ class BackwardKernel(AttentionKernel):
     pairs_take_turns: bool
     gathers_queries: bool = False
     has_lists_per_warpgroup: bool = False
-    owns_shared: bool = False
+    load_limits: Callable[[], Any] | None = None
+    load_entry_kernels: Callable[[], EntryKernels] | None = None
+    load_entry_traits: Callable[[], EntryKernels] | None = None
+
+    def limits(self) -> Any:
+        """As `load_limits`, of a kernel that has them."""
+        assert self.load_limits is not None
+        return self.load_limits()
+
+    def entry_kernels(self) -> EntryKernels:
+        """As `load_entry_kernels`, of a kernel that has them beside it."""
+        assert self.load_entry_kernels is not None
+        return self.load_entry_kernels()
+
+    def entry_traits(self) -> EntryKernels:
+        """As `load_entry_traits`, of a kernel that has them beside it."""
+        assert self.load_entry_traits is not None
+        return self.load_entry_traits()
 
 
 @dataclass(frozen=True)
@@ -116,6 +150,28 @@ def _backward_traits_sm90() -> Any:
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
     return BwdTraits
+
+
+def _limits_sm90() -> Any:
+    from flash_mask_cute.sm90 import flash_bwd_limits
+
+    return flash_bwd_limits
+
+
+def _entry_kernels_sm90() -> EntryKernels:
+    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
+    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
+
+    return EntryKernels(SharedGradientsSm90, ShortBackwardSm90, EntryBackwardSm90)
+
+
+def _entry_traits_sm90() -> EntryKernels:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
+    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
+
+    return EntryKernels(SharedTraits, ShortTraits, EntryTraits)
 
 
 def _columns_sm90() -> Any:
@@ -167,7 +223,9 @@ SM90_BACKWARD = BackwardKernel(
     pairs_take_turns=False,
     gathers_queries=True,
     has_lists_per_warpgroup=True,
-    owns_shared=True,
+    load_limits=_limits_sm90,
+    load_entry_kernels=_entry_kernels_sm90,
+    load_entry_traits=_entry_traits_sm90,
 )
 SM90 = ArchSpec(
     "Hopper",
@@ -184,6 +242,7 @@ SM90 = ArchSpec(
         decodes_whole=True,
         has_lists_per_warpgroup=True,
         caches_bias=True,
+        most_head_dim=MAX_WIDE_HEAD_DIM,
         decode_costs=HOPPER_COSTS,
     ),
     SM90_BACKWARD,

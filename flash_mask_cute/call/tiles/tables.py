@@ -191,6 +191,21 @@ SM90_FWD = (
         *(256, 256, 128, 64, 2, 1, True),
         "registers for scores and probabilities at once, and a third stage of K",
     ),
+    *(
+        row
+        for d, decode_stages, stages in ((320, 3, 2), (384, 2, 1), (512, 1, 1))
+        for row in (
+            FwdRow(
+                *(d, d, 64, 64, decode_stages, 1, True),
+                "decoding waits for memory: as many keys in flight as fit; two CTAs share values",
+                for_decode=True,
+            ),
+            FwdRow(
+                *(d, d, 128, 64, stages, 1, True),
+                "two CTAs share values, and each scores all keys; what fits beside a query",
+            ),
+        )
+    ),
 )
 
 # On Blackwell a tile is 256 x 128, and of wide heads 128 x 128 (docs/forward_sm100.md says why). A

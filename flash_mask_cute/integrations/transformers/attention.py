@@ -11,12 +11,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
 from flash_mask_cute.integrations.transformers.positions import watch_positions
+from flash_mask_cute.interface import widest_head
+from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.parallel.attention import context_parallel_attention
 from flash_mask_cute.parallel.sharding import current_sharding
 from flash_mask_cute.runtime.warn_once import warn_once
 
-MOST_HEAD_DIM = 256  # of kernels
 # Arguments that some models give to attention, and that say more about it than is computed here.
 REFUSED = {
     "indices": "the keys that an indexer chose for each query",
@@ -81,16 +82,17 @@ def layer_attention(
 
     Raises:
         NotImplementedError: what would be computed wrongly: output_attentions, dropout in training,
-            the arguments of `REFUSED`; head dimensions above 256 on a GPU, or, with
-            wide_layers="sdpa", what sdpa does not compute in such a layer.
+            the arguments of `REFUSED`; a `wide_layer`, or, with wide_layers="sdpa", what sdpa does
+            not compute in one.
         TypeError, ValueError: shapes or dtypes do not fit; the message names the argument.
     """
     _refuse(module, dropout, others)
-    wide = wide_layer(module, query, value)
+    wide = wide_layer(module, query, key, value)
     if wide is not None and wide_layers != "sdpa":
         raise NotImplementedError(
-            f"{wide}, and kernels support up to {MOST_HEAD_DIM}: register(wide_layers='sdpa') "
-            "computes such layers by sdpa, and attn_implementation='sdpa' computes all layers by it"
+            f"{wide}, and kernels support up to {MAX_HEAD_DIM}, on Hopper without gradients "
+            f"{MAX_WIDE_HEAD_DIM}: register(wide_layers='sdpa') computes such layers by sdpa, and "
+            "attn_implementation='sdpa' computes all layers by it"
         )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     dtype = _dtype_of(module, query, key, value)
@@ -130,7 +132,7 @@ def layer_attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _without_mask(bool(causal), sliding_window, shape)
     elif isinstance(attention_mask, AttentionMask):
-        _check_extents(attention_mask, shape)
+        attention_mask = _of_extents(attention_mask, shape)
         is_window = attention_mask.found.window is not None
         if is_window and packed is None:
             watch_positions(attention_mask, others.get("position_ids"))
@@ -166,12 +168,20 @@ def _attend(
     return flash_attn_func(*qkv, **options)
 
 
-def wide_layer(module: torch.nn.Module, query: Tensor, value: Tensor) -> str | None:
-    """A layer that is wider than the kernels, in words. The CPU path computes every width."""
-    width = max(query.shape[-1], value.shape[-1])
-    if not query.is_cuda or width <= MOST_HEAD_DIM:
+widest = torch.compiler.assume_constant_result(widest_head)
+
+
+def wide_layer(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """A layer that is too wide for the kernels, in words. The CPU path computes every width."""
+    width, width_v = query.shape[-1], value.shape[-1]
+    if not query.is_cuda or max(width, width_v) <= MAX_HEAD_DIM:
         return None
-    return f"{type(module).__name__} has head dimension {width}"
+    tensors = query, key, value
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not is_recorded and width == width_v <= widest(query.device):
+        return None
+    of = " and records gradients" if is_recorded else ""
+    return f"{type(module).__name__} has head dimension {max(width, width_v)}{of}"
 
 
 @torch.compiler.assume_constant_result
@@ -203,7 +213,7 @@ def _for_sdpa(
     if isinstance(mask, Tensor):
         mask = _fitted(mask, "attention_mask", shape)
         return (mask if mask.dtype == torch.bool else mask.to(dtype)), False
-    _check_extents(mask, shape)
+    mask = _of_extents(mask, shape)
     window = mask.found.window
     if window == (None, 0) and shape[2] == shape[3]:
         return None, True
@@ -341,14 +351,18 @@ def _without_mask(causal: bool, sliding_window: int | None, shape: Shape) -> dic
     return options
 
 
-def _check_extents(mask: AttentionMask, shape: Shape) -> None:
+def _of_extents(mask: AttentionMask, shape: Shape) -> AttentionMask:
     batch, _, *lengths = mask.shape
+    if lengths[1] < shape[3] and mask.behind is not None:
+        mask = mask.behind(shape[3])
+        batch, _, *lengths = mask.shape
     if (batch, *lengths) != (shape[0], *shape[2:]):
         raise ValueError(
             f"attention_mask was made for batch {batch}, {lengths[0]} queries and {lengths[1]} "
             f"keys, and {type(mask).__name__} has no other extents; the layer has batch "
             f"{shape[0]}, {shape[2]} queries and {shape[3]} keys"
         )
+    return mask
 
 
 def _of_mask(mask: AttentionMask) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from flash_mask_cute.call.tiles.config import (
 from flash_mask_cute.call.tiles.rows import FwdRow
 from flash_mask_cute.call.tiles.tables import SM90_FWD, SM100_FWD
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.limits import MAX_WIDE_HEAD_DIM
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.exponentials import spread
 
@@ -298,7 +299,7 @@ def test_rows_are_reachable() -> None:
             for before in SM90_FWD[:position]
         )
         assert not covered, row
-    assert (SM90_FWD[-1].max_dim, SM90_FWD[-1].max_dim_v) == (256, 256)
+    assert (SM90_FWD[-1].max_dim, SM90_FWD[-1].max_dim_v) == (MAX_WIDE_HEAD_DIM, MAX_WIDE_HEAD_DIM)
 
 
 def _serves_choices_of(before: FwdRow, row: FwdRow) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from compiled_code import NEEDS_DISASSEMBLER
 
-from bench.codegen import disassembly
 from bench.codegen_variants import VARIANTS, compile_variant
 from bench.machine_code import Code, Instruction, early_arrivals
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.machine_code import disassembly
 from flash_mask_cute.sm100 import umma
 
 BLACKWELL = tuple(

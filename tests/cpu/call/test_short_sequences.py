@@ -13,7 +13,7 @@ from trained_mods import TRAINED_MODS, make_trained
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.batch_sums import LEAST_SHORT, build_short, short_traits
+from flash_mask_cute.call.batch_sums import LEAST_SHORT, build_short, traits_of
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
@@ -138,7 +138,7 @@ def test_costs_of_gradients() -> None:
 def test_nothing_is_spilled(fields: dict[str, Any]) -> None:
     found = plan_of(**fields)
     assert found.shared is not None and found.shared.short is not None
-    traits = short_traits(found.problem, found.shared.short, found.bwd_choice, False)
+    traits = traits_of(found.problem, found.bwd_choice, found.shared, found.target)
     assert isinstance(traits, ShortTraits) and traits.num_warpgroups == -(-fields["seqlen_k"] // 64)
     arguments = found.problem, found.bwd_choice, found.shared, found.target
     with compile_lock():

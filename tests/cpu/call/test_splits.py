@@ -141,42 +141,33 @@ MEASURED = [
 
 
 def decoding(row: dict[str, Any], lengths: Tensor | None = None) -> Splits | None:
-    """What the library chooses for a row of bench/results/decode_splits.jsonl. Its tensors are
-    views of a few numbers."""
+    """What the library chooses for a row of bench/results/decode_splits.jsonl, with tensors that
+    are views of one number."""
     batch, keys, (heads_q, heads_kv), d = row["batch"], row["keys"], row["heads"], row["d"]
     zero = torch.zeros((), dtype=torch.bfloat16)
-    q = zero.expand(batch, row["queries"], heads_q, d)
-    if page := row["page"]:
-        k = zero.expand(batch * keys // page, page, heads_kv, d)
-        table = torch.zeros((), dtype=torch.int32).expand(batch, keys // page)
-        full = torch.zeros((), dtype=torch.int32).expand(batch)
-        call = forward_call(q, k, k, causal=True, page_table=table, seqused_k=full)
-    else:
-        k = zero.expand(batch, keys, heads_kv, d)
-        call = forward_call(q, k, k, causal=True, seqused_k=lengths)
-    return planned(call, HOPPER).splits
+    q, k = zero.expand(batch, row["queries"], heads_q, d), zero.expand(batch, keys, heads_kv, d)
+    return planned(forward_call(q, k, k, causal=True, seqused_k=lengths), HOPPER).splits
 
 
 def test_decoding_takes_about_the_best_number_of_splits() -> None:
-    """By times of a GPU: within 1.5 % of the best of one pass, 2 to 16 splits, and equal shares in
-    nine rows of ten, and never 6 % off, where 0.25 was the largest before."""
+    """By times of a GPU: within 1.5 % of the best of one pass, 2 to 16 splits, and stream-K chunks
+    in nine rows of ten, and never 6 % off. Chunks alone were up to 30 % off."""
     losses = []
     for row in MEASURED:
-        if row["page"] and row["batch"] * row["heads"][1] > HOPPER.num_sms:
-            continue
-        splits = decoding(row)
+        splits, us = decoding(row), row["us"]
         number = 1 if splits is None else 0 if splits.kind == BY_STREAM_K else splits.number
-        if str(number) in row["us"]:
-            losses.append(row["us"][str(number)] / min(row["us"].values()) - 1)
-    assert len(losses) > 100
+        # numbers between those that were timed count as the worse neighbour
+        near = [us[x] for x in us if x != "0" and abs(int(x) - number) <= 2] if number else []
+        losses.append(us.get(str(number), max(near, default=math.inf)) / min(us.values()) - 1)
+    assert len(losses) == len(MEASURED) > 110
     assert max(losses) < 0.06
-    assert sum(loss > 0.015 for loss in losses) < 0.1 * len(losses)
+    assert sum(loss > 0.015 for loss in losses) <= 0.1 * len(losses)
 
 
-def test_sequences_of_other_lengths_in_many_waves_take_equal_shares() -> None:
-    row = {"batch": 128, "keys": 8192, "heads": (32, 8), "d": 128, "queries": 1, "page": 0}
+def test_sequences_whose_lengths_may_differ_take_chunks() -> None:
+    row = {"batch": 8, "keys": 4096, "heads": (32, 8), "d": 128, "queries": 1}
     assert decoding(row) is None
-    splits = decoding(row, torch.zeros((), dtype=torch.int32).expand(128))
+    splits = decoding(row, torch.full((8,), 4096, dtype=torch.int32))
     assert splits is not None and splits.kind == BY_STREAM_K
 
 

@@ -1,12 +1,22 @@
-"""Head dimensions above those of kernels: computed on the CPU, refused for a GPU."""
+"""Head dimensions above 256: computed on the CPU; on a GPU a forward on Hopper, up to 512."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
+from cases import Case
+from inputs import make_inputs
+from planned import call_of, planned
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute.core.stream_k import BY_STREAM_K
+from flash_mask_cute.runtime.named_tuples import replaced
+from flash_mask_cute.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
@@ -17,7 +27,9 @@ def inputs(head_dim: int, head_dim_v: int) -> list[torch.Tensor]:
     return [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (264, 64), (64, 320)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(512, 512), (264, 264), (320, 320), (264, 64), (64, 320)]
+)
 @pytest.mark.parametrize("masked", ["causal", "documents", "packed"])
 def test_both_directions(head_dim: int, head_dim_v: int, masked: str) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(head_dim, head_dim_v))
@@ -45,12 +57,65 @@ def test_both_directions(head_dim: int, head_dim_v: int, masked: str) -> None:
         torch.testing.assert_close(result, reference, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize(("dims", "said"), [((264, 64), "head_dim .*q"), ((64, 264), "head_dim_v")])
-def test_kernels_refuse_them(target: str, dims: tuple[int, int], said: str) -> None:
-    q, k, v = (x.bfloat16() for x in inputs(*dims))
-    with pytest.raises(ValueError, match=rf"{said}.* from 8 to 256, got 264"):
-        explain(q, k, v, causal=True, target=target)
+HOPPER, BLACKWELL = Target("sm_90a", num_sms=132), Target("sm_100a", num_sms=148)
+
+
+def wide_call(head_dim: int, head_dim_v: int = 0, **fields: object) -> AttentionCall:
+    case = Case("wide", 1, 300, 300, 4, 2, head_dim, head_dim_v, causal=True)
+    return call_of(make_inputs(replace(case, **fields)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "dims", "message"),
+    [
+        (BLACKWELL, (264, 264), "are not supported on Blackwell; got 264 and 264"),
+        (HOPPER, (264, 64), "are supported only where both are equal; got 264 and 64"),
+        (HOPPER, (64, 264), "are supported only where both are equal; got 64 and 264"),
+    ],
+)
+def test_refused_by_name(target: Target, dims: tuple[int, int], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"head_dim and head_dim_v above 256 {message}"):
+        planned(wide_call(*dims), target)
+
+
+def test_no_kernel_is_wider() -> None:
+    with pytest.raises(ValueError, match=r"head_dim .*q\) .* from 8 to 512, got 520"):
+        planned(wide_call(520), HOPPER)
+
+
+def test_a_recorded_forward_is_refused() -> None:
+    """Before anything is computed whose gradient nobody could give."""
+    call = wide_call(512)
+    recorded = replaced(call, options=call.options.recorded())
+    with pytest.raises(NotImplementedError, match=r"a forward only: .*no_grad.*got 512 and 512"):
+        planned(recorded, HOPPER)
+
+
+def test_fp8_is_refused() -> None:
+    call = wide_call(512, seqlen_q=1, seqused_k=(300,))
+    k, v = (x.to(torch.float8_e4m3fn) for x in (call.tensors.k, call.tensors.v))
+    in_fp8 = replaced(call, tensors=replaced(call.tensors, k=k, v=v))
+    with pytest.raises(NotImplementedError, match="not supported with k and v in float8_e4m3fn"):
+        planned(in_fp8, HOPPER)
+
+
+@pytest.mark.parametrize("head_dim", range(264, 513, 8))
+def test_every_width_has_tiles(head_dim: int) -> None:
+    """Of many queries, and of decoding, whose shares of key blocks are for pairs of CTAs."""
+    many = planned(wide_call(head_dim), HOPPER).fwd_choice
+    assert (many.tiles.tile_m, many.tiles.share_qo) == (128, True)
+    few = planned(wide_call(head_dim, seqlen_q=1, seqlen_k=4096), HOPPER)
+    assert few.fwd_choice.tiles.tile_m == 64
+    assert few.splits is not None and few.splits.kind == BY_STREAM_K
+    assert few.splits.number <= HOPPER.num_sms // 2
+
+
+def test_the_grid_counts_both_ctas_of_a_tile() -> None:
+    q, k, v = (x.bfloat16() for x in inputs(512, 512))
+    explained = explain(q, k, v, causal=True, target="sm_90a")
+    assert explained.work_tiles is not None and explained.grid == 2 * explained.work_tiles
+    assert "no backward" in explained.note
+    assert re.search("two CTAs share values", explained.reason)
 
 
 def test_explain_tells_of_the_cpu_path() -> None:

@@ -30,7 +30,7 @@ from trained_mods import (
     make_trained,
 )
 
-from bench.codegen import count_sass, disassembly
+from bench.codegen import count_sass
 from flash_mask_cute import flash_attn_func, interface
 from flash_mask_cute.autograd import torch_ops
 from flash_mask_cute.call import batch_sums as aux_order
@@ -43,6 +43,7 @@ from flash_mask_cute.interface import _flash_attn_bwd
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.machine_code import disassembly
 from flash_mask_cute.runtime.target import Target
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.codegen import count_sass, disassemblers, disassembly
+from bench.codegen import count_sass
 from flash_mask_cute.call.forward import NO_MODS, build_fwd
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.call.settings import FwdConfig
@@ -16,6 +16,7 @@ from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import WalkFacts, select_fwd_config
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
+from flash_mask_cute.runtime.machine_code import disassemblers, disassembly
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
