@@ -132,8 +132,8 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
 
 
 def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
-    """Whether `DecodeCosts` are fitted to a decoding call: in 16 bits, of equal lengths, with no mask
-    or mod that shortens walks or slows blocks down."""
+    """Whether `DecodeCosts` are fitted to a decoding call: in 16 bits, of equal lengths, without a
+    mask or mod that shortens walks or slows blocks down."""
     masks, is_wide = facts.masks, max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
     others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists, masks.selected
     has_lengths = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
