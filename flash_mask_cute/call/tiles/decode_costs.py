@@ -10,13 +10,13 @@ sequences of 1K to 8K keys took 38.6 us by chunks and 56.8 in one pass (H200, 28
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 KEYS = 128
 """Keys of a block, the unit of costs."""
-MOST_SPLITS = 16
+NUMBERS = 1, 2, 3, 4, 6, 8, 12, 16
+"""Of splits: those that were timed."""
 
 
 class DecodingWork(NamedTuple):
@@ -82,8 +82,9 @@ class DecodeCosts(NamedTuple):
 
         def costs() -> Iterator[tuple[float, int]]:
             yield self.of_chunks(work, num_sms), 0
-            for number in range(1, min(MOST_SPLITS, math.ceil(work.keys / KEYS)) + 1):
-                yield self.of_splits(work, number, num_sms), number
+            for number in NUMBERS:
+                if number * KEYS <= work.keys:
+                    yield self.of_splits(work, number, num_sms), number
 
         return min(costs())[1]
 
