@@ -95,11 +95,8 @@ class LoweredMod:
 
 @dataclass(frozen=True)
 class IntervalForm:
-    """A mask as column intervals, at a call.
-
-    captured, numbers: the tensors and the numbers that the intervals follow from. paths: of the
-    tensors.
-    """
+    """A mask as column intervals, at a call. captured, numbers: the tensors and the numbers that
+    the intervals follow from. paths: of the tensors."""
 
     form: Form
     captured: tuple[Tensor, ...]
