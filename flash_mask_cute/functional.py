@@ -38,7 +38,7 @@ from flash_mask_cute.call.check.validate import (
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
-from flash_mask_cute.runtime.checks import check_bool
+from flash_mask_cute.runtime.checks import brief, check_bool, check_real
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
@@ -495,6 +495,9 @@ def flashmask_attention(
     """
     if unknown:
         refuse_keywords("flashmask_attention", unknown)
+    if type(dropout) is not float:
+        check_real("dropout", dropout)
+    check_bool("training", training)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
     q = _one_of("q", q, "query", query)
@@ -504,7 +507,12 @@ def flashmask_attention(
     check_bool("return_softmax_lse", return_softmax_lse)
     # a tuple here and below: Dynamo of torch 2.9 does not know unions
     if not isinstance(window_size, (tuple, list)):
-        if isinstance(window_size, Integral) and window_size < -1:
+        if window_size is not None and not isinstance(window_size, Integral):
+            raise TypeError(
+                "window_size must be an int for both sides, (left, right) or None, got "
+                f"{brief(window_size)}"
+            )
+        if window_size is not None and window_size < -1:
             raise ValueError(
                 "window_size must be an int >= 0 for both sides, None or -1 for none, or (left, "
                 f"right), got {window_size}: both sides shifted apart would leave nothing"

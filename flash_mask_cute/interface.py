@@ -393,6 +393,8 @@ def explain(
         formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
     else:
         formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"target must be the name of an architecture, got {brief(target)}")
     explained = explain_fwd(formed, None if target is None else Target.named(target), code)
     if not is_torch:
         return explained
@@ -449,7 +451,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
             for both in zip(given, form.window, strict=True)
         )
         options = replaced(options, window_size_left=left, window_size_right=right)
-        if right == 0 and options.causal in (False, True):
+        if right == 0 and isinstance(options.causal, bool):
             # by another name, under which the choice of tiles knows it
             options = replaced(options, causal=True, window_size_right=None)
     else:

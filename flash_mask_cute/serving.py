@@ -218,6 +218,7 @@ def _attend_over(
     check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
+    check_bool("rotary_interleaved", new.interleaved)
     options = replaced(options, return_lse=any(returns))
     scale = options.softmax_scale
     if scale is not None and type(scale) is not float:

@@ -388,8 +388,9 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     Raises:
         ValueError: it is no pair.
     """
+    sides: Any = () if isinstance(window_size, Tensor) else window_size
     try:
-        left, right = window_size
+        left, right = sides
     except (TypeError, ValueError):
         wrong = f"window_size must be (left, right), got {window_size!r}"
         if isinstance(window_size, bool):

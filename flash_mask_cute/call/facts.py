@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import FoldedWindow, FwdShapes, fold_window
@@ -65,10 +65,7 @@ class CallFacts:
             TypeError, ValueError, NotImplementedError: naming argument and value.
         """
         shapes, options, q = check_inputs(call), call.options, call.tensors.q
-        given = call.masks or NO_MASKS
-        masks = ResolvedMasks.create(
-            given, options.causal, shapes, q.device, options.q_start.is_given
-        )
+        masks = ResolvedMasks.of(call, shapes)
         sides = options.window_size_left, options.window_size_right
         window = fold_window(options.causal or masks.is_causal, *sides)
         causal_each, window = _with_causal_sequences(call.tensors.optional.causal_per_seq, window)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
@@ -14,7 +13,7 @@ from flash_mask_cute.block_sparsity import (
     check_block_lists,
     from_block_mask,
 )
-from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.call.tiles.arch import ArchSpec, BackwardKernel
 from flash_mask_cute.call.tiles.config import BwdChoice, FwdChoice, FwdTiles
@@ -39,15 +38,13 @@ class ResolvedMasks(NamedTuple):
     selected: SelectedBlocks | None = None
 
     @staticmethod
-    def create(
-        masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device, has_start: bool
-    ) -> ResolvedMasks:
-        """Made from arguments that passed `check_inputs`. has_start: q_start is among them.
+    def of(call: AttentionCall, shapes: FwdShapes) -> ResolvedMasks:
+        """Made from a call that passed `check_inputs`, which returned its extents.
 
         Raises:
             TypeError, ValueError: block lists do not fit the problem.
         """
-        lists = selected = None
+        masks, options, lists, selected = call.masks or NO_MASKS, call.options, None, None
         if isinstance(masks.block_sparse_tensors_torch, SelectedBlocks):
             selected = masks.block_sparse_tensors_torch
         elif masks.block_sparse_tensors_torch is not None:
@@ -55,15 +52,15 @@ class ResolvedMasks(NamedTuple):
                 from_block_mask(masks.block_sparse_tensors_torch),
                 shapes.batch,
                 shapes.heads_q,
-                None if has_start else shapes.seqlen_q,
+                None if options.q_start.is_given else shapes.seqlen_q,
                 shapes.seqlen_k,
-                device,
+                call.tensors.q.device,
             )
         return ResolvedMasks(
             masks.score_mod,
             masks.mask_mod,
             tuple(masks.aux_tensors) if masks.aux_tensors else None,
-            column_mask_of(masks.startend_row_indices, causal),
+            column_mask_of(masks.startend_row_indices, options.causal),
             lists,
             selected,
         )

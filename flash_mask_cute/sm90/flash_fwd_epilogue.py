@@ -175,7 +175,8 @@ class Epilogue:
         last."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
-        total, at_once, factors = 2 * columns, self.traits.reduced_at_once, []
+        total, at_once = self.traits.rows_of_thread * columns, self.traits.reduced_at_once
+        factors = []
         for first in cutlass.range_constexpr(0, total, at_once):
             of_part = min(at_once, total - first)
             before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)

@@ -138,7 +138,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", "integrations.hub", "parallel.command", ""),
+    "time_my_mask": ("flex", "runtime"),
+    "__main__": (
+        *("functional", "runtime", "integrations.hub", "parallel.command", "time_my_mask", ""),
+    ),
     "": (
         *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
@@ -160,6 +163,7 @@ DEVICE = (
     *("rules.mask_warps", "rules.stream_k_walks", "rules.selection_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",
+    "integrations.triangle_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import drawn_share
 import pytest
 import simulated_backward
 import test_append_sim
@@ -116,11 +117,13 @@ BACKWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])
@@ -141,6 +144,12 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "postprocess": (
         lambda sim: prepost.check_postprocess(sim, prepost.PACKED, 72, 64),
         ("kernels.bwd_postprocess.kernel",),
+    ),
+    "zero-padding": (
+        lambda sim: simulated_backward.run_sim(
+            sim, make_inputs(Case("packed", lengths_q=(65, 0, 40), lengths_k=(70, 30, 65))), (SEED,)
+        ),
+        (ZERO_PADDING,),
     ),
     "add-parts": (
         lambda sim: simulated_backward.run_sim(
@@ -285,8 +294,40 @@ def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: st
     with_each_role_slow(simulator, monkeypatch, kernels, partial(run, simulator))
 
 
+def class_of(kernel: str) -> str:
+    """The module of a kernel, which has one class of kernels."""
+    return kernel.rpartition(".")[0]
+
+
+def classes() -> dict[str, list[str]]:
+    """Classes of kernels but for attention, which the cases above have: names in OTHERS."""
+    found: dict[str, list[str]] = {}
+    for name, (_, kernels) in OTHERS.items():
+        for told in dict.fromkeys(map(class_of, kernels)):
+            if told not in (class_of(FORWARD), class_of(BACKWARD)):
+                found.setdefault(told, []).append(name)
+    return found
+
+
+@pytest.mark.daily(len(classes()))
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize("of_class", classes())
+def test_each_class_of_kernels(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, of_class: str
+) -> None:
+    """Each day, by one of its cases, and with two sets of its warps slow."""
+    turn, names = drawn_share.seed() or 0, classes()[of_class]
+    run, kernels = OTHERS[names[turn % len(names)]]
+    own = [kernel for kernel in kernels if class_of(kernel) == of_class]
+    each = turn // len(names)
+    with_each_role_slow(simulator, monkeypatch, own, partial(run, simulator), each)
+    assert {class_of(kernel) for kernel in launched(simulator)} >= {of_class}
+
+
 def test_no_kernel_is_left_out() -> None:
     others = (kernel for _, kernels in OTHERS.values() for kernel in kernels)
     of_blackwell = {test_slow_roles_sm100_sim.FORWARD, test_slow_roles_sm100_sim.BACKWARD}
     known = {FORWARD, BACKWARD, ZERO_PADDING, *others} | of_blackwell
     assert known == kernels_of_package()
+    attention = {class_of(x) for x in (FORWARD, BACKWARD, *of_blackwell)}
+    assert {*classes()} | attention == {class_of(x) for x in known}

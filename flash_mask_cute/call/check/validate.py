@@ -47,10 +47,11 @@ from flash_mask_cute.runtime.checks import (
     check_fp32,
     check_int,
     check_like,
+    check_list,
     check_memory_layout,
     check_outputs_apart,
     check_own_memory,
-    check_real,
+    check_scale,
     check_shaped,
     check_tensor,
     dtype_names,
@@ -64,8 +65,6 @@ _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# kernels multiply it by log2(e) in float32
-_LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
 _HEAD_DIM_STEP = 8
 CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
@@ -443,17 +442,12 @@ def _check_softmax_scale(softmax_scale: float | None) -> None:
         raise TypeError(
             f"softmax_scale must be a real number, got {brief(softmax_scale)}; {BY_POSITION}"
         )
-    check_real("softmax_scale", softmax_scale)
+    check_scale("softmax_scale", softmax_scale)
     if softmax_scale == 0:
         warn_once(
             "softmax_scale=0",
             "softmax_scale is 0, so all visible keys have the same weight. If this is the "
             f"dropout_p=0.0 of flash-attn 2: {BY_POSITION}",
-        )
-    if not abs(softmax_scale) <= _LARGEST_SCALE:
-        raise ValueError(
-            f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
-            f"{softmax_scale}"
         )
 
 
@@ -549,10 +543,9 @@ def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device
 
 
 def _check_aux_tensors(
-    value: object, device: torch.device, score_mod: object, mask_mod: object
+    value: Any, device: torch.device, score_mod: object, mask_mod: object
 ) -> None:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"aux_tensors must be a list or a tuple of tensors, got {brief(value)}")
+    check_list("aux_tensors", value)
     if score_mod is None and mask_mod is None:
         raise ValueError(
             f"aux_tensors are read by score_mod and mask_mod, which are both None, got {len(value)}"

@@ -132,7 +132,7 @@ def layer_attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = _without_mask(bool(causal), sliding_window, shape)
     elif isinstance(attention_mask, AttentionMask):
-        _check_extents(attention_mask, shape)
+        attention_mask = _of_extents(attention_mask, shape)
         is_window = attention_mask.found.window is not None
         if is_window and packed is None:
             watch_positions(attention_mask, others.get("position_ids"))
@@ -213,7 +213,7 @@ def _for_sdpa(
     if isinstance(mask, Tensor):
         mask = _fitted(mask, "attention_mask", shape)
         return (mask if mask.dtype == torch.bool else mask.to(dtype)), False
-    _check_extents(mask, shape)
+    mask = _of_extents(mask, shape)
     window = mask.found.window
     if window == (None, 0) and shape[2] == shape[3]:
         return None, True
@@ -351,14 +351,18 @@ def _without_mask(causal: bool, sliding_window: int | None, shape: Shape) -> dic
     return options
 
 
-def _check_extents(mask: AttentionMask, shape: Shape) -> None:
+def _of_extents(mask: AttentionMask, shape: Shape) -> AttentionMask:
     batch, _, *lengths = mask.shape
+    if lengths[1] < shape[3] and mask.behind is not None:
+        mask = mask.behind(shape[3])
+        batch, _, *lengths = mask.shape
     if (batch, *lengths) != (shape[0], *shape[2:]):
         raise ValueError(
             f"attention_mask was made for batch {batch}, {lengths[0]} queries and {lengths[1]} "
             f"keys, and {type(mask).__name__} has no other extents; the layer has batch "
             f"{shape[0]}, {shape[2]} queries and {shape[3]} keys"
         )
+    return mask
 
 
 def _of_mask(mask: AttentionMask) -> dict[str, Any]:

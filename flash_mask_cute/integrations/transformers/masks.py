@@ -8,6 +8,7 @@ mask. For one query it is evaluated for all keys, with a few small operators and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -57,6 +58,10 @@ class Found(NamedTuple):
     used: Tensor | None = None
 
 
+class _NoTensorError(NotImplementedError, AttributeError):
+    """A mask is asked for what only a tensor has. `hasattr` is False."""
+
+
 class AttentionMask(BlockMask):
     """A mask of transformers, as the attention half takes it.
 
@@ -82,6 +87,8 @@ class AttentionMask(BlockMask):
         self._function = function
         self._packed: tuple[Any, AttentionMask] | None = None
         self._dense: Tensor | None = None
+        # makes this mask for so many keys, where a cache may have been measured on another layer
+        self.behind: Callable[[int], AttentionMask] | None = None
         # whether positions.py looked at the position_ids of its forward
         self.has_known_positions = False
 
@@ -92,6 +99,17 @@ class AttentionMask(BlockMask):
     @property
     def form(self) -> str:
         return self.found.form
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        size = torch.Size(self._shape)
+        return size if dim is None else size[dim]
 
     def __repr__(self) -> str:
         return f"AttentionMask(shape={self._shape}, {self.form})"
@@ -116,7 +134,14 @@ class AttentionMask(BlockMask):
         return AttentionMask((batch, heads, count, num_keys), function, found, self.device)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"attention_mask.{name}: {self._refusal}")
+        raise _NoTensorError(f"attention_mask.{name}: {self._refusal}")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tensor | int | float):
+            raise _NoTensorError(f"attention_mask in eq: {self._refusal}")
+        return self is other
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(
@@ -125,12 +150,16 @@ class AttentionMask(BlockMask):
         name = getattr(function, "__name__", str(function))
         raise NotImplementedError(f"attention_mask in {name}: {cls._refusal}")
 
-    def to(self, device: Any, *others: Any, **more: Any) -> AttentionMask:
+    def to(self, *args: Any, **options: Any) -> AttentionMask:
         """The mask on a device: itself if it is there, else made anew there.
 
         accelerate moves the arguments of layers so, where layers are on several devices.
         """
-        target = torch.empty(0, device=device).device
+        dtypes = [x for x in (*args, options.get("dtype")) if isinstance(x, torch.dtype | Tensor)]
+        if dtypes:
+            raise _NoTensorError(f"attention_mask.to({dtypes[0]}): {self._refusal}")
+        device = args[0] if args else options.get("device")
+        target = self.device if device is None else torch.empty(0, device=device).device
         if target == self.device:
             return self
         found = self.found
@@ -190,6 +219,21 @@ class AttentionMask(BlockMask):
         if self.found.row is not None:
             return self.found.row
         return create_mask(self._function, *self._shape, str(self.device))
+
+
+def _refusing(operator: str) -> Callable[..., NoReturn]:
+    def refuse(self: AttentionMask, *others: Any) -> NoReturn:
+        raise _NoTensorError(f"attention_mask in {operator}: {self._refusal}")
+
+    return refuse
+
+
+_OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "and", "rand", "or", "ror",
+    "xor", "rxor", "invert", "neg", "lt", "le", "gt", "ge", "len", "iter", "setitem",
+)  # fmt: skip
+for _operator in _OPERATORS:
+    setattr(AttentionMask, f"__{_operator}__", _refusing(_operator))
 
 
 class CallersMask(AttentionMask):
@@ -304,7 +348,20 @@ def make_mask(
         lengths = q_length, kv_length
         padded = None if shown is None else _find_padded_window(unpadded, shown, lengths, device)
         found = padded or find_form(function, batch_size, lengths, device)
-    return AttentionMask(shape, function, found, device)
+    mask = AttentionMask(shape, function, found, device)
+    kinds = getattr(others.get("config"), "layer_types", None) or ()
+    if "linear_attention" in kinds and q_length == kv_length and not isinstance(q_offset, Tensor):
+        # MiniMax measures its cache on layer 0. If this is linear, there are no keys.
+        @functools.cache
+        def behind(num_keys: int) -> Any:
+            count = num_keys if attention_mask is None else attention_mask.shape[1]
+            return make_mask(
+                batch_size, q_length, count, count - q_length, mask_function=mask_function,
+                attention_mask=attention_mask, device=device, **others,
+            )  # fmt: skip
+
+        mask.behind = behind
+    return mask
 
 
 def placed(

@@ -17,6 +17,7 @@ from flash_mask_cute import builders, explain, interface
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.fixed_splits import MOST_BYTES
+from flash_mask_cute.call.prepare import prepare_fwd
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -226,6 +227,31 @@ def test_shapes_choose_who_computes_segments() -> None:
         "softcap": SEQUENTIAL_SPLITS,
         "packed": SEQUENTIAL_SPLITS,
     }
+
+
+@pytest.mark.shares(6)
+@pytest.mark.parametrize("queries", [1, 4, 64], ids="{}q".format)
+@pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "keys", "window"),
+    [(ONE_FIXED_SPLIT, 80, None), (SEQUENTIAL_SPLITS, 4096, 100), (PARALLEL_SPLITS, 2048, None)],
+    ids=["one", "in turn", "by fixed splits"],
+)
+def test_each_way_compiles(
+    kind: str, keys: int, window: int | None, dtype: torch.dtype, in_pages: bool, queries: int
+) -> None:
+    q = torch.empty(1, dtype=torch.bfloat16).expand(2, queries, 4, 64)
+    cache = torch.empty(2, keys, 2, 64, dtype=dtype)
+    options: dict[str, Any] = {"seqused_k": torch.tensor([keys, 33], dtype=torch.int32)}
+    if in_pages:
+        cache = cache.view(-1, 16, 2, 64)
+        options["page_table"] = torch.arange(len(cache), dtype=torch.int32).view(2, -1)
+    if window is not None:
+        options |= {"causal": True, "window_size_left": window}
+    call = forward_call(q, cache, cache, seqlen_k_per_split=512, **options)
+    assert planned(call, HOPPER).fixed_splits.kind == kind
+    prepare_fwd(call, HOPPER)
 
 
 def test_results_that_a_fold_of_others_does_not_have() -> None:

@@ -289,8 +289,42 @@ def test_a_model_that_computes_with_its_mask_is_told() -> None:
         AttributeError, match=r"attention_mask\.dtype: .* attn_implementation='sdpa'"
     ):
         mask.dtype  # noqa: B018
-    assert not hasattr(mask, "ndim")
+    assert not hasattr(mask, "dtype")
     assert repr(mask) == "AttentionMask(shape=(1, 1, 13, 13), a window, keys 0 to q + 0)"
+
+
+def test_what_models_ask_of_a_mask_before_they_pass_it_on() -> None:
+    mask = make_mask(2, 13, 13)
+    assert mask.ndim == mask.dim() == len(mask.shape) == 4
+    assert mask.size() == (2, 1, 13, 13) and mask.size(-1) == mask.size(2) == 13
+    assert mask.to(torch.device("cpu")) is mask.to(device="cpu") is mask.to("cpu") is mask
+    assert mask == mask and mask != make_mask(2, 13, 13) and mask is not None and mask in {mask}
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda x: x.dtype,
+    "bool": lambda x: x.bool(),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "to(torch.bool)": lambda x: x.to(torch.bool),
+    "to(torch.float32)": lambda x: x.to(device="cpu", dtype=torch.float32),
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1.0 + x,
+    "in add": lambda x: torch.ones(2, 1, 13, 13) + x,
+    "rsub": lambda x: 1.0 - x,
+    "invert": lambda x: ~x,
+    "eq": lambda x: x == 0,
+    "lt": lambda x: x < -1,
+    "masked_fill": lambda x: torch.ones(2, 1, 13, 13).masked_fill(x, 0),
+    "len": len,
+    "where": lambda x: torch.where(x, 1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_model_computes_with_a_mask_is_refused_by_name(asked: str) -> None:
+    said = asked.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(NotImplementedError, match=f"attention_mask.*{said}.* are no tensors"):
+        ASKED[asked](make_mask(2, 13, 13))
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1, 13), (2, 1, 1, 1, 13)])
@@ -402,19 +436,79 @@ INDEXED = {
 }  # fmt: skip
 
 
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
+LIKE_BART = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "decoder_start_token_id": 1, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4,
+}  # fmt: skip
+MPT = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+
+
 @pytest.mark.parametrize(
     ("config", "sizes", "said"),
     [
         ("BloomConfig", {"n_layer": 2, "n_head": 4}, "attention_mask in add"),
         ("DeepseekV32Config", INDEXED, r"attention_mask\[.*\]"),
+        ("LEDConfig", LIKE_BART | {"attention_window": [8, 8]}, "attention_mask in add"),
+        ("MptConfig", MPT, r"attention_mask\.to\(torch\.bool\)"),
+        ("MvpConfig", LIKE_BART, "attention_mask in add"),
+        ("TrOCRConfig", LIKE_BART, "attention_mask in add"),
+        ("XGLMConfig", LIKE_BART, "attention_mask in add"),
     ],
 )
 def test_models_that_compute_with_masks_are_refused_by_name(
     config: str, sizes: dict[str, Any], said: str
 ) -> None:
-    model = tiny.pair_of(getattr(transformers, config)(**(tiny.SIZES | sizes))).ours
-    with pytest.raises(NotImplementedError, match=f"{said}: .*attn_implementation='sdpa' or 'eag"):
+    """In a call, and with masks of a static cache, which come to the model as they are."""
+    made = getattr(transformers, config)(**(tiny.SIZES | sizes))
+    kind = transformers.AutoModelForCausalLM
+    if made.is_encoder_decoder and config != "TrOCRConfig":
+        kind = transformers.AutoModelForSeq2SeqLM
+    model = tiny.pair_of(made, kind).ours
+    refused = pytest.raises(
+        NotImplementedError, match=f"{said}: .*attn_implementation='sdpa' or 'eag"
+    )
+    with refused:
         model(IDS)
+    with refused:
+        model.generate(IDS, max_new_tokens=2, cache_implementation="static", disable_compile=True)
+
+
+def test_gpt2_with_masks_made_before() -> None:
+    """It asks a mask for its number of dimensions."""
+    pair = tiny.pair_of(transformers.GPT2Config(**(tiny.SIZES | GPT2)))
+    for call in ({}, {"attention_mask": LEFT}):
+        found = tiny.output_of(
+            pair.ours, {"input_ids": IDS, "attention_mask": masks_for(pair.ours, IDS, **call)}
+        )
+        wanted = tiny.output_of(pair.eager, {"input_ids": IDS} | call)
+        rows = LEFT.bool() if call else torch.ones_like(LEFT).bool()
+        # with padding, positions are those of the caller
+        assert tiny.relative(found[rows], wanted[rows]) <= 7e-6
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static"}
+    options |= {"disable_compile": True, "do_sample": False, "attention_mask": LEFT}
+    found, wanted = (x.generate(IDS, **options) for x in pair)
+    assert torch.equal(found, wanted)
+
+
+def test_minimax_generates() -> None:
+    """Its mask is measured on layer 0, which is linear and keeps no keys. Of its cache eager sees
+    keys of padding, so eager computes without."""
+    sizes = {"layer_types": ["linear_attention", "full_attention"], "block_size": 8}
+    sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    pair = tiny.pair_of(transformers.MiniMaxConfig(**(tiny.SIZES | sizes)))
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for padding in (torch.ones_like(LEFT), LEFT):
+        found = pair.ours.generate(IDS, attention_mask=padding, **options)
+        wanted = pair.eager.generate(IDS, attention_mask=padding, use_cache=False, **options)
+        assert torch.equal(found, wanted)
+    with torch.no_grad():
+        outs = []
+        for model in pair:
+            cache = model(IDS[:, :9], use_cache=True).past_key_values
+            outs.append(model(IDS[:, 9:10], past_key_values=cache).logits)
+    assert tiny.relative(outs[1], outs[0]) <= 7e-6
 
 
 def test_continuous_batching_is_refused_by_transformers() -> None:
