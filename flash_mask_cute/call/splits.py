@@ -253,9 +253,7 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
 
 class CombinedForward:
     """What a forward in splits needs beside its kernel: scratch memory, and the combination.
-
-    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place.
-    """
+    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place."""
 
     __slots__ = ("_by_stream_k", "_function", "_is_packed", "_splits", "is_wide")
 
