@@ -42,7 +42,7 @@ def context_parallel_attention(
     learnable_sink: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Self-attention over a sequence of which each rank of a group holds some rows.
+    """Self-attention over a sequence, where each rank of a group holds some rows.
 
     Every rank calls it with its rows of q (batch, rows, heads_q, head_dim), k (batch, rows,
     heads_kv, head_dim) and v, as `plan.shard` gives them, and with the same other arguments. It has
@@ -58,7 +58,7 @@ def context_parallel_attention(
     are exchanged for heads; heads_q is a multiple of the ranks, heads_kv a multiple or a divisor.
     docs/context_parallel.md compares them. When a mask is new, or was changed, ranks compare what
     they were given, and the first two methods find what each rank sees. That waits for the device.
-    Ranks that pass different masks, both of which the group has had, are told in a later call.
+    If ranks pass different masks that the group has used before, a later call raises.
 
     Returns:
         out (batch, rows, heads_q, head_dim_v) of the own rows.
