@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -411,6 +412,36 @@ def test_attentions_are_refused_by_name(name: str) -> None:
         model.config.output_attentions = True
 
 
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 64, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ("GPT2Config", tiny.SIZES | GPT2),
+        ("OPTConfig", tiny.SIZES | OPT),
+        ("Dinov2Config", tiny.IMAGE),
+        ("SiglipVisionConfig", tiny.IMAGE),
+        ("SiglipConfig", {"vision_config": tiny.IMAGE, "text_config": tiny.TEXT}),
+    ],
+)
+def test_attentions_are_refused_where_models_do_not_pass_the_argument_on(
+    config: str, sizes: dict[str, Any]
+) -> None:
+    """transformers collects them from what layers return, and would answer an empty tuple."""
+    model = tiny.pair_of(getattr(transformers, config)(**sizes), transformers.AutoModel).ours
+    given = {"pixel_values": torch.randn(2, 3, 32, 32), "input_ids": IDS}
+    names = inspect.signature(model.forward).parameters
+    call = {name: value for name, value in given.items() if name in names}
+    with torch.no_grad():
+        model(**call, output_hidden_states=True)
+    with pytest.raises(NotImplementedError, match="output_attentions=True"):
+        model(**call, output_attentions=True)
+    with torch.no_grad():
+        model(**call)
+
+
 def test_dropout_is_refused_by_name() -> None:
     model = tiny.pair_of(tiny.config_of("llama", attention_dropout=0.1)).ours
     model(IDS)
@@ -436,7 +467,6 @@ INDEXED = {
 }  # fmt: skip
 
 
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
 LIKE_BART = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
