@@ -13,10 +13,9 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import tiny_models as tiny
 import torch
 import transformers
-from seen_by_masks import dense, seen
+from seen_by_masks import Waits, dense, seen
 from tiny_models import IDS, LEFT, PACKED
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from flash_mask_cute.integrations.transformers import AttentionMask, masks_for, register
@@ -156,33 +155,6 @@ def test_other_overlays_stay_functions() -> None:
     found = make_mask(**call, use_vmap=True)
     assert found.form == "a mask_mod"
     assert torch.equal(seen(found), dense(call))
-
-
-class Waits(TorchDispatchMode):
-    """Counts what waits for a device, and all operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[str] = []
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.count += 1
-        if any(x in name for x in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
-            self.waits.append(name)
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> Waits:
-        # no mode sees it
-        read = Tensor.tolist
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(Tensor, "tolist", lambda x: self.waits.append("tolist") or read(x))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.patch.undo()
-        super().__exit__(*error)
 
 
 @pytest.mark.shares(8)
