@@ -30,6 +30,9 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
+# What runs, before it does, and how long it took: $(call timed,name,command).
+timed = @echo "== $(1)"; begin=$$(date +%s); $(2); status=$$?; \
+	echo "== $(1): $$(( $$(date +%s) - begin )) s"; exit $$status
 
 .PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
 	$(TRANSFORMERS:%=test-transformers-%)
@@ -88,15 +91,15 @@ $(VENV)-engines/.installed: pyproject.toml tests/engines/requirements.txt tests/
 	touch $@
 
 test-cpu: $(call needs_venv,$(DEV))
-	$(PYTEST_ON_WORKERS) tests/cpu contrib/tests
+	$(call timed,tests/cpu and contrib/tests: no GPU,$(PYTEST_ON_WORKERS) tests/cpu contrib/tests)
 
 test-gpu: $(call needs_venv,$(DEV))
-	$(DEV) -m pytest tests/gpu
+	$(call timed,tests/gpu: the GPU if there is one,$(DEV) -m pytest tests/gpu)
 
 test-sim: $(call needs_venv,$(DEV))
-	FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim
-	FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim
-	OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests
+	$(call timed,tests/sim: kernels for Hopper,FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim)
+	$(call timed,tests/sim: kernels for Blackwell,FLASH_MASK_SIM_ARCH=sm_100a $(PYTEST_ON_WORKERS) tests/sim)
+	$(call timed,software_gpu/tests,OMP_NUM_THREADS=1 $(PYTEST_ON_WORKERS) software_gpu/tests)
 
 # 3 is NOT_NEEDED of the script, which needs no packages.
 test-sim-if-needed:

@@ -34,7 +34,7 @@ from flash_mask_cute.call.tiles.config import (
     select_bwd_config,
     select_fwd_config,
 )
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.block_scan import ScanProblem, compile_scan
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.mask_prep.documents import compile_split
@@ -158,9 +158,11 @@ def compile_variant(name: str) -> Built:
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
-            walk=BwdWalkFacts(variant.window, problem.has_bits, own_lists=variant.block_size),
+            walk=BwdWalkFacts(
+                variant.window, problem.has_bits, lists_per_warpgroup=variant.block_size
+            ),
             listed_rows=problem.listed_rows,
-            token_lists=problem.token_lists,
+            query_lists=problem.query_lists,
         )
         if variant.splits_group:
             choice = replace(choice, tiles=replace(choice.tiles, splits_group=True))
@@ -251,11 +253,11 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-lists-mask_mod", replace(with_mod, block_size=(128, 128))
     yield "d128-list_bits", _variant(128, has_bits=True, **lists)
     for d in (64, 128):
-        own = _variant(d, own_lists=True, **lists)
+        own = _variant(d, lists_per_warpgroup=True, **lists)
         yield f"d{d}-own_lists", replace(own, block_size=(64, 64))
     for d, dtype in ((32, "float32"), (64, "bfloat16")):
         # a table for all batch entries, and a mask of keys
-        fields = {"row_bits": 32 if dtype == "float32" else 16, "reads_mask_bits": True}
+        fields = {"bias_bits": 32 if dtype == "float32" else 16, "reads_mask_bits": True}
         mods = Mods(score_mod=adds_pairs)
         yield f"d{d}-kept_rows", _variant(d, mods, aux=((dtype, 3),), **fields)
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
@@ -269,18 +271,22 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d512-score_mod", _variant(512, Mods(score_mod=nears), is_causal=True)
 
 
-def _choices() -> Iterator[tuple[str, AttentionVariant]]:
-    """Of 16 heads and blocks of 128 keys: bits of a choice, beside a mask_mod that the heads share,
-    and the entries of one query, in shares."""
-    of_choice: dict[str, Any] = {"has_selected": True, "packed_heads": 16}
-    yield "d128-choice", _choice(is_causal=True, **of_choice)
+def _selections() -> Iterator[tuple[str, AttentionVariant]]:
+    """Of 16 heads and blocks of 128 keys: bits of a selection, beside a mask_mod that the heads
+    share, and the entries of one query, in shares."""
+    of_selection: dict[str, Any] = {"has_selected": True, "packed_heads": 16}
+    yield "d128-choice", _selection(is_causal=True, **of_selection)
     mods = Mods(mask_mod=sees_prefix)
-    yield "d128-choice-mask_mod", _choice(mods, shares_mask=True, **of_choice)
-    entries: dict[str, Any] = {"choice_dtype": "int32", "split": BY_SLOTS, "has_seqused_k": True}
-    yield "decode-d128-choice", replace(_choice(**of_choice, **entries), decode_rows=16)
+    yield "d128-choice-mask_mod", _selection(mods, shares_mask=True, **of_selection)
+    entries: dict[str, Any] = {
+        "selection_dtype": "int32",
+        "split": BY_STREAM_K,
+        "has_seqused_k": True,
+    }
+    yield "decode-d128-choice", replace(_selection(**of_selection, **entries), decode_rows=16)
 
 
-def _choice(mods: Mods = NO_MODS, **fields: Any) -> AttentionVariant:
+def _selection(mods: Mods = NO_MODS, **fields: Any) -> AttentionVariant:
     return replace(_variant(128, mods, **fields), selected_block=128)
 
 
@@ -290,11 +296,11 @@ def _decoding() -> Iterator[tuple[str, AttentionVariant]]:
         for kind, in_fp8 in (("", False), ("-fp8", True)):
             for pages, box in (("", None), ("-pages1", 1)):
                 variant = _variant(
-                    d, packed_heads=8, split=BY_SLOTS, has_seqused_k=True, page_box=box,
+                    d, packed_heads=8, split=BY_STREAM_K, has_seqused_k=True, page_box=box,
                     in_fp8=in_fp8, few_rows=in_fp8,
                 )  # fmt: skip
                 yield f"decode-d{d}{kind}{pages}", replace(variant, decode_rows=8)
-    shares: dict[str, Any] = {"packed_heads": 8, "split": BY_SLOTS, "has_seqused_k": True}
+    shares: dict[str, Any] = {"packed_heads": 8, "split": BY_STREAM_K, "has_seqused_k": True}
     yield "decode-d512", replace(_variant(512, **shares), decode_rows=8)
     yield "decode-d512-pages16", replace(_variant(512, page_box=16, **shares), decode_rows=8)
 
@@ -320,21 +326,21 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
     for d in (64, 128):
         # of a group of 16 heads
-        by_tokens = _variant(d, is_causal=True, has_selected=True, token_lists=128)
-        problem = replace(by_tokens.problem, packed_heads=16)
-        yield f"bwd-d{d}-token_lists", replace(by_tokens, problem=problem, is_backward=True)
+        by_query_lists = _variant(d, is_causal=True, has_selected=True, query_lists=128)
+        problem = replace(by_query_lists.problem, packed_heads=16)
+        yield f"bwd-d{d}-token_lists", replace(by_query_lists, problem=problem, is_backward=True)
         # of 12 heads that see different keys, with gradients of what modifies scores
         facts: dict[str, Any] = {
             "may_empty_rows": True,
             "masks_by_head": True,
             "aux": (("float32", 2),),
         }
-        problem = replace(by_tokens.problem, packed_heads=12, wants_aux=(0,), **facts)
+        problem = replace(by_query_lists.problem, packed_heads=12, wants_aux=(0,), **facts)
         mods = Mods(mask_mod=sees_prefix, score_mod=adds_bias)
-        of_mods = replace(by_tokens, problem=problem, mods=mods, is_backward=True)
+        of_mods = replace(by_query_lists, problem=problem, mods=mods, is_backward=True)
         yield f"bwd-d{d}-token_lists-mods", of_mods
     yield "bwd-d128-list_bits", _backward(_variant(128, has_bits=True))
-    own = _backward(_variant(128, has_bits=True, own_lists=True))
+    own = _backward(_variant(128, has_bits=True, lists_per_warpgroup=True))
     yield "bwd-d128-own_lists", replace(own, block_size=(64, 64))
     learned = {"aux": (("float32", 2),), "wants_aux": (0,)}
     for d in (64, 128):
@@ -526,5 +532,5 @@ VARIANTS: dict[str, Variant] = {
     **dict(_backwards_of_blackwell(SM103)),
     **dict(_preparing()),
     **dict(_decoding()),
-    **dict(_choices()),
+    **dict(_selections()),
 }

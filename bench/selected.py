@@ -2,9 +2,10 @@
 
     python -m bench.selected                                 every case that fits --seconds
     python -m bench.selected 'msa-32k*' 'decode-*' --out FILE
-    python -m bench.selected --dry                           on a CPU: choices, references, counts
+    python -m bench.selected --dry                           on a CPU: selections, references,
+    counts
 
-A choice of a case has the first block, the query's own, and the best k - 2 by scores that each
+A selection of a case has the first block, the query's own, and the best k - 2 by scores that each
 block draws along the tokens, s = r s + sqrt(1 - r^2) noise. "shared" is the part of a query's
 blocks that the next query has, too; "union" the blocks in a tile of 128 rows. Useful work is 4 d a
 visible score forward, 10 d backward. Results are compared with fp32 before they are timed: rows of
@@ -75,7 +76,7 @@ CASES = (
 )
 
 
-# -- choices ------------------------------------------------------------------------------------
+# -- selections ------------------------------------------------------------------------------------
 
 
 def scores(tokens: int, columns: tuple[int, ...], r: float, device: str) -> Iterator[Tensor]:
@@ -118,20 +119,20 @@ class Counts(NamedTuple):
     visible: float
 
 
-def count(case: Case, choice: Tensor) -> Counts:
-    heads, tokens = choice.shape[1:3]
+def count(case: Case, selection: Tensor) -> Counts:
+    heads, tokens = selection.shape[1:3]
     blocks = -(-case.n // case.block)
     of_tile = max(1, TILE_ROWS // case.group)
     shared = union = visible = 0.0
     for head in range(heads):
-        numbers = choice[0, head].long()
-        has = torch.zeros(tokens, blocks + 1, dtype=torch.bool, device=choice.device)
+        numbers = selection[0, head].long()
+        has = torch.zeros(tokens, blocks + 1, dtype=torch.bool, device=selection.device)
         has.scatter_(1, torch.where(numbers < 0, blocks, numbers), True)
         has = has[:, :blocks]
         shared += ((has[:-1] & has[1:]).sum(1) / has[:-1].sum(1)).mean().item() / heads
         tiles = has[: tokens // of_tile * of_tile].unflatten(0, (-1, of_tile)).any(1)
         union += tiles.sum(1).float().mean().item() / heads
-        ends = torch.arange(tokens, device=choice.device)[:, None] + 1
+        ends = torch.arange(tokens, device=selection.device)[:, None] + 1
         seen = (ends - numbers * case.block).clamp(0, case.block).masked_fill(numbers < 0, 0)
         visible += seen.sum().item() / heads
     return Counts(shared, union, visible)
@@ -141,7 +142,7 @@ def count(case: Case, choice: Tensor) -> Counts:
 
 
 class Given(NamedTuple):
-    """q, k, v and the gradient of the output (1, tokens, heads, D), and a choice."""
+    """q, k, v and the gradient of the output (1, tokens, heads, D), and a selection."""
 
     q: Tensor
     k: Tensor
@@ -286,24 +287,24 @@ def of_caches(case: Case, run: Run) -> Iterator[Json]:
     table = torch.randperm(case.batch * pages, device=run.device).int().view(case.batch, pages)
     lengths = torch.full((case.batch,), case.n, dtype=torch.int32, device=run.device)
     first = case.n - case.queries * case.batch
-    choice = choose(case, case.queries * case.batch, run.device, first)[0]
+    selection = choose(case, case.queries * case.batch, run.device, first)[0]
     # a sequence's queries are neighbours
-    choice = choice.unflatten(1, (case.batch, case.queries)).transpose(0, 1).contiguous()
+    selection = selection.unflatten(1, (case.batch, case.queries)).transpose(0, 1).contiguous()
     own = (case.n - 1) // case.block
-    choice = torch.where(choice == choice.amax(-1, keepdim=True), own, choice)
+    selection = torch.where(selection == selection.amax(-1, keepdim=True), own, selection)
     call = functools.partial(
         flash_attn_with_kvcache, q, cache_seqlens=lengths, page_table=table, causal=True,
-        block_sparse_tensors=SelectedBlocks(choice, case.block),
+        block_sparse_tensors=SelectedBlocks(selection, case.block),
     )  # fmt: skip
     out: Any = call(*caches[0])
     # of the first sequence's first group
     k, v = (x[table[0].long(), :, 0].flatten(0, 1) for x in caches[0])
     keys = torch.arange(case.n, device=run.device)
-    seen = (keys // case.block == choice[0, 0][:, :, None]).any(1)
+    seen = (keys // case.block == selection[0, 0][:, :, None]).any(1)
     seen &= keys <= keys[case.n - case.queries :, None]
     error = error_of(q[0, :, : case.group], k, v, seen, out[0, :, : case.group])
     of_blocks = torch.zeros(case.batch, heads_kv, own + 2, device=run.device)
-    of_blocks.scatter_(2, torch.where(choice < 0, own + 1, choice).flatten(2).long(), 1.0)
+    of_blocks.scatter_(2, torch.where(selection < 0, own + 1, selection).flatten(2).long(), 1.0)
     read = of_blocks[..., : own + 1].sum().item() * case.block * D * 4
     us = timing.time_graph([functools.partial(call, *pair) for pair in caches], run.device)
     percent = {"percent": 100 * read / us / run.ceiling} if run.ceiling else {}

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,22 @@ EXACT_DTYPE = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 # A result may be as many times further from the exact one than sdpa with rounding: in DPO, and over
 # steps, all rounding ends up in few numbers, by chance in smaller ones for sdpa.
 ALLOWED = 3
+
+
+class Rounding(NamedTuple):
+    """What rounding to a type does at least, in its eps: sdpa in one run may be lucky.
+
+    gradient: of the norm of a weight's gradient. curve: of the loss, times the root of the number
+    of steps; AdamW moves a weight whose gradient is rounding as far as any other.
+    """
+
+    gradient: float
+    curve: float
+
+
+# seen with other seeds (0 to 11, two layers, hidden size 64): 13 and 3 of gradients; 260 and 1.4 of
+# the loss after two steps, 550 and 2.9 after ten
+ROUNDING = {torch.float32: Rounding(8, 40), torch.bfloat16: Rounding(2, 0.3)}
 
 VOCABULARY = 128
 LOOK_BACK = 8
@@ -418,11 +434,11 @@ def check_gradients(settings: argparse.Namespace, attention: Attention) -> None:
 
     Raises:
         SystemExit: those of a weight are further from sdpa in float64 than ALLOWED times what sdpa
-            is with rounding.
+            is with rounding, or than what rounding does at least.
     """
     dense = Attention("sdpa")
     rounded = ROUNDED_DTYPE.get(settings.dtype, settings.dtype)
-    eps = torch.finfo(rounded).eps
+    least = ROUNDING[rounded].gradient * torch.finfo(rounded).eps
 
     def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
         pairs = zip(found, exact, strict=True)
@@ -432,7 +448,7 @@ def check_gradients(settings: argparse.Namespace, attention: Attention) -> None:
         exact = gradients(settings, task, dense, torch.float64)
         found = errors(gradients(settings, task, attention, settings.dtype), exact)
         expected = errors(gradients(settings, task, dense, rounded), exact)
-        bounds = [ALLOWED * x + eps for x in expected]
+        bounds = [ALLOWED * max(x, least) for x in expected]
         worst = max(range(len(found)), key=lambda i: found[i] / bounds[i])
         what = f"{task}, gradients of {attention.name}, in parts of their norm: largest error"
         remark = f" (sdpa in {name_of(rounded)}: {expected[worst]:.2e})"
@@ -448,12 +464,13 @@ def compare_curves(settings: argparse.Namespace, found: Curves, dense: Curves) -
 
     Raises:
         SystemExit: `found` is further from sdpa in a finer type than ALLOWED times what sdpa is
-            with rounding.
+            with rounding, or than what rounding does at least.
     """
     rounded, exact = (types.get(settings.dtype) for types in (ROUNDED_DTYPE, EXACT_DTYPE))
     rounded_curves = dense if rounded is None else train(settings, Attention("sdpa"), rounded)
     exact_curves = dense if exact is None else train(settings, Attention("sdpa"), exact)
-    eps = torch.finfo(rounded or settings.dtype).eps
+    rounded_dtype = rounded or settings.dtype
+    eps = torch.finfo(rounded_dtype).eps
     for task in settings.tasks:
         difference = largest_difference(found[task], dense[task])
         error = largest_difference(found[task], exact_curves[task])
@@ -461,9 +478,10 @@ def compare_curves(settings: argparse.Namespace, found: Curves, dense: Curves) -
         print(
             f"{task}, loss curves of {settings.attention.name} and sdpa: largest difference "
             f"{difference:.2e}; from {name_of(exact or settings.dtype)} {error:.2e} and, by "
-            f"rounding to {name_of(rounded or settings.dtype)}, {expected:.2e}"
+            f"rounding to {name_of(rounded_dtype)}, {expected:.2e}"
         )
-        if not error <= ALLOWED * expected + eps * max(exact_curves[task]):
+        least = ROUNDING[rounded_dtype].curve * eps * settings.steps**0.5 * max(exact_curves[task])
+        if not error <= ALLOWED * max(expected, least):
             raise SystemExit(f"{EXAMPLE}: loss curves differ by more than rounding ({task})")
 
 

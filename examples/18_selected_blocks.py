@@ -1,9 +1,9 @@
-"""Each query chooses its key blocks: training through a choice, and a step of decoding.
+"""Each query chooses its key blocks: training through a selection, and a step of decoding.
 
     python examples/18_selected_blocks.py
 
 A router scores the key blocks for each query and KV head, here at random, and a query sees the
-first block, its own, and the two best ones. Checked against the dense mask of the same choice,
+first block, its own, and the two best ones. Checked against the dense mask of the same selection,
 gradients included. Runs on a Hopper GPU where there is one, else on the CPU. Ends with an error if
 a result is wrong.
 """
@@ -49,11 +49,11 @@ def main() -> None:
     q = torch.randn(1, n, heads_q, d, dtype=torch.bfloat16, device=device)
     k = torch.randn(1, n, heads_kv, d, dtype=torch.bfloat16, device=device)
     v, dout = torch.randn_like(k), torch.randn_like(q)
-    choice = choose(torch.randn(1, heads_kv, n, -(-n // BLOCK), device=device))
+    selection = choose(torch.randn(1, heads_kv, n, -(-n // BLOCK), device=device))
 
     # what it means: a query sees the keys of its blocks up to itself
     key = torch.arange(n, device=device)
-    chosen = (choice[..., None] == key // BLOCK).any(-2)
+    chosen = (selection[..., None] == key // BLOCK).any(-2)
     visible = chosen.repeat_interleave(heads_q // heads_kv, 1) & (key <= key[:, None])
 
     def gradients(attention: Callable[..., Tensor], *operands: Tensor) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ def main() -> None:
         return (out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype)))
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        selected = SelectedBlocks(choice, BLOCK)
+        selected = SelectedBlocks(selection, BLOCK)
         return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=selected)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ def main() -> None:
     for name, x, y, z in zip(("out", "dq", "dk", "dv"), ours, exact, eager, strict=True):
         compare("18_selected_blocks", name, x, y, z)
 
-    # a step of decoding: the last token over a cache, with its own row of the choice
+    # a step of decoding: the last token over a cache, with its own row of the selection
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
     step: Any = flash_attn_with_kvcache(
         q[:, -1:], k, v, cache_seqlens=lengths, causal=True,
-        block_sparse_tensors=SelectedBlocks(choice[:, :, -1:], BLOCK),
+        block_sparse_tensors=SelectedBlocks(selection[:, :, -1:], BLOCK),
     )  # fmt: skip
     of_last = exact[0][:, -1:], eager[0][:, -1:]
     compare("18_selected_blocks", "the last token", step, *of_last)

@@ -5,6 +5,8 @@ machine without one. It is 1 if a package is missing, a result is wrong, or no G
 
 `python -m flash_mask_cute hub DIR` writes the folder of a hub kernel (`integrations/hub.py`)
 instead. The exit code is then 0, or 1 with a line on stderr.
+`python -m flash_mask_cute bench FILE` times the mods of a file beside torch's flex_attention
+(`time_my_mask.py`).
 `python -m flash_mask_cute plan` is of `parallel/command.py`. `--help` prints this text. For other
 arguments the exit code is 2.
 """
@@ -52,7 +54,7 @@ class Check(NamedTuple):
         return self.error <= self.limit  # False for NaN
 
 
-USAGE = "usage: python -m flash_mask_cute [hub DIR | plan OPTIONS]"
+USAGE = "usage: python -m flash_mask_cute [bench FILE OPTIONS | hub DIR | plan OPTIONS]"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -65,6 +67,10 @@ def main(arguments: Sequence[str] = ()) -> int:
             return 0
         case ["hub", directory]:
             return write_hub(directory)
+        case ["bench", *options]:
+            from flash_mask_cute import time_my_mask
+
+            return time_my_mask.main(options)
         case ["plan", *options]:
             from flash_mask_cute.parallel import command
 

@@ -21,8 +21,8 @@ from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
     NO_OPTIONAL,
     AttentionCall,
+    CallLengths,
     CausalArgument,
-    Lengths,
     OptionalTensors,
     Options,
     Tensors,
@@ -38,7 +38,7 @@ from flash_mask_cute.call.check.validate import (
 )
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
-from flash_mask_cute.runtime.checks import check_bool
+from flash_mask_cute.runtime.checks import brief, check_bool, check_real
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"]
 
@@ -237,7 +237,7 @@ def flash_attn_func(
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            NO_LENGTHS if q_starts is None else Lengths(q_starts=q_starts), NO_OPTIONAL, out,
+            NO_LENGTHS if q_starts is None else CallLengths(q_starts=q_starts), NO_OPTIONAL, out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
@@ -359,15 +359,15 @@ def flash_attn_varlen_func(
         softmax_scale = scale_number(softmax_scale)
     left, right = window_sides(window_size)
     q_starts, start = split_q_start(q_start)
-    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
+    causal_per_seq, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
             q, k, v, learnable_sink,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
+            CallLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts),
             NO_OPTIONAL
-            if causals is k_descale is v_descale is None
-            else OptionalTensors(None, None, causals, k_descale, v_descale),
+            if causal_per_seq is k_descale is v_descale is None
+            else OptionalTensors(None, None, causal_per_seq, k_descale, v_descale),
             out,
         ),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
@@ -495,6 +495,9 @@ def flashmask_attention(
     """
     if unknown:
         refuse_keywords("flashmask_attention", unknown)
+    if type(dropout) is not float:
+        check_real("dropout", dropout)
+    check_bool("training", training)
     if dropout and training:
         raise NotImplementedError(f"dropout is not supported, got {dropout}; it must be 0")
     q = _one_of("q", q, "query", query)
@@ -504,7 +507,12 @@ def flashmask_attention(
     check_bool("return_softmax_lse", return_softmax_lse)
     # a tuple here and below: Dynamo of torch 2.9 does not know unions
     if not isinstance(window_size, (tuple, list)):
-        if isinstance(window_size, Integral) and window_size < -1:
+        if window_size is not None and not isinstance(window_size, Integral):
+            raise TypeError(
+                "window_size must be an int for both sides, (left, right) or None, got "
+                f"{brief(window_size)}"
+            )
+        if window_size is not None and window_size < -1:
             raise ValueError(
                 "window_size must be an int >= 0 for both sides, None or -1 for none, or (left, "
                 f"right), got {window_size}: both sides shifted apart would leave nothing"

@@ -36,7 +36,7 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
-from flash_mask_cute.call.check.validate import check_segment_keys
+from flash_mask_cute.call.check.validate import check_split_keys
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
@@ -169,10 +169,10 @@ def _flash_attn_fwd(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number_of("softmax_scale", softmax_scale)
     (q_starts, start), optional = split_q_start(q_start), NO_OPTIONAL
-    causals, causal = (None, causal) if type(causal) is bool else split_causal(causal)
+    causal_per_seq, causal = (None, causal) if type(causal) is bool else split_causal(causal)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts)
-    if not (kv_batch_idx is leftpad_k is causals is k_descale is v_descale is None):
-        optional = OptionalTensors(kv_batch_idx, leftpad_k, causals, k_descale, v_descale)
+    if not (kv_batch_idx is leftpad_k is causal_per_seq is k_descale is v_descale is None):
+        optional = OptionalTensors(kv_batch_idx, leftpad_k, causal_per_seq, k_descale, v_descale)
     # in the order of the fields, as names take 1 us more; a test holds the places
     tensors = made(Tensors, (q, k, v, learnable_sink, lengths, optional, out, lse, lse_low,
         max_scores, NO_GRADIENTS))  # fmt: skip
@@ -195,7 +195,7 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
         _keep(_prepared_fwd, key, prepared, call)
     elif options.seqlen_k_per_split is not None:
         # 4096.0 finds the prepared call of 4096
-        check_segment_keys(options.seqlen_k_per_split)
+        check_split_keys(options.seqlen_k_per_split)
     return prepared(tensors, masks)
 
 
@@ -253,7 +253,7 @@ def _flash_attn_bwd(
     does not depend on lse. out and dout may have any strides, as q, k and v may: tensors that
     kernels cannot read (expanded or transposed ones, as autograd makes them) are copied. lse and
     dlse may have any strides, too. Arguments of both calls mean the same in both. The backward
-    packs the heads of a group only where it takes a choice of key blocks as token lists.
+    packs the heads of a group only where it takes a selection of key blocks as query lists.
 
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
     of the score that score_mod returns, and returns the gradient of the score that it gets. Without
@@ -393,6 +393,8 @@ def explain(
         formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
     else:
         formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"target must be the name of an architecture, got {brief(target)}")
     explained = explain_fwd(formed, None if target is None else Target.named(target), code)
     if not is_torch:
         return explained
@@ -428,7 +430,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         or masks.aux_tensors
         or call.has_lengths
         or x.lengths.q_starts is not None
-        or x.optional.causals is not None
+        or x.optional.causal_per_seq is not None
         or options.q_start is not NO_START
         or torch._C._len_torch_dispatch_stack() > 0
     ):
@@ -449,7 +451,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
             for both in zip(given, form.window, strict=True)
         )
         options = replaced(options, window_size_left=left, window_size_right=right)
-        if right == 0 and options.causal in (False, True):
+        if right == 0 and isinstance(options.causal, bool):
             # by another name, under which the choice of tiles knows it
             options = replaced(options, causal=True, window_size_right=None)
     else:

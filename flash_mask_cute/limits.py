@@ -17,8 +17,8 @@ LARGEST_CODE = 448.0
 MAX_PAGE_SIZE = 256
 # parts that a caller may ask for, whose results are then combined
 MOST_SPLITS = 256
-# keys of a segment at least (`core/segments.py`): a few key tiles
-LEAST_SEGMENT = 512
+# keys of a fixed split at least (`core/fixed_splits.py`): a few key tiles
+LEAST_FIXED_SPLIT = 512
 # the least keys of a page, side by side, that TMA brings in a box of their own: shared memory is
 # swizzled in groups of so many
 LEAST_BOX = 8
@@ -35,7 +35,7 @@ MAX_PACKED_SEQLEN = 1 << 26
 SINK_RTOL = 2.0**-16
 # rows of a packed tensor: cu_seqlens are int32
 MAX_PACKED_ROWS = 1 << 31
-# of the bits of a choice of blocks, so that 32 bits number their words
+# of the bits of a selection of blocks, so that 32 bits number their words
 MOST_BIT_BYTES = 1 << 31
 # of a grid in its second and in its third dimension
 MOST_CTAS = 65535

@@ -102,7 +102,7 @@ def plot(
             a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity` returned, or a torch
             `BlockMask`. Only the lists are drawn: they do not contain what a `mask_mod` hides
             inside a partial block, and a tile that touches such a block is partial;
-            a `SelectedBlocks` with seqlen_k, of which the choice alone is drawn;
+            a `SelectedBlocks` with seqlen_k, of which the selection alone is drawn;
             a `mask_mod`, which is compiled for the CPU and evaluated for every pair.
             If a mask differs between batch entries or heads, batch entry 0 and head 0 are drawn.
         seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q; seqlen_k
@@ -229,7 +229,7 @@ def _scores_of(
     if is_lists:
         return _of_lists(mask, seqlen_q, seqlen_k)
     if isinstance(mask, SelectedBlocks):
-        return _of_choice(mask, seqlen_q, seqlen_k)
+        return _of_selection(mask, seqlen_q, seqlen_k)
     columns = None
     if isinstance(mask, ColumnMask):
         indices = mask.startend_row_indices[:1, :1].cpu()
@@ -290,7 +290,7 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     return _Scores(states != EMPTY, states == FULL, lists.block_size)
 
 
-def _of_choice(mask: SelectedBlocks, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
+def _of_selection(mask: SelectedBlocks, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     check_form(mask, mask.indices.device)
     if seqlen_k is None:
         raise ValueError("seqlen_k=None of a SelectedBlocks, which does not tell how many keys")

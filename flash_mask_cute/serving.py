@@ -31,8 +31,8 @@ from flash_mask_cute.call.arguments import (
     NO_OPTIONAL,
     AttentionCall,
     BackwardOptions,
+    CallLengths,
     CausalArgument,
-    Lengths,
     OptionalTensors,
     Options,
     Tensors,
@@ -188,12 +188,12 @@ def flash_attn_with_kvcache(
     where = None, cache_leftpad, cache_batch_idx, page_table, batch_of(q, cu_seqlens_q), q.device
     cache = Cache(k_cache, v_cache, *where, k_descale, v_descale)
     q_starts, start = split_q_start(q_start)
-    causals, causal = split_causal(causal)
+    per_seq, causal = split_causal(causal)
     config_fwd, config_bwd = configs_of(config)
     call = AttentionCall(
         Tensors(
-            q, k_cache, v_cache, learnable_sink, Lengths(cu_seqlens_q, q_starts=q_starts),
-            NO_OPTIONAL if causals is None else OptionalTensors(causals=causals), out=out),
+            q, k_cache, v_cache, learnable_sink, CallLengths(cu_seqlens_q, q_starts=q_starts),
+            NO_OPTIONAL if per_seq is None else OptionalTensors(causal_per_seq=per_seq), out=out),
         masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices),
         Options(
             softmax_scale, causal, *window_sides(window_size), softcap, max_seqlen_q,
@@ -218,6 +218,7 @@ def _attend_over(
     check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
+    check_bool("rotary_interleaved", new.interleaved)
     options = replaced(options, return_lse=any(returns))
     scale = options.softmax_scale
     if scale is not None and type(scale) is not float:
@@ -274,7 +275,7 @@ def _append_of(cache: Cache, new: NewRows, call: AttentionCall) -> Append:
         cu_seqlens_k_new=new.cu_seqlens, cu_seqlens_q=x.lengths.cu_seqlens_q,
         cos=new.cos, sin=new.sin, interleaved=new.interleaved,
         rotary_seqlens=None if new.cos is None else new.rotary_seqlens,
-        advances=bool(options.causal) or has_window or x.optional.causals is not None,
+        advances=bool(options.causal) or has_window or x.optional.causal_per_seq is not None,
         k_descale=cache.k_descale, v_descale=cache.v_descale,
     )  # fmt: skip
 

@@ -141,10 +141,10 @@ def _drain(
 ) -> float:
     """When tensor memory is free; the parts of dQ go through staging memory meanwhile."""
     at = left = max(told, state.warps)
-    in_turn = len(part_bytes) - held
+    alternating = len(part_bytes) - held
     for number, size in enumerate(part_bytes):
         share = size / PART
-        if number == in_turn:
+        if number == alternating:
             left = at + TO_REGISTERS
         at = max(at, state.place) + STAGE * share
         read = rates.read * share + (rates.claim if claims and number == 0 else 0)

@@ -10,7 +10,7 @@ were only counted. A row a step goes to --out.
     python -m lab.first_run --simulate         # the same steps on the software GPU, small calls
     python -m lab.first_run one-cta-64 rates   # some steps
 
-docs/first_run.md says what to do with the rows.
+lab/README.md says what to do with the rows.
 """
 
 from __future__ import annotations

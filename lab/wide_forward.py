@@ -3,7 +3,7 @@
 Two measurements on Hopper, before a kernel is written for them. *Loads*: a kernel that only loads
 keys and values, in the order and in the parts of a tiling; a part is a TMA box of 64 keys by 64
 columns. *Exchange*: two CTAs of a cluster that pass probabilities to each other, 64 bytes a thread
-and step, as `st.async` or as bulk copies. Both report bytes a clock and SM, by the clocks of the
+and step, by `st.async`. Both report bytes a clock and SM, by the clocks of the
 SMs themselves.
 
     python -m lab.wide_forward --out rates.jsonl     on a GPU
@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.experimental import primitives
 
 from flash_mask_cute.core import clusters
 from flash_mask_cute.core.channel import Channel
@@ -171,12 +171,11 @@ class Loads:
 class Exchange:
     """Warpgroups of two CTAs pass each other 64 bytes a thread and step.
 
-    by_bulk: stored in the own CTA, and copied by one thread; else stored in the other one.
     slots: of a warpgroup; with two, a step is sent before the one before was read.
     """
 
-    def __init__(self, by_bulk: bool, slots: int, num_sms: int) -> None:
-        self.by_bulk, self.slots, self.num_sms = by_bulk, slots, num_sms
+    def __init__(self, slots: int, num_sms: int) -> None:
+        self.slots, self.num_sms = slots, num_sms
 
     @cute.jit
     def __call__(self, clocks: cute.Tensor, sums: cute.Tensor, steps: Int32, stream):
@@ -195,7 +194,7 @@ class Exchange:
         count = NUM_WARPGROUPS * self.slots
         barriers = allocator.allocate_array(Int64, 2 * count)
         # one CTA to an SM
-        num_words = (2 * count * SLOT_BYTES + 65536) // 4
+        num_words = (count * SLOT_BYTES + 131072) // 4
         words = allocator.allocate_array(Int32, num_words, byte_alignment=128)
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -209,7 +208,6 @@ class Exchange:
         first = group * self.slots
         channel = Channel(barriers + first, barriers + count + first, self.slots)
         received = words + first * (SLOT_BYTES // 4)
-        own = words + (count + first) * (SLOT_BYTES // 4)
         begin, total = cute.arch.clock64(), Int32(0)
         for step in cutlass.range(steps):
             # the other CTA has read this slot
@@ -217,28 +215,12 @@ class Exchange:
             slot = channel.index(step) * (SLOT_BYTES // 4)
             if in_group == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(channel.barrier(step), SLOT_BYTES)
+            cute.arch.sync_warp()
             for i in cutlass.range_constexpr(WORDS // 4):
                 at = slot + (i * WARPGROUP + in_group) * 4
                 values = tuple(step + thread + j for j in range(4))
-                if const_expr(self.by_bulk):
-                    to = cute.make_tensor((own + at).align(16), cute.make_layout(4))
-                    for j in cutlass.range_constexpr(4):
-                        to[j] = values[j]
-                else:
-                    barrier = channel.barrier(step)
-                    to = (received + at).align(16)
-                    cute.arch.store_async_dsmem(to, values, barrier, clusters.peer())
-            if const_expr(self.by_bulk):
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
-                if in_group < WARP:
-                    with cute.arch.elect_one():
-                        primitives.cp_async_bulk_shared_cluster_shared_cta(
-                            cute.arch.map_dsmem_ptr(received + slot, clusters.peer()),
-                            own + slot,
-                            cute.arch.map_dsmem_ptr(channel.barrier(step), clusters.peer()),
-                            SLOT_BYTES,
-                        )
+                to = (received + at).align(16)
+                cute.arch.store_async_dsmem(to, values, channel.barrier(step), clusters.peer())
             channel.wait(step)
             for i in cutlass.range_constexpr(WORDS // 4):
                 at = slot + (i * WARPGROUP + in_group) * 4
@@ -255,7 +237,7 @@ class Exchange:
         clusters.sync()
 
 
-def _compiled(kernel: Any, *arguments: Any) -> Callable[..., Any]:
+def compiled(kernel: Any, *arguments: Any) -> Callable[..., Any]:
     """The kernel for arguments of these shapes, which runs on the current stream."""
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
@@ -279,23 +261,28 @@ def loads(name: str, seqlen: int, heads_q: int, heads_kv: int, num_sms: int) -> 
     k, v = (x.permute(1, 2, 0) for x in (k, v))
     clocks = torch.zeros(num_sms, device="cuda", dtype=torch.int64)
     tiles = seqlen // tiling.rows * (heads_q // heads_kv)
-    call = _compiled(Loads(tiling, num_sms), k, v, clocks, tiles)
+    call = compiled(Loads(tiling, num_sms), k, v, clocks, tiles)
     blocks = tiles * heads_kv * (seqlen // tiling.keys)
     num_bytes = blocks * tiling.ctas * tiling.num_boxes * BOX_BYTES
-    return _measured(lambda: call(k, v, clocks, tiles), num_bytes, clocks) | {"loads": name}
+    row = _measured(lambda: call(k, v, clocks, tiles), num_bytes, clocks)
+    return row | {"loads": name, "keys": seqlen}
 
 
-def exchange(by_bulk: bool, slots: int, num_sms: int, steps: int = 20000) -> dict[str, Any]:
+def exchanged(threads: int, steps: int) -> torch.Tensor:
+    """The sums of each thread of `Exchange`, int32 (threads,)."""
+    of_steps = torch.arange(threads) * steps + steps * (steps - 1) // 2
+    return (of_steps * WORDS + 6 * (WORDS // 4) * steps).to(torch.int32)
+
+
+def exchange(slots: int, num_sms: int, steps: int = 20000) -> dict[str, Any]:
     clocks = torch.zeros(num_sms, device="cuda", dtype=torch.int64)
     threads = NUM_WARPGROUPS * WARPGROUP
     sums = torch.zeros(num_sms, threads, device="cuda", dtype=torch.int32)
-    call = _compiled(Exchange(by_bulk, slots, num_sms), clocks, sums, steps)
+    call = compiled(Exchange(slots, num_sms), clocks, sums, steps)
     num_bytes = steps * NUM_WARPGROUPS * SLOT_BYTES * (num_sms // 2 * 2)
     row = _measured(lambda: call(clocks, sums, steps), num_bytes, clocks)
-    own = torch.arange(threads, device="cuda") * steps + steps * (steps - 1) // 2
-    wanted = (own * WORDS + 6 * (WORDS // 4) * steps).to(torch.int32)
-    assert torch.equal(sums, wanted.expand_as(sums)), "something else arrived"
-    return row | {"exchange": "bulk copies" if by_bulk else "st.async", "slots": slots}
+    assert torch.equal(sums, exchanged(threads, steps).to(sums).expand_as(sums)), "others arrived"
+    return row | {"exchange": "st.async", "slots": slots}
 
 
 def _measured(call: Callable[[], Any], num_bytes: int, clocks: torch.Tensor) -> dict[str, Any]:
@@ -323,15 +310,9 @@ def main() -> None:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     gpu = torch.cuda.get_device_name()
     measurements: list[Callable[[], dict[str, Any]]] = [
-        lambda name=name, seqlen=seqlen: loads(name, seqlen, 16, 2, num_sms) | {"keys": seqlen}
-        for name in TILINGS
-        for seqlen in (8192, 16384)
+        partial(loads, name, seqlen, 16, 2, num_sms) for name in TILINGS for seqlen in (8192, 16384)
     ]
-    measurements += [
-        lambda by_bulk=by_bulk, slots=slots: exchange(by_bulk, slots, num_sms)
-        for by_bulk in (False, True)
-        for slots in (1, 2)
-    ]
+    measurements += [partial(exchange, slots, num_sms) for slots in (1, 2)]
     for measure in measurements:
         row = measure() | {"gpu": gpu}
         print(row, flush=True)

@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "slow: takes minutes or tens of gigabytes")
     config.addinivalue_line("markers", "shares(n): `make test` runs one case of n")
+    config.addinivalue_line("markers", "daily(n): `make test` runs n cases, all in turn")
 
 
 def pytest_report_header() -> str | None:

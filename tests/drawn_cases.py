@@ -175,14 +175,14 @@ def main() -> int:
     parser.add_argument("--commit", help="of this tree, where git does not say it")
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / "support" / name) for name in SUPPORT)]
-    from drawn_blackwell import DRAWS, IN_TURN
+    from drawn_blackwell import DRAWS, SEQUENTIAL_SPLITS
 
     from bench import commit_here
 
     calls, kinds = {x.id: x.told for x in DRAWS}, {x.id: x.kind for x in DRAWS}
     rows = {x.draw: x for x in read_rows(options.rows).values() if calls.get(x.draw) == x.call}
     known = {name for name, row in rows.items() if row.share != UNKNOWN}
-    missing = [draw.id for draw in IN_TURN if draw.id not in known]
+    missing = [draw.id for draw in SEQUENTIAL_SPLITS if draw.id not in known]
     missing.sort(key=lambda name: name in rows)
     if missing:
         commit = options.commit or commit_here()

@@ -3,6 +3,8 @@
 FLASH_MASK_SIM_SEED, a number, says which share; without it, or with "all", every test runs. The
 cases of a function are dealt out to shares in turn. So each of them runs once in as many runs as
 there are shares, if their seeds follow each other.
+
+Of a function with the mark `daily`, each share has some cases: those whose turn it is.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Deal(NamedTuple):
 
 
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
-# takes ten times as long as running it.
-ON_SIMULATOR = Deal(20, together=4)
+# takes ten times as long as running it. There are as many shares as leave time for daily cases.
+ON_SIMULATOR = Deal(24, together=4)
 ALL = Deal(1)
 
 
@@ -46,6 +48,12 @@ def is_in_share(function: str, position: int, deal: Deal, seed: int) -> bool:
     return (position // deal.together + crc32(function.encode()) + seed) % deal.shares == 0
 
 
+def is_daily(position: int, cases: int, most: int, seed: int) -> bool:
+    """Whether a case of a function with `cases` of them is among the `most` of this seed. All come
+    in turn."""
+    return (position - seed * most) % cases < most
+
+
 def deal_of(item: pytest.Item) -> Deal:
     """A mark `shares` says it, for tests that do not run on the software GPU."""
     mark = item.get_closest_marker("shares")
@@ -58,9 +66,15 @@ def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """What is not in the share."""
     found = []
     seen: Counter[str] = Counter()
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        if not is_in_share(function, seen[function], deal_of(item), seed):
+    functions = [item.nodeid.partition("[")[0] for item in items]
+    cases = Counter(functions)
+    for item, function in zip(items, functions, strict=True):
+        daily = item.get_closest_marker("daily")
+        if daily is not None:
+            is_drawn = is_daily(seen[function], cases[function], *daily.args, seed)
+        else:
+            is_drawn = is_in_share(function, seen[function], deal_of(item), seed)
+        if not is_drawn:
             found.append(item)
         seen[function] += 1
     return found

@@ -226,7 +226,7 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
     # what is no tensor is refused by the host path, by name
     x, instead = call.tensors, "use torch.no_grad(), or detach what requires grad"
     has_optional = x.optional is not NO_OPTIONAL
-    if has_optional and x.optional.causals is not None:
+    if has_optional and x.optional.causal_per_seq is not None:
         raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}: {instead}")
     if getattr(x.k, "dtype", None) == FP8:
         raise NotImplementedError(f"{NO_GRADIENTS}: {instead}")
@@ -235,7 +235,7 @@ def _refuse_without_gradients(call: AttentionCall) -> None:
             "out must be None where gradients are recorded, for which the result is new memory: "
             f"{instead}"
         )
-    if isinstance(x.lengths.seqused_k, Tensor) and x.have_common_keys:
+    if isinstance(x.lengths.seqused_k, Tensor) and x.have_shared_keys:
         raise NotImplementedError(
             f"{NO_GRADIENTS_BY_COMMON_KEYS}: give k[:, :n] and a q_start of each sequence instead, "
             f"{instead}"

@@ -15,9 +15,9 @@ from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
+    CallLengths,
     Direction,
     Gradients,
-    Lengths,
     Masks,
     Tensors,
     lengths_of,
@@ -114,7 +114,7 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
     call: AttentionCall = ctx.call
     saved = iter(ctx.saved_tensors)
     q, k, v, sink = islice(saved, 4)
-    lengths = lengths_of(*islice(saved, len(Lengths._fields)))
+    lengths = lengths_of(*islice(saved, len(CallLengths._fields)))
     lse_low, out, lse = islice(saved, 3)
     masks = call.masks
     if ctx.num_aux is not None:

@@ -28,8 +28,8 @@ from flash_mask_cute.call.arguments import (
     NO_MASKS,
     AttentionCall,
     BackwardOptions,
+    CallLengths,
     Gradients,
-    Lengths,
     Options,
     Tensors,
     masks_of,
@@ -43,6 +43,8 @@ from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.masks.q_start import QStart
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
+from flash_mask_cute.mods.signature import as_callable
+from flash_mask_cute.runtime.checks import check_bool, check_list
 from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
@@ -172,15 +174,24 @@ def to_operator(
     batch: number of sequences, if the operator packs the documents of its mask. wants_max: the
     forward also returns the largest score of each row.
     """
-    masks, own = call.masks or NO_MASKS, call.backward
+    masks, own, options = call.masks or NO_MASKS, call.backward, call.options
+    # torch would make a bool of any number
+    check_bool("causal", options.causal)
+    if options.pack_gqa is not None:
+        check_bool("pack_gqa", options.pack_gqa)
     given = plain_arguments(call)
-    given.update(_operator_scale(call.options.softmax_scale))
-    given["q_start"] = call.options.q_start.encoded()
-    given["score_mod"] = optional_name(masks.score_mod)
-    given["mask_mod"] = optional_name(masks.mask_mod)
-    given["score_mod_bwd"] = optional_name(own.score_mod_bwd)
-    given["aux_tensors"] = [] if masks.aux_tensors is None else list(masks.aux_tensors)
-    given["config"] = _config_text(call.options.config, own.config)
+    given.update(_operator_scale(options.softmax_scale))
+    given["q_start"] = options.q_start.encoded()
+    mods = {**masks.mods._asdict(), "score_mod_bwd": own.score_mod_bwd}
+    for name, mod in mods.items():
+        if not (mod is None or isinstance(mod, str) or torch.compiler.is_compiling()):
+            as_callable(name, mod)
+        given[name] = optional_name(mod)
+    given["aux_tensors"] = []
+    if masks.aux_tensors is not None:
+        check_list("aux_tensors", masks.aux_tensors)
+        given["aux_tensors"] = list(masks.aux_tensors)
+    given["config"] = _config_text(options.config, own.config)
     given["wants_max"] = wants_max
     given.update(_operator_lists(masks.block_sparse_tensors_torch))
     given.update(_operator_columns(call, batch))
@@ -231,6 +242,8 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
             **mask.operator_documents(),
         }
     indices, causal, seqlen_q = mask, call.options.causal, None
+    if not isinstance(mask, ColumnMask) and not torch.compiler.is_compiling():
+        ColumnMask(mask, causal)  # refuses what has no column intervals
     if not isinstance(mask, Tensor):
         starts = call.tensors.lengths.cu_seqlens_k
         # operators take a mask without this fact, and a trace has no lengths to be named
@@ -296,7 +309,7 @@ def _from_operator(
             k,
             v,
             sink,
-            Lengths(**of_bundle("lengths", x)),
+            CallLengths(**of_bundle("lengths", x)),
             optional_of(of_bundle("optional", x).values()),
         ),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),

@@ -26,7 +26,6 @@ from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.checks import (
     brief,
-    check_bool,
     check_device,
     check_outputs_apart,
     check_own_memory,
@@ -254,6 +253,8 @@ def check_append(x: Append) -> None:
     """
     device = x.k_cache.device
     check_tensor("q", x.q)
+    if x.cu_seqlens_k_new is not None:
+        check_cu_seqlens("cu_seqlens_k_new", x.cu_seqlens_k_new, device)
     for name, new, cache in (("k", x.k, x.k_cache), ("v", x.v, x.v_cache)):
         check_tensor(f"{name}_cache", cache)
         check_tensor(name, new)
@@ -282,7 +283,6 @@ def check_append(x: Append) -> None:
             f"k and v must have as many rows, got {tuple(x.k.shape)} and {tuple(x.v.shape)}"
         )
     if x.cu_seqlens_k_new is not None:
-        check_cu_seqlens("cu_seqlens_k_new", x.cu_seqlens_k_new, device)
         if len(x.cu_seqlens_k_new) != x.batch + 1:
             raise ValueError(
                 f"cu_seqlens_k_new must have shape (batch + 1,) = ({x.batch + 1},), got "
@@ -331,7 +331,6 @@ def _check_rotary(x: Append) -> None:
         )
     if x.cos is None or x.sin is None:
         return
-    check_bool("rotary_interleaved", x.interleaved)
     for name, table in (("rotary_cos", x.cos), ("rotary_sin", x.sin)):
         check_tensor(name, table)
         check_device(name, table, x.k_cache.device)

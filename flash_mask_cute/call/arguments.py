@@ -22,7 +22,7 @@ class Direction(Enum):
     BACKWARD = "backward"
 
 
-class Lengths(NamedTuple):
+class CallLengths(NamedTuple):
     """Where the sequences of a call begin, and how many of their rows are in use; None: not given.
 
     q_starts: the argument q_start, if that is a tensor (`QStart`).
@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
 
 
 # the fields of `of_sequences` are the first ones
-_NUM_OF_SEQUENCES = Lengths._fields.index("q_starts")
+_NUM_OF_SEQUENCES = CallLengths._fields.index("q_starts")
 
 
 class OptionalTensors(NamedTuple):
@@ -52,14 +52,14 @@ class OptionalTensors(NamedTuple):
     (`parameter_of`) are made of these fields. Such a call has no gradients.
 
     kv_batch_idx, leftpad_k: beside page_table, the row of it that a sequence has, and the rows
-    before its first key. causals: the argument causal, if that is a tensor; `Options.causal` is
-    then False. k_descale, v_descale: of keys and values in fp8, what their numbers are multiplied
-    by.
+    before its first key. causal_per_seq: the argument causal, if that is a tensor; `Options.causal`
+    is then False. k_descale, v_descale: of keys and values in fp8, what their numbers are
+    multiplied by.
     """
 
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
-    causals: Tensor | None = None
+    causal_per_seq: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
@@ -80,19 +80,19 @@ class Gradients(NamedTuple):
 
 
 # shared, so that an `is` tells a call that has none of them
-NO_LENGTHS, NO_OPTIONAL, NO_GRADIENTS = Lengths(), OptionalTensors(), Gradients()
+NO_LENGTHS, NO_OPTIONAL, NO_GRADIENTS = CallLengths(), OptionalTensors(), Gradients()
 
 
 def lengths_of(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
-) -> Lengths:  # fmt: skip
+) -> CallLengths:  # fmt: skip
     """The lengths of a call, which are always the same object if there are none."""
     if not (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is q_starts is None
     ):
         given = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts
-        return made(Lengths, given)
+        return made(CallLengths, given)
     return NO_LENGTHS
 
 
@@ -114,7 +114,7 @@ class Tensors(NamedTuple):
     k: Tensor
     v: Tensor
     learnable_sink: Tensor | None = None
-    lengths: Lengths = NO_LENGTHS
+    lengths: CallLengths = NO_LENGTHS
     optional: OptionalTensors = NO_OPTIONAL
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -123,7 +123,7 @@ class Tensors(NamedTuple):
     gradients: Gradients = NO_GRADIENTS
 
     @property
-    def have_common_keys(self) -> bool:
+    def have_shared_keys(self) -> bool:
         """Whether k and v are one batch entry for several sequences of packed queries, if they are
         valid."""
         x, of = self, self.lengths
@@ -136,11 +136,11 @@ class Tensors(NamedTuple):
         """Made from those among the arguments of a host call, and q_starts."""
         own, lengths, optional, gradients = (
             {name: given[name] for name in kind._fields if name in given}
-            for kind in (Tensors, Lengths, OptionalTensors, Gradients)
+            for kind in (Tensors, CallLengths, OptionalTensors, Gradients)
         )
         return Tensors(
             **own,
-            lengths=Lengths(**lengths),
+            lengths=CallLengths(**lengths),
             optional=OptionalTensors(**optional),
             gradients=Gradients(**gradients),
         )
@@ -266,9 +266,9 @@ _OF_FORWARD = {"max_scores", "page_table", *OptionalTensors._fields, *Options._f
 _OF_BACKWARD = {*Gradients._fields, *BackwardOptions._fields}
 _NAMES = tuple(
     name
-    for kind in (Tensors, Lengths, OptionalTensors, Gradients, Masks, Options, BackwardOptions)
+    for kind in (Tensors, CallLengths, OptionalTensors, Gradients, Masks, Options, BackwardOptions)
     for name in kind._fields
-    if name not in (*_BUNDLES, "q_starts", "causals", "config", "is_recorded")
+    if name not in (*_BUNDLES, "q_starts", "causal_per_seq", "config", "is_recorded")
 )
 
 
@@ -317,7 +317,7 @@ class AttentionCall(NamedTuple):
             return {name: given[name] for name in kind._fields if name in given}
 
         given["q_starts"], given["q_start"] = split_q_start(given.get("q_start"))
-        given["causals"], given["causal"] = split_causal(given.get("causal", False))
+        given["causal_per_seq"], given["causal"] = split_causal(given.get("causal", False))
         given["softmax_scale"] = number_of("softmax_scale", given.get("softmax_scale"))
         config_kind: Any = FwdConfig if is_forward else BwdConfig
         config = config_kind.from_value(given.pop("config", None))
@@ -335,9 +335,9 @@ class AttentionCall(NamedTuple):
         given = self.tensors.by_name() | masks._asdict() | self.options._asdict()
         given |= self.backward._asdict()
         given["q_start"] = self.options.q_start.argument(q_starts)
-        causals = self.tensors.optional.causals
-        if causals is not None:
-            given["causal"] = causals
+        causal_per_seq = self.tensors.optional.causal_per_seq
+        if causal_per_seq is not None:
+            given["causal"] = causal_per_seq
         return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
 
     @property
@@ -372,7 +372,7 @@ CausalArgument: TypeAlias = bool | Tensor
 
 
 def split_causal(causal: CausalArgument) -> tuple[Tensor | None, bool]:
-    """The argument causal as `OptionalTensors.causals` and `Options.causal`."""
+    """The argument causal as `OptionalTensors.causal_per_seq` and `Options.causal`."""
     return (causal, False) if isinstance(causal, Tensor) else (None, causal)
 
 
@@ -388,8 +388,9 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     Raises:
         ValueError: it is no pair.
     """
+    sides: Any = () if isinstance(window_size, Tensor) else window_size
     try:
-        left, right = window_size
+        left, right = sides
     except (TypeError, ValueError):
         wrong = f"window_size must be (left, right), got {window_size!r}"
         if isinstance(window_size, bool):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_mask_cute.mods import exact_words
+from flash_mask_cute.mods import fixed_point_sums
 
 
 def new_sums(
@@ -18,15 +18,15 @@ def new_sums(
     entries: Mapping[int, int] | None = None,
 ) -> dict[int, Tensor]:
     """Zeros for the sums of aux tensor gradients, by index. exact_aux: those with exact sums, as
-    words (`mods/exact_words.py`), the first dimension; the others have `dtype`. entries: of those
-    with sums for each batch entry, the first dimension."""
+    words (`mods/fixed_point_sums.py`), the first dimension; the others have `dtype`. entries: of
+    those with sums for each batch entry, the first dimension."""
     sums: dict[int, Tensor] = {}
     for i in wants_aux:
         x = daux[i]
         if x is None:
             continue
         if i in exact_aux:
-            sums[i] = x.new_zeros((exact_words.NUM_WORDS, *x.shape), dtype=torch.int64)
+            sums[i] = x.new_zeros((fixed_point_sums.NUM_WORDS, *x.shape), dtype=torch.int64)
         elif entries is not None and i in entries:
             sums[i] = x.new_zeros((entries[i], *x.shape), dtype=dtype)
         else:
@@ -58,12 +58,12 @@ def write_gradients(
 
 def values_of(words: Tensor) -> Tensor:
     """The values of exact sums in float64, from their words, the first dimension."""
-    total = words[exact_words.NUM_DIGITS - 1].double()
-    for digit in reversed(words[: exact_words.NUM_DIGITS - 1]):
+    total = words[fixed_point_sums.NUM_DIGITS - 1].double()
+    for digit in reversed(words[: fixed_point_sums.NUM_DIGITS - 1]):
         # integers up to 2^53, nearly always, so that only the sum is rounded
-        total = torch.add(digit, total, alpha=2.0**exact_words.WORD_BITS)
-    total *= 2.0**exact_words.LOWEST_EXPONENT
-    flags = words[exact_words.FLAGS]
+        total = torch.add(digit, total, alpha=2.0**fixed_point_sums.WORD_BITS)
+    total *= 2.0**fixed_point_sums.LOWEST_EXPONENT
+    flags = words[fixed_point_sums.FLAGS]
     for flag, value in _NOT_FINITE:
         # inf - inf is NaN, as in a sum of fp32 numbers
         total += torch.zeros_like(total).masked_fill_((flags & flag) != 0, value)
@@ -71,7 +71,7 @@ def values_of(words: Tensor) -> Tensor:
 
 
 _NOT_FINITE = (
-    (exact_words.IS_POSITIVE_INF, torch.inf),
-    (exact_words.IS_NEGATIVE_INF, -torch.inf),
-    (exact_words.IS_NAN, torch.nan),
+    (fixed_point_sums.IS_POSITIVE_INF, torch.inf),
+    (fixed_point_sums.IS_NEGATIVE_INF, -torch.inf),
+    (fixed_point_sums.IS_NAN, torch.nan),
 )

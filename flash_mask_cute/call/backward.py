@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Lengths, Masks, Tensors
+from flash_mask_cute.call.arguments import CallLengths, Masks, Tensors
 from flash_mask_cute.call.aux_sums import new_sums, write_gradients
 from flash_mask_cute.call.batch_sums import MakeSharedSums
 from flash_mask_cute.call.build_backward import BwdKernels
@@ -26,13 +26,13 @@ from flash_mask_cute.call.forward import (
     unused_rows,
 )
 from flash_mask_cute.call.mask_arguments import MaskArguments
+from flash_mask_cute.call.query_lists import list_extents, list_facts
 from flash_mask_cute.call.scratch import BwdScratch
 from flash_mask_cute.call.tables import MakeDifferenceTables
-from flash_mask_cute.call.token_lists import list_extents, list_facts
 from flash_mask_cute.cpu.backward import flash_attn_bwd_cpu
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, MaskInputs
-from flash_mask_cute.mask_prep.token_lists import ListLengths, TokenListMaker
+from flash_mask_cute.mask_prep.query_lists import ListLengths, QueryListMaker
 from flash_mask_cute.masks.q_start import EACH
 
 _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
@@ -65,12 +65,12 @@ class KernelBackward:
         assert facts is not None
         self._kernels = kernels
         self._make_mask_bits = make_mask_bits
-        self._make_lists: TokenListMaker | None = None
-        if problem.token_lists:
+        self._make_lists: QueryListMaker | None = None
+        if problem.query_lists:
             extents = list_extents(problem, plan.shapes, plan.masks)
             arch = plan.target.arch if plan.device.type == "cuda" else None
             facts_of_lists = list_facts(problem)
-            self._make_lists = TokenListMaker(facts_of_lists, extents, arch)
+            self._make_lists = QueryListMaker(facts_of_lists, extents, arch)
             self._lists_read_lse = facts_of_lists.has_lse
         self._has_aux = bool(problem.aux)
         self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
@@ -147,7 +147,7 @@ class KernelBackward:
             bits, aux_tensors = None, aux_tensors if self._has_aux else None
         if self._make_lists is not None:
             assert masks is not None
-            bits = self._token_lists(masks, lengths, lse)
+            bits = self._query_lists(masks, lengths, lse)
         own_aux = aux_tensors
         if self._make_tables is not None and aux_tensors is not None:
             aux_tensors = self._make_tables(aux_tensors)
@@ -173,7 +173,7 @@ class KernelBackward:
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
-            # CTAs with token lists add to sums, others store theirs
+            # CTAs with query lists add to sums, others store theirs
             new = q.new_empty if self._make_lists is None else q.new_zeros
             dk_sums, dv_sums = (new(shape, dtype=torch.float32) for shape in self._partial_shapes)
         preprocess(
@@ -209,8 +209,8 @@ class KernelBackward:
             write_gradients(daux, aux_sums, *self._written)
         return result
 
-    def _token_lists(
-        self, masks: Masks, lengths: Lengths, lse: Tensor | None
+    def _query_lists(
+        self, masks: Masks, lengths: CallLengths, lse: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The lists of this call's choice, new, as the kernel takes them."""
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths

@@ -25,7 +25,7 @@ from flash_mask_cute.call.kernel_operands import BACKWARD
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import BwdChoice
-from flash_mask_cute.mods.exact_words import MOST_ENTRIES
+from flash_mask_cute.mods.fixed_point_sums import MOST_ENTRIES
 from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, SummedBy, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime import fake_tensors
@@ -110,7 +110,7 @@ def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
     once: tuple[int, ...] = ()
     if score_mod is not None:
         reads = find_reads(score_mod, problem, problem.wants_aux)
-        if not reads.adds_alike or not set(reads.shared) >= set(numbers):
+        if not reads.is_batch_invariant_bias or not set(reads.shared) >= set(numbers):
             return None
         once = reads.shared_once
     exact = tuple(i for i in numbers if i in problem.exact_aux and i not in once)
@@ -186,7 +186,7 @@ def _has_lengths_or_lists(problem: AttentionProblem) -> bool:
     others = (
         *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
         *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),
-        *(problem.common_kv, problem.tables, problem.summed, problem.token_lists),
+        *(problem.shared_kv, problem.tables, problem.summed, problem.query_lists),
     )
     absent = problem.intervals, problem.mask_mod, problem.score_mod_bwd, problem.q_start
     return any(others) or any(x is not None for x in absent)
@@ -215,13 +215,13 @@ def sums_in_order(
     and those that are summed for each batch entry by itself."""
     reads = find_reads(score_mod, problem, wants_aux)
     entry_aux: tuple[int, ...] = ()
-    of_many = reads.of_many
+    multi_reader = reads.multi_reader
     if call.options.q_start.is_given:
         # queries before position 0 are all at 0, and read the same elements
-        of_many = reads.of_any
+        multi_reader = reads.of_any
     elif not problem.varlen_q and call.tensors.q.shape[0] <= MOST_ENTRIES:
-        entry_aux = tuple(i for i in of_many if reads.tensors[i].is_once_an_entry)
-    return tuple(i for i in of_many if i not in entry_aux), entry_aux
+        entry_aux = tuple(i for i in multi_reader if reads.tensors[i].read_once_an_entry)
+    return tuple(i for i in multi_reader if i not in entry_aux), entry_aux
 
 
 def why_unordered(target: Target) -> str | None:

@@ -1,8 +1,8 @@
 """Whether rows of tables stay in shared memory from one batch entry to the next.
 
-They do (`sm90/kept_rows.py`) if a score_mod reads them by head, query and key, entries are many and
-have the same lengths, and walks are about equally long: work tiles are then handed out in an order
-that does not look at their length.
+They do (`sm90/cached_bias.py`) if a score_mod reads them by head, query and key, entries are many
+and have the same lengths, and walks are about equally long: work tiles are then handed out in an
+order that does not look at their length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.read_classes import ReadClass
-from flash_mask_cute.mods.traits import find_reads, find_reliance, row_bits
+from flash_mask_cute.mods.traits import bias_bits, find_reads, find_reliance
 
 # Entries for which rows are loaded once; and query blocks of QUERY_BLOCK rows for each SM, of which
 # the first one loads.
@@ -24,10 +24,10 @@ SHORT_QUERIES = 64
 MOST_BITS, MOST_DIM = 32, 64
 
 
-def with_row_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
+def with_bias_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     """The problem of a forward with what batch entries share of tables, if nobody chose tiles."""
     masks, score_mod = facts.masks, facts.masks.score_mod
-    if score_mod is None or not facts.spec.forward.keeps_rows or not _has_many(facts):
+    if score_mod is None or not facts.spec.forward.caches_bias or not _has_many(facts):
         return problem
     is_wide = max(problem.head_dim, problem.head_dim_v) > MOST_DIM
     if is_wide or facts.has_tiles:
@@ -35,15 +35,15 @@ def with_row_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProbl
     varying = (
         *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
         *(problem.is_causal, problem.is_local, problem.has_lists, problem.has_bits),
-        *(problem.has_selected, problem.common_kv, problem.in_fp8, bool(problem.optional)),
+        *(problem.has_selected, problem.shared_kv, problem.in_fp8, bool(problem.optional)),
     )
     absent = problem.intervals, problem.q_start, problem.split, problem.page_box
     if any(varying) or any(x is not None for x in absent):
         return problem
     if masks.mask_mod is not None and find_reliance(masks.mask_mod, problem).query:
         return problem
-    bits = row_bits(score_mod, problem)
-    return replace(problem, row_bits=bits) if bits <= MOST_BITS else problem
+    bits = bias_bits(score_mod, problem)
+    return replace(problem, bias_bits=bits) if bits <= MOST_BITS else problem
 
 
 def _has_many(facts: CallFacts) -> bool:
@@ -72,7 +72,7 @@ def with_entry_order(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
         return plan
     if score_mod is None or aux_tensors is None:
         return plan
-    if problem.varlen_q or problem.varlen_k or problem.token_lists or shapes.batch < 2:
+    if problem.varlen_q or problem.varlen_k or problem.query_lists or shapes.batch < 2:
         return plan
     large = tuple(
         i
@@ -82,5 +82,5 @@ def with_entry_order(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     if not large:
         return plan
     reads = find_reads(score_mod, problem, large).tensors.values()
-    is_shared = any(x.read_class is ReadClass.PLACES and not x.is_once for x in reads)
+    is_shared = any(x.read_class is ReadClass.PLACES and not x.read_once for x in reads)
     return replace(plan, problem=replace(problem, entries_first=is_shared))

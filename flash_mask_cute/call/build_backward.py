@@ -44,7 +44,7 @@ class BwdKernels(NamedTuple):
     main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
     kernel of short sequences (`call/batch_sums.py`) makes all gradients.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, if a group's heads are split, or with token lists (dk and dv of main are then sums):
+    add_parts, if a group's heads are split, or with query lists (dk and dv of main are then sums):
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
     zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
     """
@@ -140,7 +140,7 @@ def compile_bwd(
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         of_keys = problem.varlen_k, problem.has_seqused_k
-        tile_n = problem.token_lists or choice.tile_n
+        tile_n = problem.query_lists or choice.tile_n
         order = _sums_order(problem, choice, target)
         parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, order)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
@@ -218,7 +218,7 @@ def _row_facts(problem: AttentionProblem, choice: BwdChoice) -> tuple[int, int, 
 
 
 def _packing(problem: AttentionProblem) -> tuple[int, int]:
-    return (problem.listed_rows, problem.packed_heads) if problem.token_lists else (1, 1)
+    return (problem.listed_rows, problem.packed_heads) if problem.query_lists else (1, 1)
 
 
 def build_bwd(
@@ -236,10 +236,10 @@ def build_bwd(
         del tiles["splits_group"]
     if not backward.splits_keys:
         del tiles["splits_keys"]
-    of_lists: dict[str, Any] = {"own_lists": True} if problem.own_lists else {}
+    of_lists: dict[str, Any] = {"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}
     of_order = {"entries_first": True} if problem.entries_first else {}
-    if problem.token_lists:
-        shares_tile = problem.token_lists == SHARED_TILE_N
+    if problem.query_lists:
+        shares_tile = problem.query_lists == SHARED_TILE_N
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
         by_head = problem.masks_by_head
         of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
@@ -256,7 +256,7 @@ def build_bwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
-        common_kv=problem.common_kv,
+        shared_kv=problem.shared_kv,
         **of_lists,
         **of_order,
         **tiles,
@@ -351,7 +351,7 @@ def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
 
 def _sums_order(problem: AttentionProblem, choice: BwdChoice, target: Target) -> SumsOrder:
     """The order in which the main kernel leaves sums of dK and dV."""
-    if problem.token_lists:
+    if problem.query_lists:
         return "lanes"
     most = arch_spec(target).backward.limits().MAX_OWN_DIM
     is_wide = max(problem.head_dim, problem.head_dim_v) > most

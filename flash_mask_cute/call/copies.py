@@ -90,10 +90,10 @@ def split_scale(softmax_scale: float) -> tuple[float, float]:
     return (1.0, softmax_scale) if softmax_scale > 0 else (-1.0, -softmax_scale)
 
 
-def has_common_kv(call: AttentionCall) -> bool:
+def has_shared_kv(call: AttentionCall) -> bool:
     """Whether a kernel reads the keys of one batch entry for all sequences of a checked call."""
     x, of = call.tensors, call.tensors.lengths
-    if x.have_common_keys:
+    if x.have_shared_keys:
         return True
     is_forward = call.direction is not Direction.BACKWARD and x.k.dtype == x.q.dtype
     if not is_forward or not (of.cu_seqlens_k is of.page_table is None):
@@ -174,7 +174,7 @@ def with_conversions(plan: ExecutionPlan, tensors: Tensors) -> ExecutionPlan:
     of_keys: Callable[[Tensor], Conversion | None] = input_conversion
     if plan.problem.in_fp8:
         of_keys = byte_conversion
-    elif plan.problem.common_kv:
+    elif plan.problem.shared_kv:
         of_keys = common_conversion
     conversions = {
         "q": input_conversion(x.q, factor),

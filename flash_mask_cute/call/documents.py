@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import (
     AttentionCall,
     Direction,
+    Gradients,
     Masks,
     PreparedBwd,
     PreparedFwd,
@@ -29,7 +30,7 @@ from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import NO_START
-from flash_mask_cute.runtime.named_tuples import replaced
+from flash_mask_cute.runtime.named_tuples import made, replaced
 
 # -- which --------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
     if call.direction is Direction.BACKWARD:
         tensors = as_rows_bwd(with_gradients(tensors))
     else:
-        tensors = as_rows(tensors)._replace(lse=None)
+        tensors = as_rows(tensors)
     tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
     options = replaced(
         call.options,
@@ -181,27 +182,51 @@ def with_gradients(tensors: Tensors) -> Tensors:
     return replaced(x, gradients=gradients)
 
 
+# The tensors of a dense call by their form in a packed batch: (batch, row, ...) becomes rows, and
+# (batch, heads, row) becomes (heads, row). `_may_hold_documents` refuses all other tensors.
+AS_ROWS = "q", "k", "v", "out", "dout", "dq", "dk", "dv"
+BY_HEADS = "lse", "lse_low", "max_scores", "dlse"
+UNCHANGED = "learnable_sink", "dsink", "daux"
+
+
+def _places(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of these fields, in `Tensors` and in `Gradients`."""
+    of, of_gradients = (
+        tuple(i for i, name in enumerate(kind._fields) if name in names)
+        for kind in (Tensors, Gradients)
+    )
+    return of, of_gradients
+
+
+_ROWS, _HEADS = _places(AS_ROWS), _places(BY_HEADS)
+
+
 def as_rows(tensors: Tensors) -> Tensors:
-    """The tensors of a forward, without lse, in the form of a packed batch."""
-    x = tensors
-    return replaced(x, q=rows_of(x.q), k=rows_of(x.k), v=rows_of(x.v), out=rows_of(x.out))
+    """The tensors of a forward in the form of a packed batch.
+
+    By heads there are only outputs: those of several sequences are new memory.
+    """
+    given: list[Any] = list(tensors)
+    for i in _ROWS[0]:
+        given[i] = rows_of(given[i])
+    for i in _HEADS[0]:
+        given[i] = _memory_by_heads(given[i])
+    return made(Tensors, tuple(given))
 
 
 def as_rows_bwd(tensors: Tensors) -> Tensors:
-    """The tensors of a backward, in the form of a packed batch.
+    """The tensors of a backward in the form of a packed batch.
 
     lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
     """
-    x, of = as_rows(tensors), tensors.gradients
-    gradients = replaced(
-        of,
-        dout=rows_of(of.dout),
-        dlse=lse_by_heads(of.dlse),
-        dq=rows_of(of.dq),
-        dk=rows_of(of.dk),
-        dv=rows_of(of.dv),
-    )
-    return replaced(x, lse=lse_by_heads(x.lse), gradients=gradients)
+    given: list[Any] = list(tensors)
+    gradients: list[Any] = list(tensors.gradients)
+    for fields, rows, heads in zip((given, gradients), _ROWS, _HEADS, strict=True):
+        for i in rows:
+            fields[i] = rows_of(fields[i])
+        for i in heads:
+            fields[i] = lse_by_heads(fields[i])
+    return made(Tensors, tuple(given))._replace(gradients=made(Gradients, tuple(gradients)))
 
 
 @overload
@@ -220,6 +245,14 @@ def rows_of(tensor: Tensor | None) -> Tensor | None:
 def lse_by_heads(lse: Tensor | None) -> Tensor | None:
     """(heads, batch * seqlen) from (batch, heads, seqlen); a copy for several sequences."""
     return None if lse is None else lse.transpose(0, 1).flatten(1)
+
+
+def _memory_by_heads(output: Tensor | None) -> Tensor | None:
+    """Memory (heads, batch * seqlen) for an output (batch, heads, seqlen): its own, if it can."""
+    if output is None or len(output) == 1:
+        return None if output is None else output[0]
+    batch, heads, seqlen = output.shape
+    return output.new_empty((heads, batch * seqlen))
 
 
 # -- prepared calls ----------------------------------------------------------------------------
@@ -251,28 +284,18 @@ class PackedForward:
             out = q.new_empty((batch, seqlen, heads, tensors.v.shape[-1]))
         if lse is None and self._needs_lse:
             lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
-        # rows of several sequences do not follow each other in lse
-        by_head: Any = None if lse is None or batch > 1 else lse[0]
-        largest = tensors.max_scores
-        largest_by_head: Any = (
-            None
-            if largest is None
-            else largest[0]
-            if batch == 1
-            else (largest.new_empty((heads, batch * seqlen)))
-        )
-        packed = as_rows(tensors)._replace(
-            out=rows_of(out), lse=by_head, max_scores=largest_by_head
-        )
+        packed = as_rows(tensors._replace(out=out, lse=lse))
         if self._mask_causal is not None:
             packed, masks = by_documents(packed, masks, self._mask_causal, batch)
-        _, by_head = self.inner(packed, masks)
-        if lse is not None and batch > 1:
-            # a kernel would not ask in which mode the caller made it
+        self.inner(packed, masks)
+        if batch > 1:
+            # a kernel would not ask in which mode the caller made them
             with torch.inference_mode():
-                lse.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
-        if largest is not None and batch > 1:
-            largest.copy_(largest_by_head.unflatten(1, (batch, -1)).transpose(0, 1))
+                for given, by_head in zip(
+                    (lse, tensors.max_scores), (packed.lse, packed.max_scores), strict=True
+                ):
+                    if given is not None and by_head is not None:
+                        given.copy_(by_head.unflatten(1, (batch, -1)).transpose(0, 1))
         return out, lse
 
 

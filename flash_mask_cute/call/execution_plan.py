@@ -20,11 +20,11 @@ from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import ROWS_OF_LISTS, BwdChoice, FwdChoice, FwdTiles
-from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
+from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, MaskBitsPlan
 from flash_mask_cute.masks.q_start import NO_START, QStart
-from flash_mask_cute.mods.exact_words import NUM_WORDS
+from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
 from flash_mask_cute.mods.read_classes import DifferenceRead, SummedDifference
 from flash_mask_cute.runtime.target import Target
 
@@ -38,7 +38,7 @@ class Conversion(Protocol):
 class Splits(NamedTuple):
     """Scratch of a forward that computes work tiles in splits.
 
-    kind: BY_ROWS or BY_SLOTS. number: splits of each work tile, or CTAs that have a share.
+    kind: BY_ROWS or BY_STREAM_K. number: splits of each work tile, or CTAs that have a chunk.
     out_shape, lse_shape: shapes of the fp32 tensors that all splits are written to. has_low: there
     is another one like LSE, for its rounding error, because scores may have any size.
     """
@@ -57,8 +57,9 @@ class Splits(NamedTuple):
     def describe(self) -> str:
         """The splits in words."""
         scratch = f"{self.num_bytes} bytes of scratch, and a launch that combines"
-        if self.kind == BY_SLOTS:
-            return f"all key blocks in {self.number} equal shares, found on the device; {scratch}"
+        if self.kind == BY_STREAM_K:
+            chunks = f"{self.number} equal stream-K chunks"
+            return f"all key blocks in {chunks}, found on the device; {scratch}"
         return f"{self.number} of each work tile; {scratch}"
 
 
@@ -66,11 +67,11 @@ class Splits(NamedTuple):
 _ROWS_PER_THREAD, _VECTOR = 2, 4
 
 
-class Segments(NamedTuple):
-    """Segments of the keys of a sequence.
+class FixedSplits(NamedTuple):
+    """Fixed splits of the keys of a sequence.
 
-    kind: how they are computed. num_blocks: key blocks of a segment, of tile_n keys. number: the
-    most that a sequence may have.
+    kind: how they are computed. num_blocks: key blocks of a fixed split, of tile_n keys. number:
+    the most that a sequence may have.
     """
 
     kind: str
@@ -80,25 +81,23 @@ class Segments(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys of a segment."""
+        """Keys of a fixed split."""
         return self.num_blocks * self.tile_n
 
     def memory_shape(self, tiles: FwdTiles, head_dim_v: int, num_ctas: int) -> tuple[int, ...]:
-        """The fp32 memory of segments in turn (`RunningSums`), for so many CTAs."""
+        """The fp32 memory of fixed splits in sequence (`RunningSums`), for so many CTAs."""
         # a thread has two rows, of which each of four threads has a quarter
         columns = -(-head_dim_v // 16) * 16 // 4
         vectors = 2 + _ROWS_PER_THREAD * columns // _VECTOR
         return num_ctas, vectors, 2 * tiles.tile_m, _VECTOR
 
     def describe(self) -> str:
-        """The segments in words."""
-        cut = (
-            f"sums are cut at every {self.keys} keys of a sequence, {self.number} segments at most"
-        )
+        """The fixed splits in words."""
+        cut = f"sums are cut at every {self.keys} keys, {self.number} fixed splits at most"
         how = {
-            ONE_SEGMENT: "one pass",
-            IN_TURN: "each CTA folds those of its work tiles",
-            BY_SEGMENTS: "any CTA computes any of them, and a launch folds them in their order",
+            ONE_FIXED_SPLIT: "one pass",
+            SEQUENTIAL_SPLITS: "each CTA reduces those of its work tiles",
+            PARALLEL_SPLITS: "any CTA computes any of them, a launch reduces them in order",
         }
         return f"{cut}; {how[self.kind]}"
 
@@ -161,7 +160,7 @@ class ShortTile(NamedTuple):
 class SharedSums(NamedTuple):
     """numbers: of the aux tensors. parts: of the batch. once: those of which no two scores of an
     entry read the same element: they have one owner, and sums for each part. The others have sums
-    to which CTAs add; exact: those of them with exact sums (`mods/exact_words.py`). short: the
+    to which CTAs add; exact: those of them with exact sums (`mods/fixed_point_sums.py`). short: the
     kernel makes all gradients, and no other one runs after the preprocess."""
 
     numbers: tuple[int, ...]
@@ -207,10 +206,10 @@ class ExecutionPlan:
     shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
     kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
     computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass. segments: of the keys, if sums have an order. wide: the
-    plan of the call over keys and values in 16 bits, to which those in fp8 are converted before.
-    tables: of differences that score_mod reads. shared: what a kernel makes that walks over batch
-    entries, as gradients of aux tensors, which the problem then does not want.
+    computes its work tiles; None: one pass. fixed_splits: of the keys, if sums have an order.
+    in_16_bits: the plan of the call over keys and values in 16 bits, to which those in fp8 are
+    converted before. tables: of differences that score_mod reads. shared: what a kernel makes that
+    walks over batch entries, as gradients of aux tensors, which the problem then does not want.
     """
 
     direction: Direction
@@ -233,9 +232,9 @@ class ExecutionPlan:
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
     packed: ExecutionPlan | None = None
-    wide: ExecutionPlan | None = None
+    in_16_bits: ExecutionPlan | None = None
     splits: Splits | None = None
-    segments: Segments | None = None
+    fixed_splits: FixedSplits | None = None
     tables: DifferenceTables | None = None
     shared: SharedSums | None = None
 
@@ -265,7 +264,9 @@ class ExecutionPlan:
         """Query rows and keys of a tile of the walk, or those with block lists of their own."""
         if isinstance(self.choice, BwdChoice):
             return self.choice.tiles.tile_m, self.choice.cluster_tile_n
-        rows = ROWS_OF_LISTS if self.problem.own_lists else self.choice.tiles.cluster_tile_m
+        rows = (
+            ROWS_OF_LISTS if self.problem.lists_per_warpgroup else self.choice.tiles.cluster_tile_m
+        )
         return rows, self.choice.tiles.tile_n
 
     @property

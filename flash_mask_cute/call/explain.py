@@ -18,11 +18,11 @@ from flash_mask_cute.call.fp8 import call_in_16_bits
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import built_fwd, compiled_fwd
-from flash_mask_cute.call.selection import explain_choice
+from flash_mask_cute.call.selection import explain_selection
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import FwdTiles
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.tiles import sequence_walks
 from flash_mask_cute.limits import ctas_of_tile
@@ -46,10 +46,11 @@ class Explanation:
     thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
     empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
     and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
-    empty if there are none; the CPU path puts them side by side first. choice: what is made of the
-    blocks that each query chose, empty if there is no choice. tables: those of all differences that
-    a launch fills before attention, for reads of score_mod, empty if there are none. backward: None
-    if such a call has none. ptx, sass: code of the attention kernel, empty if not asked for.
+    empty if there are none; the CPU path puts them side by side first. selection: what is made of
+    the blocks that each query chose, empty if there is no selection. tables: those of all
+    differences that a launch fills before attention, for reads of score_mod, empty if there are
+    none. backward: None if such a call has none. ptx, sass: code of the attention kernel, empty if
+    not asked for.
     """
 
     where: str
@@ -71,7 +72,7 @@ class Explanation:
     copies: str = ""
     splits: str = ""
     pages: str = ""
-    choice: str = ""
+    selection: str = ""
     tables: str = ""
     backward: BackwardExplanation | None = None
     ptx: str = field(default="", repr=False)
@@ -104,8 +105,8 @@ class Explanation:
         }
         if self.pages:
             lines["pages"] = self.pages
-        if self.choice:
-            lines["choice"] = self.choice
+        if self.selection:
+            lines["selection"] = self.selection
         if self.tables:
             lines["tables"] = self.tables
         if self.backward is not None:
@@ -130,8 +131,8 @@ def explain_fwd(
     """
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
-    if dense.wide is not None:
-        return _explain_widened(call, dense, named, keeps_code)
+    if dense.in_16_bits is not None:
+        return _explain_in_16_bits(call, dense, named, keeps_code)
     run, counted = dense.packed or dense, call
     notes = []
     if run is not dense:
@@ -178,14 +179,14 @@ def explain_fwd(
         copies=describe_copies(**run.conversions),
         splits=_describe_splits(run),
         pages=_describe_pages(run, call.tensors),
-        choice=explain_choice(run, counted.tensors.lengths.cu_seqlens_q),
+        selection=explain_selection(run, counted.tensors.lengths.cu_seqlens_q),
         tables="" if run.tables is None else run.tables.describe(),
         backward=backward,
         **code,
     )
 
 
-def _explain_widened(
+def _explain_in_16_bits(
     call: AttentionCall, coded: ExecutionPlan, named: Target | None, keeps_code: bool
 ) -> Explanation:
     """Explain a forward over keys and values in fp8 that are converted before attention."""
@@ -203,8 +204,8 @@ def _explain_widened(
 
 
 def _describe_splits(run: ExecutionPlan) -> str:
-    if run.segments is not None:
-        return run.segments.describe()
+    if run.fixed_splits is not None:
+        return run.fixed_splits.describe()
     return "" if run.splits is None else run.splits.describe()
 
 
@@ -241,7 +242,7 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
     message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
-    lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causals
+    lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causal_per_seq
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused, q_start or causal are on the device"
     if (columns is not None and columns.device.type == "cuda") or (
@@ -263,7 +264,7 @@ def _to_count(run: ExecutionPlan) -> ExecutionPlan:
 def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:
     mask_bits = run.mask_bits
     are_bits = mask_bits is not None or run.q_start.is_given
-    text = run.masks.describe(run.fwd_choice.tiles, are_bits, run.problem.own_lists)
+    text = run.masks.describe(run.fwd_choice.tiles, are_bits, run.problem.lists_per_warpgroup)
     if mask_bits is None:
         return text
     parts = mask_bits.num_query_chunks
@@ -280,7 +281,7 @@ def _grid(run: ExecutionPlan, work_tiles: int | None) -> int | None:
     if run.shapes.is_empty:
         return 0
     ctas = run.fwd_choice.tiles.ctas_per_tile * ctas_of_tile(run.problem.head_dim_v)
-    if run.splits is not None and run.splits.kind == BY_SLOTS:
+    if run.splits is not None and run.splits.kind == BY_STREAM_K:
         return run.splits.number * ctas
     if run.splits is not None and work_tiles is not None:
         work_tiles *= run.splits.number

@@ -14,10 +14,10 @@ from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.query_lists import why_bits
 from flash_mask_cute.call.scratch import BwdScratch, aux_sums_bytes
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import BwdChoice, BwdTiles
-from flash_mask_cute.call.token_lists import why_bits
 from flash_mask_cute.runtime.named_tuples import replaced
 
 OF_SHORT = "a CTA has all queries and keys of a batch entry, and walks over the entries of a head"
@@ -34,8 +34,8 @@ class BackwardExplanation:
     that share the query heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device
     that a call takes until its end, besides the gradients; None where no kernel runs.
     partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. aux_gradients:
-    of aux tensors, through score_mod. choice: the form in which it takes the blocks that each query
-    chose, empty if there is no choice.
+    of aux tensors, through score_mod. selection: the form in which it takes the blocks that each
+    query chose, empty if there is no selection.
     """
 
     kernel: str
@@ -49,7 +49,7 @@ class BackwardExplanation:
     scratch_bytes: int | None
     partial_sums_bytes: int
     aux_gradients: tuple[AuxGradient, ...] = ()
-    choice: str = ""
+    selection: str = ""
 
     def lines(self) -> dict[str, str]:
         """By what they are about."""
@@ -69,8 +69,8 @@ class BackwardExplanation:
             "backward smem": f"{self.smem_bytes} bytes",
             "backward scratch": scratch,
         }
-        if self.choice:
-            lines["backward choice"] = self.choice
+        if self.selection:
+            lines["backward selection"] = self.selection
         if self.aux_gradients:
             lines["aux gradients"] = "; ".join(map(str, self.aux_gradients))
         return lines
@@ -117,7 +117,7 @@ def explain_backward(
         scratch_bytes=scratch_bytes,
         partial_sums_bytes=parts_bytes,
         aux_gradients=explain_reads(backward, aux_tensors),
-        choice=_explain_choice(call, backward),
+        selection=_explain_selection(call, backward),
     )
     return explained, ""
 
@@ -148,14 +148,14 @@ def _choice_of(backward: ExecutionPlan) -> BwdChoice:
     return BwdChoice(tiles, tile.tile_n, tile.tile_n, *cols, traits.smem_bytes, reason)
 
 
-def _explain_choice(call: AttentionCall, backward: ExecutionPlan) -> str:
+def _explain_selection(call: AttentionCall, backward: ExecutionPlan) -> str:
     if backward.masks.selected is None:
         return ""
     problem = backward.problem
-    if problem.token_lists:
+    if problem.query_lists:
         tokens = backward.bwd_choice.tiles.tile_m // problem.listed_rows
         return (
-            f"token lists: a key tile visits the queries that chose it, {tokens} with "
+            f"query lists: a key tile visits the queries that chose it, {tokens} with "
             f"{problem.packed_heads} heads at a time"
         )
     facts = CallFacts.of(_backward_call(call), backward.target)

@@ -8,14 +8,14 @@ from functools import cached_property
 
 import torch
 
-from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.check.validate import check_inputs
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import FoldedWindow, FwdShapes, fold_window
 from flash_mask_cute.call.settings import given_fields
 from flash_mask_cute.call.tiles.arch import ArchSpec, arch_spec
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.core.shares import DECODE_ROWS
+from flash_mask_cute.core.stream_k import DECODE_ROWS
 from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.masks.q_start import QStart
 from flash_mask_cute.runtime.target import Target
@@ -65,13 +65,10 @@ class CallFacts:
             TypeError, ValueError, NotImplementedError: naming argument and value.
         """
         shapes, options, q = check_inputs(call), call.options, call.tensors.q
-        given = call.masks or NO_MASKS
-        masks = ResolvedMasks.create(
-            given, options.causal, shapes, q.device, options.q_start.is_given
-        )
+        masks = ResolvedMasks.of(call, shapes)
         sides = options.window_size_left, options.window_size_right
         window = fold_window(options.causal or masks.is_causal, *sides)
-        causal_each, window = _with_causal_sequences(call.tensors.optional.causals, window)
+        causal_each, window = _with_causal_sequences(call.tensors.optional.causal_per_seq, window)
         backend = Backend.EMPTY if shapes.is_empty else Backend.KERNEL
         if not q.is_cuda and (target is None or q.dtype not in KERNEL_DTYPES):
             backend = Backend.CPU
@@ -128,12 +125,12 @@ class CallFacts:
 
 
 def _with_causal_sequences(
-    causals: torch.Tensor | None, window: FoldedWindow
+    causal_per_seq: torch.Tensor | None, window: FoldedWindow
 ) -> tuple[bool, FoldedWindow]:
     """Whether a kernel asks which sequences are causal, and the window, of which they shorten the
     right side. The window of all others may be as wide as any sequence."""
     right = window.right
-    if causals is None or window.is_causal or (right is not None and right <= 0):
+    if causal_per_seq is None or window.is_causal or (right is not None and right <= 0):
         return False, window
     return True, window._replace(right=OPEN_WINDOW if right is None else right)
 

@@ -103,11 +103,11 @@ def build_fwd(
         num_sms=target.num_sms,
         split=problem.split,
         page_box=problem.page_box,
-        common_kv=problem.common_kv,
+        shared_kv=problem.shared_kv,
         **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
-        **({"own_lists": True} if problem.own_lists else {}),
+        **({"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}),
         **({"shares_mask": True} if problem.shares_mask else {}),
-        **({"kept_bits": problem.kept_bits} if problem.kept_bits else {}),
+        **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
         **tiles.arguments(arch_spec(target).forward),
     )
     smem_bytes = kernel.traits.smem_bytes

@@ -69,10 +69,10 @@ def _without_memory(q: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 # -- the conversion ----------------------------------------------------------------------------
 
-KERNEL_NAME = "widen_codes"
+KERNEL_NAME = "dequantise"
 
 
-class WidenFacts(NamedTuple):
+class DequantiseFacts(NamedTuple):
     """Facts that determine the code of the conversion.
 
     dtype: of the results, the name of a torch dtype. scales: dimensions of k_descale and v_descale,
@@ -86,21 +86,23 @@ class WidenFacts(NamedTuple):
     scales: tuple[int | None, int | None]
 
 
-def compile_widen(facts: WidenFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes the arguments of `WidenCodes`, by position."""
+def compile_dequantise(
+    facts: DequantiseFacts, target: Target, cache: CompileCache = CACHE
+) -> Compiled:
+    """The compiled kernel. `function` takes the arguments of `Dequantise`, by position."""
     return cache.get(
         KERNEL_NAME,
         facts._asdict,
-        lambda: build_widen(facts, target),
+        lambda: build_dequantise(facts, target),
         arch=target.arch,
         options=options_of(target),
         token=facts,
     )
 
 
-def build_widen(facts: WidenFacts, target: Target) -> Compiled:
+def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
     """Compile now."""
-    from flash_mask_cute.kernels.widen_codes import WidenCodes
+    from flash_mask_cute.kernels.dequantise import Dequantise
 
     arguments = [
         *(fake_tensors.byte_rows(4) for _ in facts.dims),
@@ -110,33 +112,33 @@ def build_widen(facts: WidenFacts, target: Target) -> Compiled:
         *(None if rank is None else fake_tensors.strided(rank, "float32") for rank in facts.scales),
         fake_tensors.stream(),
     ]
-    kernel = WidenCodes(fake_tensors.cutlass_dtype(facts.dtype))
+    kernel = Dequantise(fake_tensors.cutlass_dtype(facts.dtype))
     return compile_object(kernel, arguments, options_of(target))
 
 
-class WidenedForward:
+class DequantisedForward:
     """Converts keys and values, and runs the prepared call over them."""
 
     __slots__ = ("_conversions", "_function", "_index", "_shapes", "inner")
 
     def __init__(self, plan: ExecutionPlan, inner: PreparedFwd) -> None:
-        assert plan.wide is not None
+        assert plan.in_16_bits is not None
         self.inner = inner
-        problem, shapes = plan.problem, plan.wide.shapes
+        problem, shapes = plan.problem, plan.in_16_bits.shapes
         dims = shapes.head_dim, shapes.head_dim_v
         rows = shapes.batch, shapes.seqlen_k, shapes.heads_kv
         self._shapes = tuple((*rows, dim) for dim in dims)
         self._conversions = plan.conversions["k"], plan.conversions["v"]
         self._index = -1 if plan.device.index is None else plan.device.index
         ranks = {x.name: x.rank for x in problem.optional}
-        facts = WidenFacts(
+        facts = DequantiseFacts(
             problem.dtype,
             dims,
             problem.has_seqused_k,
             problem.page_box is not None,
             (ranks.get("k_descale"), ranks.get("v_descale")),
         )
-        self._function = compile_widen(facts, plan.target).function
+        self._function = compile_dequantise(facts, plan.target).function
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
@@ -145,12 +147,13 @@ class WidenedForward:
             with torch.cuda.device(self._index):
                 return self(tensors, masks)
         x, of = tensors, tensors.optional
-        wide_k, wide_v = (x.q.new_empty(shape) for shape in self._shapes)
+        k_in_16_bits, v_in_16_bits = (x.q.new_empty(shape) for shape in self._shapes)
         self._function(
-            *convert((x.k, x.v), self._conversions), wide_k, wide_v, x.lengths.seqused_k,
+            *convert((x.k, x.v), self._conversions), k_in_16_bits, v_in_16_bits,
+            x.lengths.seqused_k,
             x.lengths.page_table, of.k_descale, of.v_descale,
         )  # fmt: skip
         lengths = replaced(x.lengths, page_table=None)
         optional = replaced(of, k_descale=None, v_descale=None)
-        wide = replaced(x, k=wide_k, v=wide_v, lengths=lengths, optional=optional)
-        return self.inner(wide, masks)
+        converted = replaced(x, k=k_in_16_bits, v=v_in_16_bits, lengths=lengths, optional=optional)
+        return self.inner(converted, masks)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.config import BwdChoice, FwdTiles
-from flash_mask_cute.core.segments import BY_SEGMENTS, IN_TURN, ONE_SEGMENT
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
+from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.fake_tensors import (
@@ -97,10 +97,10 @@ def _columns(x: AttentionProblem, _: Any) -> Any:
 
 
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
-    if x.token_lists:
-        return fake_tensors.token_lists()
+    if x.query_lists:
+        return fake_tensors.query_lists()
     if x.has_selected:
-        return fake_tensors.choice_bits(x.choice_dtype)
+        return fake_tensors.selection_bits(x.selection_dtype)
     return fake_tensors.block_bits(x)
 
 
@@ -160,26 +160,26 @@ def _mask_bits_fwd(x: AttentionProblem, tiles: FwdTiles) -> Any:
 
 
 def _counter_fwd(x: AttentionProblem, _: Any) -> Any:
-    return None if x.split == BY_SLOTS else fake_tensors.counter()
+    return None if x.split == BY_STREAM_K else fake_tensors.counter()
 
 
 def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles."""
     import cutlass
 
-    if x.split in (None, ONE_SEGMENT):
+    if x.split in (None, ONE_FIXED_SPLIT):
         return None
-    if x.split == IN_TURN:
+    if x.split == SEQUENTIAL_SPLITS:
         return fake_tensors.vectors_of_threads(), cutlass.Int32(1)
-    by_slots = x.split == BY_SLOTS
+    by_stream_k = x.split == BY_STREAM_K
     partials = (
-        operand("float32", 3 if by_slots else 5, x.head_dim_v),
-        strided(2 if by_slots else 4, "float32"),
-        None if x.score_mod is None else strided(2 if by_slots else 4, "float32"),
-        strided(2) if by_slots else None,
-        None if by_slots else cutlass.Int32(1),
+        operand("float32", 3 if by_stream_k else 5, x.head_dim_v),
+        strided(2 if by_stream_k else 4, "float32"),
+        None if x.score_mod is None else strided(2 if by_stream_k else 4, "float32"),
+        strided(2) if by_stream_k else None,
+        None if by_stream_k else cutlass.Int32(1),
     )
-    return (*partials, cutlass.Int32(1)) if x.split == BY_SEGMENTS else partials
+    return (*partials, cutlass.Int32(1)) if x.split == PARALLEL_SPLITS else partials
 
 
 def parameter_of(name: str) -> str:
@@ -261,7 +261,7 @@ def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
 
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
     """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
-    return choice.tiles.splits_group or x.token_lists > 0
+    return choice.tiles.splits_group or x.query_lists > 0
 
 
 def _dk(x: AttentionProblem, choice: BwdChoice) -> Any:

@@ -26,7 +26,7 @@ from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 class KernelArguments(NamedTuple):
     """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
     columns: indices and bounds. block_size: of the lists; not given together with block_bits
-    (visible, full, block_q, block_k); of a choice full is None, and the bits of tiles follow."""
+    (visible, full, block_q, block_k); of a selection full is None, and the bits of tiles follow."""
 
     block_lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
@@ -40,12 +40,12 @@ class MaskArguments:
 
     reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
     mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
-    computed for a `ColumnMask` or for lists that were seen before. The bits of a choice are made in
-    each call, since layers do not share choices, or its entries are given as they are.
+    computed for a `ColumnMask` or for lists that were seen before. The bits of a selection are made
+    in each call, since layers do not share selections, or its entries are given as they are.
     """
 
     __slots__ = (
-        "_block_size", "_by_tokens", "_causal_form", "_query_tiles", "_reads_entries",
+        "_block_size", "_by_query_lists", "_causal_form", "_query_tiles", "_reads_entries",
         "_reads_lists", "_seqlens", "_tile",
     )  # fmt: skip
 
@@ -63,8 +63,8 @@ class MaskArguments:
         self._tile = tile
         self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
         self._reads_lists = reads_lists
-        self._by_tokens = problem.token_lists
-        self._reads_entries = problem.choice_dtype is not None
+        self._by_query_lists = problem.query_lists
+        self._reads_entries = problem.selection_dtype is not None
 
     def __call__(
         self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
@@ -76,8 +76,12 @@ class MaskArguments:
             columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
         if given_lists is not None:
             if isinstance(given_lists, SelectedBlocks):
-                # a backward makes token lists itself
-                bits = None if self._by_tokens else self._choice_bits(given_lists, cu_seqlens_q)
+                # a backward makes query lists itself
+                bits = (
+                    None
+                    if self._by_query_lists
+                    else self._selection_bits(given_lists, cu_seqlens_q)
+                )
             elif not self._reads_lists:
                 sized = _sized(given_lists, self._block_size)
                 on_gpu = sized.mask_block_idx.is_cuda
@@ -96,7 +100,7 @@ class MaskArguments:
         aux = tuple(aux_tensors) if aux_tensors else None
         return KernelArguments(lists, aux, columns, block_size, bits)
 
-    def _choice_bits(
+    def _selection_bits(
         self, selected: SelectedBlocks, cu_seqlens_q: Tensor | None
     ) -> tuple[Any, ...]:
         num_blocks = selected.num_blocks(self._seqlens[1])

@@ -152,7 +152,7 @@ def _choose_mask_bits(plan: ExecutionPlan, can_pack: bool, limits: Limits) -> Ma
     lists_differ = lists is not None and lists.mask_block_cnt.shape[0] > 1
     entries = shapes.batch if lists_differ or find_reliance(mask_mod, problem).batch else 1
     blocks = _num_blocks(shapes, tiles)
-    per_launch = _blocks_per_launch(entries, shapes, tiles, target, limits)
+    per_launch = _blocks_per_launch(plan, entries, limits)
     if per_launch is None:
         return None
     lines = tiles.lines, tiles.words
@@ -203,14 +203,13 @@ def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
     return -(-shapes.seqlen_q // tiles.tile_m)
 
 
-def _blocks_per_launch(
-    entries: int, shapes: FwdShapes, tiles: BitTiles, target: Target, limits: Limits
-) -> int | None:
+def _blocks_per_launch(plan: ExecutionPlan, entries: int, limits: Limits) -> int | None:
     """Number of query blocks that a launch computes; None if there is no room for bits.
 
     A forward with more pairs than fit computes some rows of all heads at a time; a backward does
     not.
     """
+    shapes, tiles = plan.shapes, plan.bit_tiles
     blocks = _num_blocks(shapes, tiles)
     if entries * shapes.seqlen_q * shapes.seqlen_k <= limits.max_pairs:
         return blocks
@@ -219,4 +218,4 @@ def _blocks_per_launch(
         return None
     per_launch = -(-blocks // -(-blocks // most))
     tiles_per_launch = per_launch * shapes.heads_q * shapes.batch
-    return per_launch if tiles_per_launch >= limits.min_tiles * target.num_sms else None
+    return per_launch if tiles_per_launch >= limits.min_tiles * plan.target.num_sms else None

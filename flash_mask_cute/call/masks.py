@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import (
@@ -14,7 +13,7 @@ from flash_mask_cute.block_sparsity import (
     check_block_lists,
     from_block_mask,
 )
-from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods
 from flash_mask_cute.call.tiles.arch import ArchSpec, BackwardKernel
 from flash_mask_cute.call.tiles.config import BwdChoice, FwdChoice, FwdTiles
@@ -28,7 +27,7 @@ class ResolvedMasks(NamedTuple):
     """A call's masks after validation.
 
     column_mask, block_lists: in the form of the library, the lists with their block size. selected:
-    a choice of blocks, beside which there are no lists.
+    a selection of blocks, beside which there are no lists.
     """
 
     score_mod: Callable[..., Any] | None
@@ -39,15 +38,13 @@ class ResolvedMasks(NamedTuple):
     selected: SelectedBlocks | None = None
 
     @staticmethod
-    def create(
-        masks: Masks, causal: bool, shapes: FwdShapes, device: torch.device, has_start: bool
-    ) -> ResolvedMasks:
-        """Made from arguments that passed `check_inputs`. has_start: q_start is among them.
+    def of(call: AttentionCall, shapes: FwdShapes) -> ResolvedMasks:
+        """Made from a call that passed `check_inputs`, which returned its extents.
 
         Raises:
             TypeError, ValueError: block lists do not fit the problem.
         """
-        lists = selected = None
+        masks, options, lists, selected = call.masks or NO_MASKS, call.options, None, None
         if isinstance(masks.block_sparse_tensors_torch, SelectedBlocks):
             selected = masks.block_sparse_tensors_torch
         elif masks.block_sparse_tensors_torch is not None:
@@ -55,15 +52,15 @@ class ResolvedMasks(NamedTuple):
                 from_block_mask(masks.block_sparse_tensors_torch),
                 shapes.batch,
                 shapes.heads_q,
-                None if has_start else shapes.seqlen_q,
+                None if options.q_start.is_given else shapes.seqlen_q,
                 shapes.seqlen_k,
-                device,
+                call.tensors.q.device,
             )
         return ResolvedMasks(
             masks.score_mod,
             masks.mask_mod,
             tuple(masks.aux_tensors) if masks.aux_tensors else None,
-            column_mask_of(masks.startend_row_indices, causal),
+            column_mask_of(masks.startend_row_indices, options.causal),
             lists,
             selected,
         )
@@ -98,28 +95,36 @@ class ResolvedMasks(NamedTuple):
         self, problem: AttentionProblem, kernel: BackwardKernel
     ) -> tuple[int, int] | None:
         """The size of blocks of lists that each warpgroup's keys may have of their own."""
-        owns = problem.may_own_lists and kernel.owns_lists and problem.score_modifier is None
+        owns = (
+            problem.may_have_lists_per_warpgroup
+            and kernel.has_lists_per_warpgroup
+            and problem.score_modifier is None
+        )
         return self.block_size if owns else None
 
     def with_form_of_lists(
         self, problem: AttentionProblem, choice: FwdChoice | BwdChoice, spec: ArchSpec
     ) -> AttentionProblem:
         """The problem with the form in which a kernel of these tiles takes block lists."""
-        size, owns = self.block_size, problem.may_own_lists
+        size, owns = self.block_size, problem.may_have_lists_per_warpgroup
         if isinstance(choice, BwdChoice):
             size = self.own_keys_of(problem, spec.backward)
-            return replace(problem, own_lists=size is not None and choice.own_keys_nest_in(size))
+            return replace(
+                problem, lists_per_warpgroup=size is not None and choice.own_keys_nest_in(size)
+            )
         if size is None:
-            return replace(problem, has_bits=False, own_lists=False)
-        owns = owns and spec.forward.owns_lists and choice.tiles.own_rows_nest_in(size)
+            return replace(problem, has_bits=False, lists_per_warpgroup=False)
+        owns = owns and spec.forward.has_lists_per_warpgroup and choice.tiles.own_rows_nest_in(size)
         are_bits = problem.q_start is not None or not choice.tiles.nest_in(size)
-        return replace(problem, has_bits=are_bits and not owns, own_lists=owns)
+        return replace(problem, has_bits=are_bits and not owns, lists_per_warpgroup=owns)
 
-    def describe(self, tiles: FwdTiles, are_bits: bool, owns_lists: bool = False) -> str:
+    def describe(
+        self, tiles: FwdTiles, are_bits: bool, has_lists_per_warpgroup: bool = False
+    ) -> str:
         """The masks in words; empty if there are none.
 
         are_bits: block lists are read as bits by the kernel that makes mask bits before attention.
-        owns_lists: see `AttentionProblem`.
+        has_lists_per_warpgroup: see `AttentionProblem`.
         """
         parts = []
         if self.column_mask is not None:
@@ -134,7 +139,7 @@ class ResolvedMasks(NamedTuple):
                 how = "taken as bits"
             elif tiles.nest_in(self.block_size):
                 how = "made of whole tiles"
-            elif owns_lists:
+            elif has_lists_per_warpgroup:
                 how = "of each warpgroup's rows"
             parts.append(f"block lists of {self.block_size[0]} x {self.block_size[1]}, {how}")
         if self.selected is not None:

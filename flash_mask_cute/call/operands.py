@@ -1,14 +1,14 @@
 """The arguments of a call that torch operators take as they are.
 
-The tensors of `Lengths` and `OptionalTensors` are among them by being fields there. A number or a
-flag has a row here.
+The tensors of `CallLengths` and `OptionalTensors` are among them by being fields there. A number or
+a flag has a row here.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flash_mask_cute.call.arguments import AttentionCall, Lengths, OptionalTensors
+from flash_mask_cute.call.arguments import AttentionCall, CallLengths, OptionalTensors
 
 
 class OperatorArgument(NamedTuple):
@@ -26,7 +26,7 @@ class OperatorArgument(NamedTuple):
 # In the order of the operators. What is not here they take in another form, or by position
 # (`autograd/torch_ops.py`).
 OF_OPERATORS = (
-    *(OperatorArgument(name, "Tensor?", "lengths") for name in Lengths._fields),
+    *(OperatorArgument(name, "Tensor?", "lengths") for name in CallLengths._fields),
     *(OperatorArgument(name, "Tensor?", "optional") for name in OptionalTensors._fields),
     OperatorArgument("max_seqlen_q", "SymInt?", "options"),
     OperatorArgument("max_seqlen_k", "SymInt?", "options"),

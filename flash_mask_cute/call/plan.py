@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from flash_mask_cute.call.arguments import AttentionCall
 from flash_mask_cute.call.batch_sums import sums_in_order, with_shared_sums
-from flash_mask_cute.call.bias_rows import with_entry_order, with_row_bits
+from flash_mask_cute.call.bias_rows import with_bias_bits, with_entry_order
 from flash_mask_cute.call.check.pages import page_box_of
-from flash_mask_cute.call.copies import has_common_kv, sink_conversion, with_conversions
+from flash_mask_cute.call.copies import has_shared_kv, sink_conversion, with_conversions
 from flash_mask_cute.call.documents import call_by_documents, packs_documents
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
+from flash_mask_cute.call.fixed_splits import with_fixed_splits
 from flash_mask_cute.call.fp8 import call_in_16_bits
 from flash_mask_cute.call.gradient_facts import GradientFacts
 from flash_mask_cute.call.mask_bits import LIMITS, Limits, with_mask_bits
@@ -25,19 +26,18 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
     sink_dtype,
 )
+from flash_mask_cute.call.query_lists import with_query_lists
 from flash_mask_cute.call.refusals import (
     check_on_any_device,
-    refuse_large_choice,
+    refuse_large_selection,
     refuse_on_gpu,
 )
-from flash_mask_cute.call.segments import with_segments
-from flash_mask_cute.call.selection import with_choice_facts
+from flash_mask_cute.call.selection import with_selection_facts
 from flash_mask_cute.call.splits import with_split, with_splits
 from flash_mask_cute.call.tables import with_tables
 from flash_mask_cute.call.tile_choice import choose_tiles
 from flash_mask_cute.call.tiles.config import BwdChoice, FwdChoice
-from flash_mask_cute.call.token_lists import with_token_lists
-from flash_mask_cute.core.shares import DECODE_ROWS
+from flash_mask_cute.core.stream_k import DECODE_ROWS
 from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mods.traits import computes_functions
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -68,9 +68,9 @@ def plan(
     found = with_conversions(found, call.tensors)
     if found.backend is Backend.EMPTY:
         return found
-    if (wide := call_in_16_bits(facts)) is not None:
-        return replace(found, wide=plan(wide, target, limits))
-    refuse_large_choice(facts)
+    if (in_16_bits := call_in_16_bits(facts)) is not None:
+        return replace(found, in_16_bits=plan(in_16_bits, target, limits))
+    refuse_large_selection(facts)
     if (once := call_in_one_pass(facts, found)) is not None:
         in_one_pass = plan(once, target, limits)
         if in_one_pass.mask_bits is not None:
@@ -88,8 +88,8 @@ def kernel_problem(facts: CallFacts) -> AttentionProblem:
     problem = replace(problem, **facts.start.problem_fields())
     check_on_any_device(facts, problem)
     if facts.is_forward:
-        return with_row_bits(facts, with_split(facts, problem))
-    return with_token_lists(facts, with_empty_rows(facts, problem))
+        return with_bias_bits(facts, with_split(facts, problem))
+    return with_query_lists(facts, with_empty_rows(facts, problem))
 
 
 def with_tiles(facts: CallFacts, problem: AttentionProblem) -> ExecutionPlan:
@@ -97,8 +97,8 @@ def with_tiles(facts: CallFacts, problem: AttentionProblem) -> ExecutionPlan:
     found = _new_plan(facts, problem, choose_tiles(facts, problem))
     if not facts.is_forward:
         return found
-    found = with_page_box(facts, with_choice_facts(facts, found))
-    return with_segments(facts, found) if facts.is_ordered else with_splits(facts, found)
+    found = with_page_box(facts, with_selection_facts(facts, found))
+    return with_fixed_splits(facts, found) if facts.is_ordered else with_splits(facts, found)
 
 
 def _problem(facts: CallFacts) -> AttentionProblem:
@@ -118,7 +118,7 @@ def _problem(facts: CallFacts) -> AttentionProblem:
         has_seqused_k=of.seqused_k is not None,
         has_softcap=call.options.softcap != 0,
         needs_lse=False,
-        common_kv=has_common_kv(call),
+        shared_kv=has_shared_kv(call),
     )
     return replace(problem, **facts.masks.problem_fields())
 
@@ -135,7 +135,7 @@ def _fwd_problem(facts: CallFacts) -> AttentionProblem:
         optional=tuple(
             GivenTensor(name, dtype_name(y.dtype), y.dim())
             for name, y in x.optional._asdict().items()
-            if y is not None and (name != "causals" or facts.causal_each)
+            if y is not None and (name != "causal_per_seq" or facts.causal_each)
         ),
         in_fp8=x.k.dtype == FP8,
     )
@@ -224,7 +224,7 @@ def call_in_one_pass(facts: CallFacts, plan: ExecutionPlan) -> AttentionCall | N
     """The call without splits, if the library chose them where mask bits for all heads may be worth
     more: decoding waits for keys, more queries wait for the mask_mod."""
     options = facts.call.options
-    by_library = plan.splits is not None and options.num_splits == 0 and plan.segments is None
+    by_library = plan.splits is not None and options.num_splits == 0 and plan.fixed_splits is None
     rows = facts.shapes.seqlen_q * plan.problem.packed_heads
     if not by_library or facts.masks.mask_mod is None or rows <= DECODE_ROWS:
         return None

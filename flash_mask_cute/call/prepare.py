@@ -14,6 +14,7 @@ from flash_mask_cute.call.check.validate import refuse_transforms
 from flash_mask_cute.call.documents import PackedBackward, PackedForward
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend
+from flash_mask_cute.call.fixed_splits import fixed_splits_of
 from flash_mask_cute.call.forward import (
     CpuForward,
     EmptyForward,
@@ -21,10 +22,9 @@ from flash_mask_cute.call.forward import (
     build_fwd,
     compile_fwd,
 )
-from flash_mask_cute.call.fp8 import WidenedForward
+from flash_mask_cute.call.fp8 import DequantisedForward
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import Mods
-from flash_mask_cute.call.segments import segments_of
 from flash_mask_cute.call.splits import CombinedForward
 from flash_mask_cute.call.tables import MakeDifferenceTables, compile_difference_tables
 from flash_mask_cute.call.tiles.arch import arch_spec
@@ -49,15 +49,15 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     if plan.packed is not None:
         inner = prepared_fwd(plan.packed)
         return PackedForward(inner, plan.problem.needs_lse, plan.masks.is_causal)
-    if plan.wide is not None:
-        return WidenedForward(plan, prepared_fwd(plan.wide))
+    if plan.in_16_bits is not None:
+        return DequantisedForward(plan, prepared_fwd(plan.in_16_bits))
     if plan.backend is Backend.CPU:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyForward(plan)
     combine: Any = None
-    if plan.segments is not None:
-        combine = segments_of(plan)
+    if plan.fixed_splits is not None:
+        combine = fixed_splits_of(plan)
     elif plan.splits is not None:
         combine = CombinedForward(plan)
     function = compiled_fwd(plan).function
@@ -157,6 +157,6 @@ def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:
 def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:
     """Whether a prepared call may run later calls. On the CPU it may not with cu_seqlens and
     seqused: their contents are checked in every call."""
-    if isinstance(prepared, PackedForward | PackedBackward | WidenedForward):
+    if isinstance(prepared, PackedForward | PackedBackward | DequantisedForward):
         return may_be_kept(prepared.inner)
     return not isinstance(prepared, CpuForward | CpuBackward)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_mask_cute.core.fixed_splits import ORDERED
 from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
-from flash_mask_cute.core.segments import ORDERED
-from flash_mask_cute.core.shares import FEW_ROWS
+from flash_mask_cute.core.stream_k import FEW_ROWS
 from flash_mask_cute.limits import OPEN_WINDOW
 
 
@@ -93,7 +93,7 @@ class AttentionProblem:
     intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
     `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
     tensor. wants_aux: indices of those whose gradients a backward sums; exact_aux: of these, those
-    with exact sums (`mods/exact_words.py`); entry_aux: those with sums for each batch entry.
+    with exact sums (`mods/fixed_point_sums.py`); entry_aux: those with sums for each batch entry.
     has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits: tiles do
     not nest in the blocks, whose states are given as bits. score_functions: score_mod computes
     functions of scores (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the
@@ -101,23 +101,23 @@ class AttentionProblem:
     deterministic, may_empty_rows
     (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
     position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in splits (`splits.py`), or its segments
-    (`segments.py`), None: it has neither. page_box:
+    split: how a forward computes work tiles in splits (`splits.py`), or its fixed splits
+    (`fixed_splits.py`), None: it has neither. page_box:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
-    choice of key blocks is given, as bits. choice_dtype: that of its entries, if a forward of one
-    query reads them itself, else None. shares_mask: heads that share a tile of a forward with a
-    choice see the same of a mask_mod. common_kv: all sequences have the keys of one batch
+    selection of key blocks is given, as bits. selection_dtype: that of its entries, if a forward of
+    one query reads them itself, else None. shares_mask: heads that share a tile of a forward with a
+    selection see the same of a mask_mod. shared_kv: all sequences have the keys of one batch
     entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
-    `FEW_ROWS` query rows share keys, of a batch that is not packed. token_lists: keys of a work
-    tile of a backward that takes the choice as token lists (`token_lists.py`), and packs all
+    `FEW_ROWS` query rows share keys, of a batch that is not packed. query_lists: keys of a work
+    tile of a backward that takes the selection as query lists (`query_lists.py`), and packs all
     heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
     other scores from one head of a group than from another. tables: dtypes of the tables of
     differences that the kernel gets behind the aux tensors (`tables.py`), summed:
-    (number, size of the sums) of the reads whose gradients it sums by difference. own_lists:
-    warpgroups of a forward, or keys of one in a backward, have block lists of their own
-    (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a backward
-    (`bias_rows.py`). row_bits: bits of a score, of rows of tables that batch entries of a
+    (number, size of the sums) of the reads whose gradients it sums by difference.
+    lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block lists of
+    their own (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
+    backward (`bias_rows.py`). bias_bits: bits of a score, of rows of tables that batch entries of a
     forward share (`bias_rows.py`), 0 if they do not, or are few.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
@@ -160,23 +160,23 @@ class AttentionProblem:
     page_box: int | None = None
     optional: tuple[GivenTensor, ...] = ()
     has_selected: bool = False
-    choice_dtype: str | None = None
+    selection_dtype: str | None = None
     shares_mask: bool = False
-    common_kv: bool = False
+    shared_kv: bool = False
     in_fp8: bool = False
     few_rows: bool = False
-    token_lists: int = 0
+    query_lists: int = 0
     masks_by_head: bool = False
     tables: tuple[str, ...] = ()
     summed: tuple[tuple[int, int, str], ...] = ()
-    own_lists: bool = False
+    lists_per_warpgroup: bool = False
     entries_first: bool = False
-    row_bits: int = 0
+    bias_bits: int = 0
 
     @property
-    def kept_bits(self) -> int:
+    def cached_bias_bits(self) -> int:
         """Bits of a score, of rows of tables that may stay in shared memory."""
-        return self.row_bits if self.tuning_class is TuningClass.SCORE_MOD else 0
+        return self.bias_bits if self.tuning_class is TuningClass.SCORE_MOD else 0
 
     def has(self, name: str) -> bool:
         """Whether a forward reads this one of `OptionalTensors`."""
@@ -189,11 +189,11 @@ class AttentionProblem:
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
 
     @property
-    def may_own_lists(self) -> bool:
+    def may_have_lists_per_warpgroup(self) -> bool:
         """Whether parts of a tile may have block lists of their own: no other argument depends on
         lists, and rows begin where these do."""
         is_plain = self.mask_mod is None and self.score_mod is None and self.q_start is None
-        is_plain = is_plain and not self.in_fp8 and not self.common_kv and self.packed_heads == 1
+        is_plain = is_plain and not self.in_fp8 and not self.shared_kv and self.packed_heads == 1
         return is_plain and (self.has_lists or self.has_bits)
 
     @property
@@ -201,23 +201,23 @@ class AttentionProblem:
         """Whether work tiles of a backward visit the queries of one head of one sequence after
         another, so that gradients of aux tensors can be summed along them. Keys in common have
         several sequences, and listed queries have all heads at once."""
-        return not (self.common_kv or self.token_lists)
+        return not (self.shared_kv or self.query_lists)
 
     @property
     def listed_rows(self) -> int:
-        """Rows of a query in a block of listed queries, with token lists."""
+        """Rows of a query in a block of listed queries, with query lists."""
         return rows_of_listed(self.packed_heads)
 
     @property
     def rows_of_stats(self) -> int:
         """Rows of a query whose statistics lie together; 1: they do not."""
-        return self.listed_rows if self.token_lists else 1
+        return self.listed_rows if self.query_lists else 1
 
     @property
     def causal_each(self) -> bool:
         """Whether a forward reads, beside a right side of the window, which sequences are
         causal."""
-        return self.has("causals")
+        return self.has("causal_per_seq")
 
     @property
     def is_ordered(self) -> bool:

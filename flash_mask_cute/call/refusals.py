@@ -18,7 +18,7 @@ def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
         unordered = why_unordered(facts.target)
         if unordered is not None:
             refuse_order("daux is given", unordered)
-    if problem.common_kv and problem.deterministic and problem.wants_aux:
+    if problem.shared_kv and problem.deterministic and problem.wants_aux:
         raise NotImplementedError(
             "daux is not supported with deterministic=True where k and v are one batch entry for "
             f"several sequences, got the gradients of aux_tensors {list(problem.wants_aux)}"
@@ -55,7 +55,7 @@ def refuse_on_gpu(facts: CallFacts, problem: AttentionProblem) -> None:
     if problem.causal_each and not kernel.causal_each:
         raise NotImplementedError(
             f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
-            f"each kind of sequences, got {brief(given.tensors.optional.causals)}"
+            f"each kind of sequences, got {brief(given.tensors.optional.causal_per_seq)}"
         )
     if problem.in_fp8 and not kernel.reads_fp8:
         raise NotImplementedError(
@@ -68,8 +68,8 @@ def refuse_on_gpu(facts: CallFacts, problem: AttentionProblem) -> None:
         )
 
 
-def refuse_large_choice(facts: CallFacts) -> None:
-    """Refuse a choice of blocks whose bits take too much memory."""
+def refuse_large_selection(facts: CallFacts) -> None:
+    """Refuse a selection of blocks whose bits take too much memory."""
     selected, seqlen_k = facts.masks.selected, facts.shapes.seqlen_k
     if selected is None:
         return

@@ -10,8 +10,8 @@ from flash_mask_cute.call.build_backward import num_row_blocks
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.kernel_operands import num_stats, stats_words
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.token_lists import list_extents, list_facts
-from flash_mask_cute.mods.exact_words import NUM_WORDS
+from flash_mask_cute.call.query_lists import list_extents, list_facts
+from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,7 @@ class BwdScratch(NamedTuple):
 
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
-    dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: token
+    dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: query
     lists, and what they are made with.
     """
 
@@ -39,8 +39,8 @@ class BwdScratch(NamedTuple):
         choice, problem, shapes, facts = plan.bwd_choice, plan.problem, plan.shapes, plan.gradients
         assert facts is not None
         tile_m = choice.tiles.tile_m
-        if problem.token_lists:
-            return _by_tokens(plan)
+        if problem.query_lists:
+            return _by_query_lists(plan)
         rows = shapes.total_q if problem.varlen_q else shapes.seqlen_q
         blocks = shapes.heads_q, num_row_blocks(rows, shapes.batch, problem.varlen_q, tile_m)
         words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
@@ -51,7 +51,7 @@ class BwdScratch(NamedTuple):
         parts_k = parts_v = None
         if choice.tiles.splits_group:
             keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
-            entries = 1 if problem.common_kv else shapes.batch
+            entries = 1 if problem.shared_kv else shapes.batch
             key_blocks = num_row_blocks(keys, entries, problem.varlen_k, choice.tile_n)
             parts = shapes.heads_kv * choice.group_splits, key_blocks
             parts_k = *parts, choice.tile_n * choice.tile_d
@@ -76,7 +76,7 @@ class BwdScratch(NamedTuple):
         return _num_bytes(self.dk_parts, self.dv_parts)
 
 
-def _by_tokens(plan: ExecutionPlan) -> BwdScratch:
+def _by_query_lists(plan: ExecutionPlan) -> BwdScratch:
     """Heads of a group are rows of a query, and key tiles have one part of sums."""
     choice, problem, shapes = plan.bwd_choice, plan.problem, plan.shapes
     tile_m, facts = choice.tiles.tile_m, list_facts(problem)

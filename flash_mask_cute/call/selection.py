@@ -1,4 +1,4 @@
-"""A choice of key blocks: what a forward's kernel may know of it, and its description."""
+"""A selection of key blocks: what a forward's kernel may know of it, and its description."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def has_equal_walks(facts: CallFacts) -> bool:
     return 2 * chosen <= shapes.seqlen_k
 
 
-def with_choice_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan of a forward with what its kernel may know of a choice.
+def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan of a forward with what its kernel may know of a selection.
 
     The only query of a sequence decides for whole tiles of keys. Then the kernel reads its entries,
     and nothing is launched before it. A mask_mod that does not use the head is evaluated once for
-    the heads that share a tile, of which there are many, since a choice packs them.
+    the heads that share a tile, of which there are many, since a selection packs them.
     """
     selected, mask_mod = facts.masks.selected, facts.masks.mask_mod
     problem, shapes, tile_n = plan.problem, facts.shapes, plan.fwd_choice.tiles.tile_n
@@ -41,8 +41,8 @@ def with_choice_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     shares_mask = False
     if problem.packed_heads > 1 and mask_mod is not None:
         shares_mask = not find_reliance(mask_mod, problem).head
-    choice_dtype = dtype_name(selected.indices.dtype) if decides_alone else None
-    problem = replace(problem, choice_dtype=choice_dtype, shares_mask=shares_mask)
+    selection_dtype = dtype_name(selected.indices.dtype) if decides_alone else None
+    problem = replace(problem, selection_dtype=selection_dtype, shares_mask=shares_mask)
     return replace(plan, problem=problem)
 
 
@@ -52,8 +52,8 @@ def with_choice_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
 MUCH = 2.0
 
 
-def explain_choice(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
-    """What a forward makes of its choice; empty if it has none."""
+def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
+    """What a forward makes of its selection; empty if it has none."""
     selected = run.masks.selected
     if selected is None:
         return ""
@@ -62,7 +62,7 @@ def explain_choice(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
     if heads > 1:
         queries = tiles.cluster_tile_m // padded_group(heads)
         parts[0] = f"tiles of {queries} queries x {heads} heads walk over what these chose together"
-    if run.problem.choice_dtype is not None:
+    if run.problem.selection_dtype is not None:
         parts.append("the kernel reads the entries of the only query")
     elif run.backend is Backend.KERNEL:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
@@ -71,11 +71,11 @@ def explain_choice(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
 
 
 def _union(run: ExecutionPlan, selected: SelectedBlocks, cu_seqlens_q: Tensor | None) -> str:
-    """How many blocks queries chose, and tiles of them, by the entries of a choice on the CPU.
+    """How many blocks queries chose, and tiles of them, by the entries of a selection on the CPU.
     Blocks behind a sequence's end or hidden by other masks count as well."""
     on_device = selected.indices.is_cuda or (cu_seqlens_q is not None and cu_seqlens_q.is_cuda)
     if on_device or run.shapes.is_empty:
-        why = "the choice is on the device" if on_device else "there is nothing to compute"
+        why = "the selection is on the device" if on_device else "there is nothing to compute"
         return f"blocks of a tile are unknown: {why}"
     by_entry, pack = selected.by_entry, padded_group(run.problem.packed_heads)
     num_blocks, tile_m = (
@@ -104,7 +104,7 @@ def _union(run: ExecutionPlan, selected: SelectedBlocks, cu_seqlens_q: Tensor | 
     if of_tile > MUCH * of_query:
         text += (
             "; advice: neighbouring queries share little, and a tile computes all that one of them "
-            "chose. Larger blocks, choices that neighbours share, or more query heads for a KV "
+            "chose. Larger blocks, selections that neighbours share, or more query heads for a KV "
             "head make it less"
         )
     return text

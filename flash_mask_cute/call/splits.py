@@ -1,9 +1,9 @@
 """Forwards that compute their work tiles in splits: which, and what combines the results.
 
 *By rows*: each work tile in the number of splits that the caller requests (`num_splits` of 2 and
-more), as `BlockInfo` cuts it. *By slots*: all key blocks in equal shares, one for each CTA
-(`core/shares.py`); the library chooses this if the choice is its own (`num_splits` 0, the default).
-One split is one pass, without a combination.
+more), as `BlockInfo` cuts it. *Stream-K*: all key blocks in equal stream-K chunks, one for each CTA
+(`core/stream_k.py`); the library chooses this if the choice is its own (`num_splits` 0, the
+default). One split is one pass, without a combination.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.selection import has_equal_walks
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.core.segments import ONE_SEGMENT
-from flash_mask_cute.core.shares import (
+from flash_mask_cute.core.stream_k import (
     BY_ROWS,
-    BY_SLOTS,
+    BY_STREAM_K,
     DECODE_ROWS,
     MAX_COLUMNS,
+    PARTIAL_TILES_PER_CHUNK,
     PENDING_WORDS,
-    SLOTS_PER_SHARE,
     are_busy,
 )
 from flash_mask_cute.limits import STRIDE_STEP, ctas_of_tile
@@ -52,9 +52,9 @@ _MANY_WAVES = 8
 _FULL_WAVES = 0.95
 
 
-def aligned_shares(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
-    """CTAs that have shares: num_ctas, or a few less if each head has a line of its own, with so
-    many work tiles, and equal tiles then fill whole shares."""
+def aligned_chunks(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
+    """CTAs that have chunks: num_ctas, or a few less if each head has a line of its own, with so
+    many work tiles, and equal tiles then fill whole chunks."""
     most = num_ctas // heads
     if tile_m <= DECODE_ROWS:
         for of_head in range(most, 0, -1):
@@ -82,16 +82,16 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     """The problem of a forward with its way of computing work tiles in splits, if any.
 
     A kernel writes `out` in the dtype of q, and splits of it in float32. So an `out` in float32 is
-    combined from splits, from a single one if no more are requested. Splits by slots do not serve
-    for that: a kernel writes `out` itself where a work tile has one share.
+    combined from splits, from a single one if no more are requested. Stream-K splits do not serve
+    for that: a kernel writes `out` itself where a work tile lies in one chunk.
 
     A single query sees the same keys without causal masking, and a kernel without masks does less.
     So later steps ask the facts, and not the problem, whether the call is causal.
     """
     x = facts.call.tensors
-    # tiles say later how segments are computed (`with_segments`)
-    split = ONE_SEGMENT if facts.is_ordered else _choose_split(facts, problem)
-    if split in (None, BY_SLOTS) and x.out is not None and x.out.dtype != x.q.dtype:
+    # tiles say later how fixed splits are computed (`with_fixed_splits`)
+    split = ONE_FIXED_SPLIT if facts.is_ordered else _choose_split(facts, problem)
+    if split in (None, BY_STREAM_K) and x.out is not None and x.out.dtype != x.q.dtype:
         refuse_splits(problem, f"out in {x.out.dtype} of q in {x.q.dtype}")
         split = BY_ROWS
     if split is None and not facts.decodes_whole:
@@ -102,7 +102,7 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
 
 
 def _choose_split(facts: CallFacts, problem: AttentionProblem) -> str | None:
-    """BY_ROWS, BY_SLOTS, or None: one pass.
+    """BY_ROWS, BY_STREAM_K, or None: one pass.
 
     Tiles that the caller chose are for one pass, unless the caller also asks for splits.
 
@@ -123,7 +123,7 @@ def _choose_split(facts: CallFacts, problem: AttentionProblem) -> str | None:
         return None
     packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
     tile_m = DECODE_ROWS if is_decoding else _ROWS
-    return None if are_enough_tiles(facts, problem, packed_heads, tile_m) else BY_SLOTS
+    return None if are_enough_tiles(facts, problem, packed_heads, tile_m) else BY_STREAM_K
 
 
 def are_enough_tiles(
@@ -156,8 +156,8 @@ def with_splits(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     """The plan of a forward with the scratch of its splits, for tiles that are chosen."""
     if plan.problem.split is None:
         return plan
-    if plan.problem.split == BY_SLOTS:
-        return replace(plan, splits=_splits_by_slots(plan))
+    if plan.problem.split == BY_STREAM_K:
+        return replace(plan, splits=_splits_by_stream_k(plan))
     number = max(facts.call.options.num_splits, 1)
     return replace(plan, splits=splits_by_rows(plan.problem, plan.shapes, number))
 
@@ -170,7 +170,7 @@ def splits_by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) ->
     return Splits(BY_ROWS, number, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
 
 
-def _splits_by_slots(plan: ExecutionPlan) -> Splits:
+def _splits_by_stream_k(plan: ExecutionPlan) -> Splits:
     """A share for each CTA at most, or for each pair of CTAs."""
     problem, shapes = plan.problem, plan.shapes
     num_ctas = _tiles_at_once(plan.target, problem)
@@ -179,10 +179,10 @@ def _splits_by_slots(plan: ExecutionPlan) -> Splits:
         of_sequence = shapes.seqlen_q * padded_group(problem.packed_heads)
         rows, tiles = min(rows, of_sequence), shapes.batch * math.ceil(of_sequence / tile_m)
         heads = shapes.heads_q // problem.packed_heads
-        num_ctas = aligned_shares(tiles, heads, num_ctas, tile_m)
-    lse_shape = SLOTS_PER_SHARE * num_ctas, rows
+        num_ctas = aligned_chunks(tiles, heads, num_ctas, tile_m)
+    lse_shape = PARTIAL_TILES_PER_CHUNK * num_ctas, rows
     has_low = problem.score_mod is not None
-    return Splits(BY_SLOTS, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
+    return Splits(BY_STREAM_K, num_ctas, (*lse_shape, shapes.head_dim_v), lse_shape, has_low)
 
 
 # -- the combination ---------------------------------------------------------------------------
@@ -196,8 +196,8 @@ class CombineFacts(NamedTuple):
     """Facts that determine the code of the combination kernel.
 
     partial_dtype, dtype: names of torch dtypes, of the splits' outputs and of the output. tile_m:
-    rows of a work tile by slots; None: splits lie by rows. packed_heads, group, warps_per_row: see
-    `Combine`. has_low: splits have the rounding error of their LSE.
+    rows of a work tile in stream-K; None: splits lie by rows. packed_heads, group, warps_per_row:
+    see `Combine`. has_low: splits have the rounding error of their LSE.
     """
 
     partial_dtype: str
@@ -224,12 +224,12 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
     kernel = Combine(
         facts.head_dim_v, facts.tile_m, facts.packed_heads, facts.group, facts.warps_per_row
     )
-    by_slots = facts.tile_m is not None
+    by_stream_k = facts.tile_m is not None
     arguments: list[Any] = [
-        operand(facts.partial_dtype, 3 if by_slots else 5, facts.head_dim_v),
-        strided(2 if by_slots else 4, "float32"),
-        strided(2 if by_slots else 4, "float32") if facts.has_low else None,
-        strided(2) if by_slots else None,
+        operand(facts.partial_dtype, 3 if by_stream_k else 5, facts.head_dim_v),
+        strided(2 if by_stream_k else 4, "float32"),
+        strided(2 if by_stream_k else 4, "float32") if facts.has_low else None,
+        strided(2) if by_stream_k else None,
         operand(facts.dtype, 4, facts.head_dim_v),
         strided(3, "float32") if facts.has_lse else None,
         fake_tensors.stream(),
@@ -243,14 +243,14 @@ class CombinedForward:
     is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place.
     """
 
-    __slots__ = ("_by_slots", "_function", "_is_packed", "_splits", "is_wide")
+    __slots__ = ("_by_stream_k", "_function", "_is_packed", "_splits", "is_wide")
 
     def __init__(self, plan: ExecutionPlan) -> None:
         assert plan.splits is not None
         problem = plan.problem
         self._splits = plan.splits
         self._is_packed = problem.varlen_q
-        self._by_slots = problem.split == BY_SLOTS
+        self._by_stream_k = problem.split == BY_STREAM_K
         self.is_wide = plan.out_dtype != problem.dtype
         facts = CombineFacts(
             "float32",
@@ -259,7 +259,7 @@ class CombinedForward:
             problem.needs_lse,
             has_low=plan.splits.has_low,
         )
-        if self._by_slots:
+        if self._by_stream_k:
             facts = replaced(
                 facts,
                 tile_m=plan.fwd_choice.tiles.tile_m,
@@ -272,12 +272,12 @@ class CombinedForward:
     @property
     def counts(self) -> bool:
         """Whether CTAs of the attention kernel take work tiles from a counter."""
-        return not self._by_slots
+        return not self._by_stream_k
 
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""
         splits = self._splits
-        if not self._by_slots:
+        if not self._by_stream_k:
             return *new_splits(splits, like), None, splits.number
         pending = like.new_empty((splits.number, PENDING_WORDS), dtype=torch.int32)
         return *new_splits(splits, like), pending, None

@@ -49,9 +49,9 @@ MARGIN = 256
 MOST_EVALUATED = 2**22
 STEP_OF_SUMS = 256
 
-# Who sums between cuts, if dS in shared memory is what they sum: the first for whom there is most
-# room.
-BETWEEN_CUTS = (SummedBy.TURNS, SummedBy.MASKS, SummedBy.LINES)
+# Who sums within grid rectangles, if dS in shared memory is what they sum: the first for whom there
+# is most room.
+WITHIN_RECTANGLES = (SummedBy.TURNS, SummedBy.MASKS, SummedBy.LINES)
 
 Shape = tuple[int, int, int]
 
@@ -102,7 +102,7 @@ def _choose_tables(facts: CallFacts, plan: ExecutionPlan) -> DifferenceTables | 
         wanted = find_reads(score_mod, problem, problem.wants_aux)
         # along diagonals from dS in shared memory
         has_dscores = wanted.is_shift and not problem.has_softcap
-        ways: tuple[SummedBy, ...] = BETWEEN_CUTS if has_dscores else (SummedBy.LINES,)
+        ways: tuple[SummedBy, ...] = WITHIN_RECTANGLES if has_dscores else (SummedBy.LINES,)
         spare, may_loop = _spare_smem(plan)
         if not may_loop:
             ways = tuple(x for x in ways if not x.has_mma_warps)
@@ -132,17 +132,17 @@ def _summed(
     spare_smem: int,
 ) -> tuple[SummedDifference, ...]:
     """Those reads whose gradients are summed by difference, of the most tensors that there is room
-    for. reads: with the sizes of their sums. ways: who may sum between cuts; where MMA warps may
-    not, they do not sum scores either.
+    for. reads: with the sizes of their sums. ways: who may sum within grid rectangles; where MMA
+    warps may not, they do not sum scores either.
     """
     found: list[list[SummedDifference]] = [[]]
-    for between_cuts in ways:
+    for within_rectangles in ways:
         more: list[SummedDifference] = []
         for number, tensor in wanted.items():
             own = [x for x in reads if x[0].tensor == number]
             if len(own) != len(tensor.factors):
                 continue
-            by = _summed_by(tensor, [x for x, _ in own], between_cuts, seqlen_k)
+            by = _summed_by(tensor, [x for x, _ in own], within_rectangles, seqlen_k)
             if by is SummedBy.SCORES and not any(x.has_mma_warps for x in ways):
                 by = None
             new = [] if by is None else [SummedDifference(*x, by) for x in own]
@@ -154,15 +154,15 @@ def _summed(
 
 
 def _summed_by(
-    tensor: TensorReads, own: Sequence[DifferenceRead], between_cuts: SummedBy, seqlen_k: int
+    tensor: TensorReads, own: Sequence[DifferenceRead], within_rectangles: SummedBy, seqlen_k: int
 ) -> SummedBy | None:
-    """Who may sum the gradient of a tensor by difference. between_cuts: who sums there."""
+    """Who may sum the gradient of a tensor by difference. within_rectangles: who sums there."""
     terms = [term for read in own for term in read.terms]
     if tensor.read_class is not ReadClass.DIFFERENCE or any(x.divisor is None for x in terms):
         return None
-    if tensor.is_between_cuts:
-        is_even = all(abs(SummedDifference(x, 0, between_cuts).step) <= 1 for x in own)
-        return between_cuts if is_even or not between_cuts.has_mask_warps else None
+    if tensor.is_within_rectangles:
+        is_uniform = all(abs(SummedDifference(x, 0, within_rectangles).step) <= 1 for x in own)
+        return within_rectangles if is_uniform or not within_rectangles.has_mask_warps else None
     is_free = tensor.has_constant_factors and not tensor.needs_score
     if tensor.is_diagonal or not is_free:
         return None

@@ -66,9 +66,9 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
             masks.own_keys_of(problem, kernel),
         ),
         listed_rows=problem.listed_rows,
-        token_lists=problem.token_lists,
+        query_lists=problem.query_lists,
     )
-    if not kernel.splits_groups or problem.token_lists:
+    if not kernel.splits_groups or problem.query_lists:
         return choice
     return split_group(choice, problem, shapes, facts.window.sides, num_sms, splits)
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.tile_order import heads_in_turn
+from flash_mask_cute.core.tile_order import alternating_heads
 from flash_mask_cute.core.tile_scheduler import ScheduleParams
 
 # where the sum of dQ has an order, work tiles of a head are to begin so many row blocks apart, if
@@ -33,7 +33,7 @@ class KeySchedule(NamedTuple):
         return self._replace(params=params._replace(heads_per_group=together))
 
     def of_items(self, num_items: Int32, num_groups: int) -> "KeySchedule":
-        """The schedule where items are work tiles (`core/token_lists.py`), at most num_items of
+        """The schedule where items are work tiles (`core/query_lists.py`), at most num_items of
         each head. Heads take the place of sequences, which differ in their number of tiles."""
         heads, one = self.params.num_heads, Int32(1)
         grid = cutlass.min(Int32(num_groups), num_items * heads)
@@ -75,7 +75,7 @@ class KeySchedule(NamedTuple):
             apart = BLOCKS_APART_SHORT if is_short or varlen_q else BLOCKS_APART
             heads_per_group = cute.ceil_div(apart * num_groups, row_blocks)
         elif const_expr(is_unequal and not varlen_k):
-            heads_per_group = heads_in_turn(
+            heads_per_group = alternating_heads(
                 cutlass.max(num_blocks, 1), num_heads * num_batch, num_groups, cutlass.select_
             )
         params = ScheduleParams(num_blocks, num_heads, num_batch, heads_per_group)

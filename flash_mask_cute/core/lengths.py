@@ -47,11 +47,11 @@ class Lengths(NamedTuple):
         seqused_q: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
         q_start: cute.Tensor | Int32 | None = None,
-        common_kv: bool = False,
+        shared_kv: bool = False,
     ) -> "Lengths":
         """Made from tensors (batch, row, ...), or (row, ...) if sequences are packed.
 
-        common_kv: all sequences have the keys of mK's only batch entry.
+        shared_kv: all sequences have the keys of mK's only batch entry.
         """
         seqlen_q, seqlen_k = (
             t.shape[1] if cu_seqlens is None else t.shape[0]
@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
         )
         tensors = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         num_sequences = None
-        if common_kv:
+        if shared_kv:
             packed = cu_seqlens_q is not None
             num_sequences = cu_seqlens_q.shape[0] - 1 if packed else mQ.shape[0]
         return Lengths(*tensors, seqlen_q, seqlen_k, q_start, num_sequences)

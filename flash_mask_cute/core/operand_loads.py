@@ -18,7 +18,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
-from flash_mask_cute.core.shares import DECODE_ROWS
+from flash_mask_cute.core.stream_k import DECODE_ROWS
 from flash_mask_cute.core.value_halves import ValueHalf
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block, Kind, WalkRing
 from flash_mask_cute.core.warp_scan import WARP
@@ -76,7 +76,7 @@ class Buffer(NamedTuple):
     channel: Channel
 
 
-class Place(NamedTuple):
+class HeadKeys(NamedTuple):
     """The keys of a sequence for a KV head."""
 
     head: Int32
@@ -96,7 +96,7 @@ class LoadState(NamedTuple):
 
     blocks: Int32
     v_block: Int32
-    v_place: Place
+    v_place: HeadKeys
     v_pages: PageRow | BlockRows | None = None
     next_pages: PageRow | BlockRows | None = None
     k_ready: Int32 | None = None
@@ -149,7 +149,7 @@ class OperandLoads:
         """Values lag one block behind keys, as in their consumers. This also holds across work
         tiles: the next tile's query and first keys are loaded before this tile's last values."""
         tile, chunk = Int32(0), Int32(0)
-        state = LoadState(Int32(0), Int32(-1), Place(*[Int32(0)] * len(Place._fields)))
+        state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * len(HeadKeys._fields)))
         if const_expr(self.pages is not None):
             state = state._replace(v_pages=PageRow.none(), next_pages=PageRow.none())
             if const_expr(walk.tells_next):
@@ -165,7 +165,7 @@ class OperandLoads:
             work = ring.read(tile)
             if const_expr(self.cut is None):
                 self._load_query(tile, work)
-            place = Place(
+            place = HeadKeys(
                 work.head_idx // self.heads_per_kv,
                 self.lengths.kv_entry(work.batch_idx),
                 work.offset_k,
@@ -203,7 +203,7 @@ class OperandLoads:
             self.v.channel.drain(state.blocks)
 
     @cute.jit
-    def _load_block(self, place: Place, state: LoadState, block: Block) -> LoadState:
+    def _load_block(self, place: HeadKeys, state: LoadState, block: Block) -> LoadState:
         """Load the keys of a block, and the values of the block before it."""
         shape, number = self.shape, state.blocks
         if const_expr(self.lengths.cu_seqlens_k is None):
@@ -248,7 +248,7 @@ class OperandLoads:
 
     @cute.jit
     def _load_paged_block(
-        self, place: Place, work: Work, state: LoadState, block: Block
+        self, place: HeadKeys, work: Work, state: LoadState, block: Block
     ) -> LoadState:
         """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
@@ -384,13 +384,13 @@ class OperandLoads:
         stage, barrier = channel.index(number), channel.barrier(number)
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier, **more or {})
 
-    def _key(self, place: Place, block: Int32, box: Int32) -> Int32:
+    def _key(self, place: HeadKeys, block: Int32, box: Int32) -> Int32:
         """The first key of a box of a block. A box behind the sequence's end gets its last key,
         whose row can be read."""
         key = block * self.shape.tile_n + box * self.shape.page_box
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
-    def _look_up(self, place: Place, block: Int32) -> PageRow | BlockRows:
+    def _look_up(self, place: HeadKeys, block: Int32) -> PageRow | BlockRows:
         """The place of this lane's box of a block, or the places of its rows, of pages that have to
         be `_settled`.
 
@@ -405,7 +405,7 @@ class OperandLoads:
         return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
 
     def _ask_for_scales(
-        self, scales: cute.Tensor | None, place: Place, pages: PageRow | BlockRows
+        self, scales: cute.Tensor | None, place: HeadKeys, pages: PageRow | BlockRows
     ) -> None:
         """Ask for the scales of a block's rows to be brought into the L2 cache: who converts the
         block waits for them."""
@@ -484,7 +484,7 @@ class OperandLoads:
             # probabilities of 0 keep that.
             gV, row = tma.readable_rows(
                 self.operands.v,
-                tma.Side.of_keys(self.lengths),
+                tma.RowSide.of_keys(self.lengths),
                 place.batch_idx,
                 place.offset,
                 place.length,

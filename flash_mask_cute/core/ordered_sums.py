@@ -1,4 +1,4 @@
-"""The fold of a row's segments (`core/segments.py`), the same wherever it is computed.
+"""The reduction of a row's fixed splits (`core/fixed_splits.py`), the same wherever it is computed.
 
 Each operation is rounded on its own, so no compiler can merge two of them in one kernel and not in
 another.
@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS
 from flash_mask_cute.core.partials import Partials
-from flash_mask_cute.core.segments import IN_TURN, ONE_SEGMENT
 from flash_mask_cute.core.softmax import NEAREST, RowResult, rounded_difference
 
 # numbers of a vector in memory
@@ -20,8 +20,8 @@ VECTOR = 4
 
 
 class RowSums(NamedTuple):
-    """The segments of a row so far: the largest of their LSE, -inf if the row saw nothing, and the
-    sum of exp(LSE - largest)."""
+    """The fixed splits of a row so far: the largest of their LSE, -inf if the row saw nothing, and
+    the sum of exp(LSE - largest)."""
 
     largest: Float32
     total: Float32
@@ -31,8 +31,8 @@ class RowSums(NamedTuple):
         return RowSums(-Float32.inf, Float32(0.0))
 
     def add(self, lse: Float32, low: Float32 | None = None) -> tuple["RowSums", Float32, Float32]:
-        """The sums with another segment, the factor for the output so far, and that of the
-        segment's own. low: the rounding error of its LSE, if scores may have any size."""
+        """The sums with another fixed split, the factor for the output so far, and that of the
+        fixed split's own. low: the rounding error of its LSE, if scores may have any size."""
         largest = cute.arch.fmax(self.largest, lse)
         reference = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
         scale = _exp(rounded_difference(self.largest, reference), None)
@@ -62,8 +62,8 @@ class RowSums(NamedTuple):
         return RowResult(factor, lse, cutlass.select_(is_empty, Float32(0.0), low))
 
 
-def folded(before: Float32, scale: Float32, own: Float32, weight: Float32) -> Float32:
-    """An element of the output with another segment, by the factors of `RowSums.add`."""
+def reduced(before: Float32, scale: Float32, own: Float32, weight: Float32) -> Float32:
+    """An element of the output with another fixed split, by the factors of `RowSums.add`."""
     return cute.math.fma(own, weight, cute.math.mul(before, scale, rounding=NEAREST))
 
 
@@ -80,14 +80,15 @@ def _exp(difference: Float32, low: Float32 | None) -> Float32:
 
 
 class RunningSums(NamedTuple):
-    """Where the threads of a CTA keep what they have of a work tile between two of its segments.
+    """Where the threads of a CTA keep what they have of a work tile between two of its fixed
+    splits.
 
     memory: fp32 (CTAs, vectors, threads, VECTOR), of each thread the sums of its rows, their
-    largest scores, and its elements of the output. segment_blocks: key blocks of a segment.
+    largest scores, and its elements of the output. split_blocks: key blocks of a fixed split.
     """
 
     memory: cute.Tensor
-    segment_blocks: Int32
+    split_blocks: Int32
 
     def of_thread(self, thread: Int32) -> cute.Tensor:
         """(vectors, VECTOR) of a thread of this CTA; thread: among those of MMA warpgroups."""
@@ -96,7 +97,7 @@ class RunningSums(NamedTuple):
 
     @property
     def num_splits(self) -> None:
-        """As of `Partials`: work tiles are not counted by segments."""
+        """As of `Partials`: work tiles are not counted by fixed splits."""
         return None
 
     def grid(self, by_tiles: Int32) -> Int32:
@@ -106,10 +107,12 @@ class RunningSums(NamedTuple):
     def create(given: tuple | None) -> "RunningSums":
         """Made from the argument of a launch.
 
-        :raises ValueError: it is not for segments in turn
+        :raises ValueError: it is not for fixed splits in sequence
         """
         if given is None or len(given) != len(RunningSums._fields):
-            raise ValueError("mPartials must be the memory of segments in turn, and their blocks")
+            raise ValueError(
+                "mPartials must be the memory of fixed splits in sequence, and their blocks"
+            )
         return RunningSums(*given)
 
 
@@ -122,9 +125,9 @@ def destination_of(
 
     :raises ValueError: such a kernel does not take this argument
     """
-    if split == IN_TURN:
+    if split == SEQUENTIAL_SPLITS:
         return RunningSums.create(given)
-    return Partials.create(given, None if split == ONE_SEGMENT else split, has_low)
+    return Partials.create(given, None if split == ONE_FIXED_SPLIT else split, has_low)
 
 
 @cute.jit

@@ -12,7 +12,7 @@ def padded_group(heads: int) -> int:
 
 
 def rows_of_listed(heads: int) -> int:
-    """Tile rows of a listed query with all heads of a group (`token_lists`): as `padded_group`, and
+    """Tile rows of a listed query with all heads of a group (`query_lists`): as `padded_group`, and
     at least two, whose statistics are copied in whole units of 16 bytes."""
     return max(padded_group(heads), 2)
 

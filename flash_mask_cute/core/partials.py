@@ -1,7 +1,7 @@
 """Results of work tiles whose keys a launch computes in splits, until they are combined.
 
-`kernels/combine.py` combines them. It describes the splits and their two layouts: by rows, or by
-slots of the shares into which key blocks were divided (`core/shares.py`).
+`kernels/combine.py` combines them. It describes the splits and their two layouts: by rows, or in
+partial tiles of the chunks into which key blocks were divided (`core/stream_k.py`).
 """
 
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.segments import BY_SEGMENTS
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.fixed_splits import PARALLEL_SPLITS
+from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.core.work_ring import Work
 
 # `Work.place` of a work tile that is computed as a whole
@@ -18,7 +18,7 @@ WHOLE = -1
 
 
 class PendingCombine(NamedTuple):
-    """A work tile that begins in a CTA's share and ends behind it.
+    """A work tile that begins in a CTA's chunk and ends behind it.
 
     num_splits: 0 if there is no such tile. stride: from the CTA of a split to that of the next one.
     batch_idx: 0 if queries are packed. offset_q: the output
@@ -60,14 +60,14 @@ class PendingCombine(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Destination of splits: fp32 outputs and LSE and, by slots, the pending combines.
+    """Destination of splits: fp32 outputs and LSE and, in stream-K, the pending combines.
 
     By rows: o (splits, batch, row, head, d), lse (splits, batch, row, head), with one batch entry
-    for packed queries, and the number of splits of each work tile. By slots: o (slots, rows, d),
-    lse (slots, rows), pending (CTAs, PENDING_WORDS) int32; rows: those of a work tile that may
-    exist. low: like lse, its rounding error; of scores of any size, lse alone is too coarse for
-    the weights of splits. segment_blocks: where splits are segments of the keys
-    (`core/segments.py`), which lie by rows, the key blocks of one.
+    for packed queries, and the number of splits of each work tile. In stream-K: o (partial tiles,
+    rows, d), lse (partial tiles, rows), pending (CTAs, PENDING_WORDS) int32; rows: those of a work
+    tile that may exist. low: like lse, its rounding error; of scores of any size, lse alone is too
+    coarse for the weights of splits. split_blocks: where splits are fixed splits of the keys
+    (`core/fixed_splits.py`), which lie by rows, the key blocks of one.
     """
 
     o: cute.Tensor
@@ -75,7 +75,7 @@ class Partials(NamedTuple):
     low: cute.Tensor | None
     pending: cute.Tensor | None
     num_splits: Int32 | None
-    segment_blocks: Int32 | None = None
+    split_blocks: Int32 | None = None
 
     @staticmethod
     def create(given: tuple | None, split: str | None, has_low: bool) -> "Partials | None":
@@ -89,34 +89,36 @@ class Partials(NamedTuple):
         if given is None:
             return None
         partials = Partials(*given)
-        is_of_slots = partials.pending is not None and partials.num_splits is None
+        is_of_stream_k = partials.pending is not None and partials.num_splits is None
         is_of_rows = partials.pending is None and partials.num_splits is not None
-        if not (is_of_slots if split == BY_SLOTS else is_of_rows):
+        if not (is_of_stream_k if split == BY_STREAM_K else is_of_rows):
             raise ValueError(f"mPartials must be for split={split!r}")
-        if (partials.segment_blocks is not None) != (split == BY_SEGMENTS):
-            raise ValueError(f"mPartials must have segment_blocks only for segments, not {split!r}")
+        if (partials.split_blocks is not None) != (split == PARALLEL_SPLITS):
+            raise ValueError(
+                f"mPartials must have split_blocks only for fixed splits, not {split!r}"
+            )
         if (partials.low is not None) != has_low:
             raise ValueError("mPartials must have low with a score_mod, and only then")
         return partials
 
     def grid(self, by_tiles: Int32) -> Int32:
-        """CTAs to launch: one for each share, or the number that work tiles need."""
+        """CTAs to launch: one for each chunk, or the number that work tiles need."""
         return by_tiles if self.pending is None else Int32(self.pending.shape[0])
 
     @property
-    def by_slots(self) -> bool:
+    def by_stream_k(self) -> bool:
         return self.pending is not None
 
     def is_split(self, work: Work) -> Boolean:
         """Whether a work tile is only one split of it."""
-        return work.place != WHOLE if self.by_slots else Boolean(True)
+        return work.place != WHOLE if self.by_stream_k else Boolean(True)
 
     def is_first(self, work: Work) -> Boolean:
         """Whether this split, or whole tile, is the first one, which adds the sink.
 
-        By slots the first split has an odd number, or WHOLE (`slot_of_first`).
+        In stream-K the first split has an odd number, or WHOLE (`partial_tile_of_first`).
         """
-        return (work.place & 1) == 1 if self.by_slots else work.place == 0
+        return (work.place & 1) == 1 if self.by_stream_k else work.place == 0
 
     @cute.jit
     def store_lse(self, place: tuple, lse: Float32, low: Float32 | None) -> None:
@@ -129,7 +131,7 @@ class Partials(NamedTuple):
         self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
     ) -> tuple:
         """The place of a row's result, without the column; q_idx: in its sequence."""
-        if self.by_slots:
+        if self.by_stream_k:
             return work.place, tile_row
         if queries_are_packed:
             return work.place, 0, work.offset_q + q_idx, head_idx

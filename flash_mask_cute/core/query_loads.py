@@ -208,6 +208,6 @@ class QueryLoads:
 
     def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
         """The ((head, row), d) tensor of a sequence of Q or dO, and its first row to read."""
-        work, side = at.work, tma.Side.of_queries(self.lengths)
+        work, side = at.work, tma.RowSide.of_queries(self.lengths)
         place = work.batch_idx, work.offset_q, work.seqlen_q
         return tma.readable_rows(tensor, side, *place, at.block.index * self.traits.tile_m)

@@ -177,7 +177,7 @@ def are_uneven(cols: int, num_ctas: int) -> bool:
 MAX_TURN_COLS = 96
 
 
-def sums_in_turn(cols: int, num_ctas: int) -> bool:
+def alternating_sums(cols: int, num_ctas: int) -> bool:
     """Whether a warpgroup sums all columns of dQ of every second block of 64 rows: if halves would
     be several products for each warpgroup, which read dS once each."""
     return num_ctas == 1 and 64 < cols <= MAX_TURN_COLS
@@ -186,14 +186,14 @@ def sums_in_turn(cols: int, num_ctas: int) -> bool:
 def dq_parts(cols: int, num_ctas: int, in_halves: bool = False) -> tuple[ColumnPart, ...]:
     """The split of dQ's columns if a block has 64 rows, in the order of the sums in scratch memory.
 
-    :param cols: a multiple of 32, for two CTAs 160, 192 or 256; with `sums_in_turn` one of 16
+    :param cols: a multiple of 32, for two CTAs 160, 192 or 256; with `alternating_sums` one of 16
     :param num_ctas: CTAs that sum dQ together. The parts of the second CTA mirror the first's,
         without those that the first one has, too.
     :param in_halves: each of two warpgroups sums half of the columns in one product
     """
     if in_halves:
         return (ColumnPart(0, cols // 2),)
-    if sums_in_turn(cols, num_ctas):
+    if alternating_sums(cols, num_ctas):
         return (ColumnPart(0, cols, 1),)
     own = dq_columns(cols, num_ctas)
     parts = uneven_parts(own) if are_uneven(cols, num_ctas) else shared_parts(own)

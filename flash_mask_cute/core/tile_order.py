@@ -10,7 +10,7 @@ MANY = 16
 ROUNDS = 2
 
 
-def heads_in_turn(blocks: Any, heads: Any, ctas: Any, select: Callable[..., Any]) -> Any:
+def alternating_heads(blocks: Any, heads: Any, ctas: Any, select: Callable[..., Any]) -> Any:
     """Heads whose work tiles are handed out together, block by block, if the first blocks of each
     have the longest walks.
 

@@ -54,7 +54,7 @@ class ScheduleParams(NamedTuple):
     first_block: Int32 | None = None
 
 
-def params_in_turn(params: ScheduleParams) -> ScheduleParams:
+def alternating_params(params: ScheduleParams) -> ScheduleParams:
     """For tiles in turn: a group has as many heads as a CTA begins with tiles, which are then the
     same block of all of them, and CTAs with other blocks read the same keys at the same time."""
     ctas, _, _ = cute.arch.grid_dim()
@@ -93,8 +93,8 @@ class TileScheduler:
     theirs then all end, also if they claim a tile while they compute another one: the first tile
     that is not done waits for none, and its CTA has done those that it claimed before.
     entries_first: of dense launches, groups have a head of several sequences, then of others.
-    in_turn: with entries_first, a CTA begins with neighbouring tiles, those of a block of a group
-    (`params_in_turn`), and claims tiles later.
+    alternating: with entries_first, a CTA begins with neighbouring tiles, those of a block of a
+    group (`alternating_params`), and claims tiles later.
     """
 
     params: ScheduleParams
@@ -106,7 +106,7 @@ class TileScheduler:
     mirrored: Boolean | None = None
     claims_first: cutlass.Constexpr[bool] = False
     entries_first: cutlass.Constexpr[bool] = False
-    in_turn: cutlass.Constexpr[bool] = False
+    alternating: cutlass.Constexpr[bool] = False
 
     def start(self) -> Search:
         search = self.before_start()
@@ -116,7 +116,7 @@ class TileScheduler:
 
     def before_start(self) -> Search:
         """Where no tile has been claimed."""
-        if self.in_turn:
+        if self.alternating:
             return Search(
                 cute.arch.block_idx()[0] * self.params.heads_per_group, Int32(0), Int32(0)
             )
@@ -135,8 +135,8 @@ class TileScheduler:
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
         index = search.index + step
-        if const_expr(self.in_turn):
-            index = self._next_in_turn(search.index, number + 1)
+        if const_expr(self.alternating):
+            index = self._next_alternating(search.index, number + 1)
         elif const_expr(self.counter is not None):
             claimed, claims = Int32(0), cute.arch.lane_idx() == 0
             if const_expr(self.claims is not None):
@@ -157,7 +157,7 @@ class TileScheduler:
         return search._replace(index=index)
 
     @cute.jit
-    def _next_in_turn(self, index: Int32, number: Int32) -> Int32:
+    def _next_alternating(self, index: Int32, number: Int32) -> Int32:
         """The tile with this number, from 0, of a CTA whose last one is `index`."""
         ctas, _, _ = cute.arch.grid_dim()
         own = self.params.heads_per_group

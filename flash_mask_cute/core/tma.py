@@ -157,7 +157,7 @@ def at_ragged_sequence(
     return cute.domain_offset(((0, bound - length), 0), tensor[None, None, offset + length])
 
 
-class Side(NamedTuple):
+class RowSide(NamedTuple):
     """The sequences of the queries or of the keys.
 
     Whether they are packed, whether they may have unused rows at their ends, and the number of
@@ -169,18 +169,18 @@ class Side(NamedTuple):
     rows: Int32
 
     @staticmethod
-    def of_queries(lengths: Lengths) -> "Side":
+    def of_queries(lengths: Lengths) -> "RowSide":
         packed, used = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None
-        return Side(packed, used, lengths.seqlen_q)
+        return RowSide(packed, used, lengths.seqlen_q)
 
     @staticmethod
-    def of_keys(lengths: Lengths) -> "Side":
+    def of_keys(lengths: Lengths) -> "RowSide":
         packed, used = lengths.cu_seqlens_k is not None, lengths.seqused_k is not None
-        return Side(packed, used, lengths.seqlen_k)
+        return RowSide(packed, used, lengths.seqlen_k)
 
 
 def readable_rows(
-    tensor: cute.Tensor, side: Side, batch_idx: Int32, offset: Int32, length: Int32, row: Int32
+    tensor: cute.Tensor, side: RowSide, batch_idx: Int32, offset: Int32, length: Int32, row: Int32
 ) -> tuple[cute.Tensor, Int32]:
     """The rows of one sequence of `sequence_rows`, and the first row of a tile to read.
 

@@ -23,8 +23,8 @@ class Work(NamedTuple):
     slot: rows that the sequence occupies on the block's side, used or not.
     q_start: the position of its first query, in launches that get one. first_block, end_block: the
     key blocks that this CTA's split may visit, and place, the destination of the split
-    (`core/partials.py`), in launches with splits; with token lists the entries of the work tile's
-    segment, and its item (`core/token_lists.py`). Ring entries hold a field that may be None only
+    (`core/partials.py`), in launches with splits; with query lists the entries of the work tile's
+    segment, and its item (`core/query_lists.py`). Ring entries hold a field that may be None only
     if the launch has it (`WorkRing.fields`).
     """
 

@@ -49,8 +49,8 @@ class CpuTiles(NamedTuple):
     tile_m, tile_n: rows and keys of a tile. pack_gqa: number of query heads of a KV head that share
     a tile; row r of such heads is query r // pack_gqa of head r % pack_gqa. skip_blocks False
     visits every tile of a sequence and applies every mask to it, to the same result bit for bit.
-    split: "rows": each work tile is computed in num_splits splits, which are combined. "slots": all
-    key blocks are divided into num_splits equal shares. None: one pass.
+    split: "rows": each work tile is computed in num_splits splits, which are combined. "stream_k":
+    all key blocks are divided into num_splits equal stream-K chunks. None: one pass.
     """
 
     tile_m: int

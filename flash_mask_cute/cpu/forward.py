@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.cpu.call import CpuCall
-from flash_mask_cute.cpu.splits import Cuts, RowCuts, ShareCuts
+from flash_mask_cute.cpu.splits import Cuts, RowCuts, StreamKCuts
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
     SequenceWalk,
@@ -48,7 +48,7 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
         if tiles.split == "rows":
             cuts = RowCuts(walks, heads, tiles.num_splits)
         else:
-            cuts = ShareCuts(walks, heads, tiles.num_splits, tiles.tile_m)
+            cuts = StreamKCuts(walks, heads, tiles.num_splits, tiles.tile_m)
     targets = [None if y is None else y.mT for y in (x.lse, x.lse_low, x.max_scores)]
     for number, walk in enumerate(walks):
         modify = None

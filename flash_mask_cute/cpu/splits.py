@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flash_mask_cute.core.shares import Shares, TileOnLine
+from flash_mask_cute.core.stream_k import StreamKChunks, TileOnLine
 from flash_mask_cute.cpu.tiles import SequenceWalk
 
 
@@ -42,8 +42,8 @@ class RowCuts(NamedTuple):
         return {begin: every for begin, end in splits if begin < end and begin != first}
 
 
-class ShareCuts:
-    """Equal shares of all key blocks, one for each CTA (`core/shares.py`)."""
+class StreamKCuts:
+    """Equal stream-K chunks of all key blocks, one for each CTA (`core/stream_k.py`)."""
 
     def __init__(
         self, walks: Sequence[SequenceWalk], num_heads: int, num_ctas: int, tile_m: int
@@ -52,15 +52,15 @@ class ShareCuts:
         self._tiles: dict[tuple[int, int, int], TileOnLine] = {}
         tiles = [max(len(walk.n_blocks(i)), 1) for walk in walks for i in range(walk.num_m_blocks)]
         of_head = sum(TileOnLine(0, num_blocks).end for num_blocks in tiles)
-        shares = Shares.create(of_head, num_heads, num_ctas, tile_m)
-        self._size = shares.size
-        heads_of_line = num_heads // shares.num_lines
+        chunks = StreamKChunks.create(of_head, num_heads, num_ctas, tile_m)
+        self._size = chunks.size
+        heads_of_line = num_heads // chunks.num_lines
         place = 0
         for sequence, walk in enumerate(walks):
             for head_idx in range(heads_of_line):
                 for m_block in range(walk.num_m_blocks):
                     tile = TileOnLine(place, max(len(walk.n_blocks(m_block)), 1))
-                    for line in range(shares.num_lines):
+                    for line in range(chunks.num_lines):
                         self._tiles[sequence, head_idx + line, m_block] = tile
                     place = tile.end
 
@@ -69,9 +69,9 @@ class ShareCuts:
         first_block = self._walks[sequence].n_blocks(m_block).start
         for head_idx in range(self._num_heads):
             tile = self._tiles[sequence, head_idx, m_block]
-            first = tile.first_share(self._size)
-            for share in range(first + 1, first + tile.num_splits(self._size)):
-                begin, _ = tile.split(share, self._size)
+            first = tile.first_chunk(self._size)
+            for chunk in range(first + 1, first + tile.num_splits(self._size)):
+                begin, _ = tile.split(chunk, self._size)
                 none = torch.zeros(self._num_heads, dtype=torch.bool, device="cpu")
                 cuts.setdefault(first_block + begin, none)[head_idx] = True
         return cuts

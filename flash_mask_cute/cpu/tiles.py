@@ -234,7 +234,9 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
         None if y is None else y.tolist()
         for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
     ]
-    causals = None if x.optional.causals is None else x.optional.causals.tolist()
+    causal_per_seq = (
+        None if x.optional.causal_per_seq is None else x.optional.causal_per_seq.tolist()
+    )
     lists_and_mod = None
     if masks.block_lists is not None or masks.mask_mod is not None:
         lists_and_mod = _ListsAndMod.create(call)
@@ -243,7 +245,7 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
     for batch_idx in range(batch):
         seqlen_info = SeqlenInfoQK.create(batch_idx, call.seqlen_q, call.seqlen_k, *lengths)
         start = call.q_start.of_sequence(of.q_starts, batch_idx, seqlen_info)
-        right = side_of_sequence(window_right, causals, batch_idx)
+        right = side_of_sequence(window_right, causal_per_seq, batch_idx)
         seqlen_info = replace(seqlen_info, q_start=start, window_right=right)
         of_entry: list[_Mask] = [_BandMask(block_info, seqlen_info)]
         if column_mask is not None and bounds is not None:
@@ -498,8 +500,8 @@ class _ListsAndMod:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The choice of one sequence's queries: indices (heads, queries, k) of blocks of block_size
-    keys, whose heads are shared by heads_per_choice query heads each.
+    """The selection of one sequence's queries: indices (heads, queries, k) of blocks of block_size
+    keys, whose heads are shared by heads_per_selection query heads each.
 
     A tile is visited if one of its queries chose a block of it, and not cut if all of them chose
     all its blocks, as kernels find by the union of a tile.
@@ -507,7 +509,7 @@ class _Choice:
 
     indices: Tensor
     block_size: int
-    heads_per_choice: int
+    heads_per_selection: int
 
     @staticmethod
     def create(
@@ -533,7 +535,7 @@ class _Choice:
         return is_chosen(self.indices[:, queries.start : queries.stop], blocks.start, blocks.stop)
 
     def _of_heads(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(self.heads_per_choice, dim=0)
+        return x.repeat_interleave(self.heads_per_selection, dim=0)
 
 
 def _of_batch(x: Tensor, batch_idx: int) -> Tensor:

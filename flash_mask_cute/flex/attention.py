@@ -29,7 +29,7 @@ from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.watch import Memo
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.mods.aux_tensors import OutsideError
-from flash_mask_cute.runtime.checks import number_of
+from flash_mask_cute.runtime.checks import brief, check_bool, check_scale, number_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # Of torch's kernels: sizes of tiles and the like, by which no result changes.
@@ -137,11 +137,13 @@ def flex_attention(  # type: ignore[misc]  # because of `others`
         >>> flex_attention(q, k, v, lambda s, b, h, i, j: s - 0.1 * (i - j).abs()).shape
         torch.Size([1, 2, 16, 8])
     """
+    if enable_gqa is not True and enable_gqa is not False:
+        check_bool("enable_gqa", enable_gqa)
     if isinstance(block_mask, (BlockSparseTensorsTorch, ComputedLists)):
         block_mask = as_block_mask(block_mask)
     elif isinstance(block_mask, SelectedBlocks):
         raise TypeError(
-            "block_mask must be a BlockMask, got SelectedBlocks: a choice of each query is the "
+            "block_mask must be a BlockMask, got SelectedBlocks: a selection of each query is the "
             "block_sparse_tensors of flash_attn_func, which takes torch mods beside it"
         )
     if torch.compiler.is_compiling():
@@ -170,8 +172,9 @@ def flex_attention(  # type: ignore[misc]  # because of `others`
         resolved, aux_tensors, lists = _resolve_mods(query, key, score_mod, block_mask, place)
     elif block_mask is not None and not resolved.is_kept:
         lists = lists_of(block_mask)
-    if scale is not None and type(scale) is not float:
+    if scale is not None and not (type(scale) is float and -1e30 < scale < 1e30):
         scale = number_of("scale", scale)
+        check_scale("scale", scale)
     wants_lse, wants_max = return_lse, False
     if return_aux is not None:
         wants_lse, wants_max = return_lse or return_aux.lse, return_aux.max_scores
@@ -422,11 +425,15 @@ def _check_block_mask(query: Tensor, key: Tensor, block_mask: BlockMask | None) 
 def _check_results(return_lse: bool, return_aux: AuxRequest | None) -> None:
     if return_aux is None:
         return
+    if not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux must be an AuxRequest, got {brief(return_aux)}")
     if return_lse:
         raise ValueError("return_lse and return_aux may not both be given: use return_aux")
 
 
 def _check_options(options: Mapping[str, Any] | None) -> None:
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"kernel_options must be a mapping, got {brief(options)}")
     for name, value in (options or {}).items():
         plain = name.removeprefix("fwd_").removeprefix("bwd_")
         if plain not in _HINTS:

@@ -21,7 +21,7 @@ _LIBRARIES = "transformers", "diffusers"
 _OWN = __name__.partition(".")[0]
 
 
-class _Place(NamedTuple):
+class _PatchedName(NamedTuple):
     """Where an object holds a function under a name."""
 
     owner: Any
@@ -106,7 +106,7 @@ def _is_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-def _places_of(module: types.ModuleType, function: Any) -> Iterator[_Place]:
+def _places_of(module: types.ModuleType, function: Any) -> Iterator[_PatchedName]:
     """Where a module holds a function, or what torch.compile made of it."""
     owners: list[Any] = [module]
     for value in list(vars(module).values()):
@@ -117,7 +117,7 @@ def _places_of(module: types.ModuleType, function: Any) -> Iterator[_Place]:
     for owner in owners:
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             if _is_made_of(value, function):
-                yield _Place(owner, name, value)
+                yield _PatchedName(owner, name, value)
 
 
 def _is_made_of(value: Any, function: Any) -> bool:
@@ -134,7 +134,7 @@ def _function_of(value: Any) -> Any:
     return value.__func__ if isinstance(value, staticmethod) else value
 
 
-def _put(place: _Place, function: Any) -> None:
+def _put(place: _PatchedName, function: Any) -> None:
     is_static = isinstance(place.value, staticmethod)
     setattr(place.owner, place.name, staticmethod(function) if is_static else function)
 

@@ -74,7 +74,7 @@ class Rotary(NamedTuple):
     cu_seqlens: cute.Tensor | None
 
 
-class Place(NamedTuple):
+class RowCoord(NamedTuple):
     """A row of a sequence: the sequence, and the row in it. is_valid: it exists."""
 
     batch_idx: Int32
@@ -308,7 +308,7 @@ def _num_rows(tensor: cute.Tensor) -> Int32:
 
 
 @cute.jit
-def _place(cu_seqlens: cute.Tensor | None, seqlen: Int32, row: Int32) -> Place:
+def _place(cu_seqlens: cute.Tensor | None, seqlen: Int32, row: Int32) -> RowCoord:
     """The place of a tensor's row. seqlen: of each sequence if they are not packed."""
     batch_idx, first, is_valid = Int32(0), Int32(0), Boolean(True)
     if const_expr(cu_seqlens is None):
@@ -325,11 +325,11 @@ def _place(cu_seqlens: cute.Tensor | None, seqlen: Int32, row: Int32) -> Place:
                 beyond = middle
         first = cu_seqlens[batch_idx]
         is_valid = row < cu_seqlens[batch_idx + 1]
-    return Place(batch_idx, row - first, is_valid)
+    return RowCoord(batch_idx, row - first, is_valid)
 
 
 def _row(
-    tensor: cute.Tensor, cu_seqlens: cute.Tensor | None, place: Place, row: Int32
+    tensor: cute.Tensor, cu_seqlens: cute.Tensor | None, place: RowCoord, row: Int32
 ) -> cute.Tensor:
     """The (heads, d) of a row; of a packed tensor, it is `row`."""
     if cu_seqlens is not None:

@@ -1,7 +1,7 @@
 """dK and dV from the sums of a backward with several CTAs for the same keys.
 
-These split a group of heads, and leave partial sums, or have different queries of token lists
-(`core/token_lists.py`), and add to the same sums.
+These split a group of heads, and leave partial sums, or have different queries of query lists
+(`core/query_lists.py`), and add to the same sums.
 
 The sums are fp32, in an order that suits the summing kernel. They are added in the order of the
 parts, so the result does not depend on the run. There is little to add, and there are

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.row_blocks import PART_OF_HALF, by_queries, dq_parts, sums_in_turn
+from flash_mask_cute.core.row_blocks import PART_OF_HALF, alternating_sums, by_queries, dq_parts
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.kernels.bwd_preprocess import (
     ALONE,
@@ -55,7 +55,7 @@ class BwdPostprocess:
     :param head_dim: a multiple of 8, at most accum_cols
     :param tile_m: query rows of a row block: 64 or 128
     :param accum_cols: columns of a row block's sums: a multiple of 32, or one of 16 where tile_m is
-        128 or a warpgroup summed a row block alone (`sums_in_turn`)
+        128 or a warpgroup summed a row block alone (`alternating_sums`)
     :param order: of the sums, "accumulators" or "lanes"
     :param num_ctas: CTAs that summed a row block together, 1 or 2
     :param packing: query heads of a KV head that share a tile's rows, query by query; the rows of a
@@ -78,7 +78,7 @@ class BwdPostprocess:
     ):
         if tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
-        if accum_cols % (16 if tile_m == 128 or sums_in_turn(accum_cols, num_ctas) else 32):
+        if accum_cols % (16 if tile_m == 128 or alternating_sums(accum_cols, num_ctas) else 32):
             raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")

@@ -8,9 +8,9 @@ and LSE -inf. A sink, one more logit of the row, is part of one split's LSE.
 If scores may have any size, each LSE_j comes as a sum of two numbers: rounded to fp32, and its
 rounding error. Far from 0 the first alone does not hold how many keys a split saw.
 
-Splits have one of two layouts. *By rows*: split j of all rows is O_partial[j]. *By slots*: a kernel
-that processed key blocks by shares (`core/shares.py`) left a tile's splits in slots of CTAs. For
-each CTA it recorded the work tile that begins in its share and that other shares continue
+Splits have one of two layouts. *By rows*: split j of all rows is O_partial[j]. *Stream-K*: a kernel
+that processed key blocks by chunks (`core/stream_k.py`) left a tile's splits in partial tiles of
+CTAs. For each CTA it recorded the work tile that begins in its chunk and that other chunks continue
 (`PendingCombine`).
 
 A row is combined by one warp or by the four of a CTA, always in the same order, so bits do not
@@ -26,7 +26,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.partials import PendingCombine
-from flash_mask_cute.core.shares import MAX_COLUMNS, slot_of_first, slot_of_later
+from flash_mask_cute.core.stream_k import MAX_COLUMNS, partial_tile_of_first, partial_tile_of_later
 from flash_mask_cute.core.warp_scan import WARP
 
 WARPS_PER_CTA = 4
@@ -39,8 +39,8 @@ BATCH = 8
 class Row(NamedTuple):
     """A row of the output, and its splits.
 
-    tile_row, cta, stride: by slots, its row in a tile, the CTA of its first split, and the distance
-    to that of the next.
+    tile_row, cta, stride: in stream-K, its row in a tile, the CTA of its first split, and the
+    distance to that of the next.
     """
 
     is_there: Boolean
@@ -65,9 +65,9 @@ class Combine:
     """Combines partial results; to be passed to `cute.compile`.
 
     :param head_dim_v: columns of the output, a multiple of 8 up to MAX_COLUMNS
-    :param tile_m: rows of a slot; None: splits lie by rows
-    :param packed_heads: by slots, query heads whose rows alternate in a tile; the first `group` of
-        them exist
+    :param tile_m: rows of a partial tile; None: splits lie by rows
+    :param packed_heads: in stream-K, query heads whose rows alternate in a tile; the first `group`
+        of them exist
     :param warps_per_row: 1 or WARPS_PER_CTA
     :raises ValueError: head_dim_v or warps_per_row is none of these
     """
@@ -106,10 +106,11 @@ class Combine:
         """Launch on `stream`, for at least one row.
 
         :param mO_partial: fp32, bf16 or fp16, (splits, batch, row, head, d), last stride 1, others
-            multiples of 4; by slots fp32 (slots, rows, d), with the rows of a tile that may exist
-        :param mLSE_partial: fp32 (splits, batch, row, head), or (slots, rows)
+            multiples of 4; in stream-K fp32 (partial tiles, rows, d), with the rows of a tile that
+            may exist
+        :param mLSE_partial: fp32 (splits, batch, row, head), or (partial tiles, rows)
         :param mLow_partial: like mLSE_partial, its rounding error, 0 where it is -inf
-        :param mPending: int32 (CTAs, PENDING_WORDS), a `PendingCombine` each; by slots only
+        :param mPending: int32 (CTAs, PENDING_WORDS), a `PendingCombine` each; in stream-K only
         :param mO: (batch, row, head, d), last stride 1, others multiples of 4
         :param mLSE: fp32 (batch, row, head)
         """
@@ -145,7 +146,7 @@ class Combine:
         if const_expr(self.tile_m is None):
             row = self._row_by_rows(number, mO_partial, mO)
         else:
-            row = self._row_by_slots(number, mPending, mLSE_partial.shape[1])
+            row = self._row_by_stream_k(number, mPending, mLSE_partial.shape[1])
         if row.is_there:
             splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
             if const_expr(self.warps_per_row == 1):
@@ -171,7 +172,7 @@ class Combine:
         place = of_head // rows, of_head % rows, head_idx
         return Row(is_there, splits, *place, zero, zero, zero)
 
-    def _row_by_slots(self, number: Int32, mPending: cute.Tensor, rows: Int32) -> Row:
+    def _row_by_stream_k(self, number: Int32, mPending: cute.Tensor, rows: Int32) -> Row:
         cta, tile_row = number // rows, number % rows
         is_cta = cta < mPending.shape[0]
         pending = PendingCombine.read(mPending, cutlass.min(cta, mPending.shape[0] - 1))
@@ -195,8 +196,10 @@ class Combine:
         if self.tile_m is None:
             return split_idx, row.batch_idx, row.q_idx, row.head_idx
         cta = row.cta + split_idx * row.stride
-        slot = cutlass.select_(split_idx == 0, slot_of_first(cta), slot_of_later(cta))
-        return slot, row.tile_row
+        partial_tile = cutlass.select_(
+            split_idx == 0, partial_tile_of_first(cta), partial_tile_of_later(cta)
+        )
+        return partial_tile, row.tile_row
 
     # -- a row ----------------------------------------------------------------------------------
 

@@ -20,13 +20,13 @@ from flash_mask_cute.lowering.intervals import (
     QUERY,
     All,
     AnyOf,
+    BoundSide,
     Equal,
     Form,
     Keys,
     NotIntervalsError,
     Order,
     Queries,
-    Side,
     Sum,
     Terms,
     parts_of,
@@ -160,7 +160,7 @@ class _Numbers:
             return self._span(none, torch.where(seen, full, none))
         if isinstance(part, Equal | Queries):
             return self._joined(group, (part,)).span
-        if isinstance(part, Side):
+        if isinstance(part, BoundSide):
             return self._side(part)
         if isinstance(part, Order):
             return self._order(part, group)
@@ -194,7 +194,7 @@ class _Numbers:
         low = torch.zeros_like(self._k).long()
         return self._span(low, low + self._rows)
 
-    def _side(self, part: Side) -> _Span:
+    def _side(self, part: BoundSide) -> _Span:
         everything = self._everything()
         edge = everything.low + self._sum(part.terms)
         self._check(part.sums)

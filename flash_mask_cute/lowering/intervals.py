@@ -50,7 +50,7 @@ class Sum(NamedTuple):
     others: Terms
 
 
-class Side(NamedTuple):
+class BoundSide(NamedTuple):
     """q_idx is at least (is_low) or at most a sum of terms. sums: those that are compared."""
 
     is_low: bool
@@ -59,7 +59,8 @@ class Side(NamedTuple):
 
 
 class Order(NamedTuple):
-    """As `Side`, of a sum of terms that depend on the query, such as its place in a document."""
+    """As `BoundSide`, of a sum of terms that depend on the query, such as its place in a
+    document."""
 
     is_low: bool
     of_query: Terms
@@ -193,7 +194,7 @@ class _Finder:
             return All(())
         flat = [y for x in parts for y in (x.parts if isinstance(x, AnyOf) else (x,))]
         others = [x for x in flat if not isinstance(x, Keys)]
-        same = all(isinstance(x, Side) and x.is_low == others[0].is_low for x in others)
+        same = all(isinstance(x, BoundSide) and x.is_low == others[0].is_low for x in others)
         # what holds for some queries whatever the key leaves a gap beside what is near the key
         if len(others) > 1 and not same and not all(map(self._relates, others)):
             raise NotIntervalsError
@@ -201,7 +202,7 @@ class _Finder:
 
     def _relates(self, part: Any) -> bool:
         """Whether a condition depends on the query and on the key."""
-        if isinstance(part, Side):
+        if isinstance(part, BoundSide):
             # from a query on, which may be the first one, leaves none
             offset = sum(factor * x for factor, x in part.terms if isinstance(x, int))
             is_of_all = part.is_low and offset <= 0
@@ -280,7 +281,7 @@ class _Finder:
         sides = tuple(map(self._side, inequalities(x, y, sign, strict)))
         return sides[0] if len(sides) == 1 else All(sides)
 
-    def _side(self, inequality: Inequality) -> Side | Order:
+    def _side(self, inequality: Inequality) -> BoundSide | Order:
         sign = inequality.sign
         of_query: list[tuple[int, Any]] = []
         terms: list[tuple[int, Any]] = [(1, inequality.strict)]
@@ -298,7 +299,7 @@ class _Finder:
         turn = 1 if is_low else -1
         others = tuple((-turn * factor, value) for factor, value in terms)
         if is_side:
-            return Side(is_low, others, tuple(sums))
+            return BoundSide(is_low, others, tuple(sums))
         if any(isinstance(value, Whole) for _, value in terms):
             # tables may have integers that its floating-point dtype has not
             raise NotIntervalsError
@@ -416,7 +417,7 @@ class _Finder:
 
 def _is_of_places(part: Any) -> bool:
     """Whether a condition is made of sides of q_idx alone."""
-    return part is not None and all(isinstance(x, Side) for x in parts_of(part))
+    return part is not None and all(isinstance(x, BoundSide) for x in parts_of(part))
 
 
 def _is_bool(node: Any) -> bool:

@@ -333,10 +333,11 @@ _FUNCTIONS = {
             *("tan", "asin", "acos", "atan", "sinh", "cosh"),
         )
     },
-    **{name: f"ops.{name}({{}})" for name in ("sin", "cos", "sigmoid", "erf")},
+    **{name: f"ops.{name}({{}})" for name in ("sin", "cos", "sigmoid", "erf", "asinh")},
     # one instruction each on a GPU, of which docs/flex.md tells the errors
     **{x: f"cute.math.{x}({{}}, fastmath=True)" for x in ("exp", "exp2", "log", "log2", "tanh")},
     "special_erf": "ops.erf({})",
+    "arcsinh": "ops.asinh({})",
     "reciprocal": "1.0 / {}",
     "silu": "{0} * ops.sigmoid({0})",
 }
@@ -353,6 +354,14 @@ def _function(template: str) -> Rule:
 RULES.update({name: _function(template) for name, template in _FUNCTIONS.items()})
 
 
+@rule("atan2", "arctan2", "copysign", "hypot")
+def _function_of_two(call: OpCall) -> Array:
+    """Integers become float32 first."""
+    name = call.name_of_operator.replace("arctan2", "atan2")
+    dtype = computed_in(call.dtype)
+    return call.elementwise(call.args[:2], dtype, lambda a, b: f"ops.{name}({a}, {b})")
+
+
 @rule("gelu")
 def _gelu(call: OpCall) -> Any:
     by_tanh = "_by_tanh" if call.kwargs.get("approximate") == "tanh" else ""
@@ -366,7 +375,7 @@ def _rounded(call: OpCall) -> Any:
     if not computed.is_floating_point:
         return as_array(call.args[0], call.dtype, call)
     if call.kwargs.get("decimals", 0) != 0:
-        raise NotLowerable("rounds to decimals")
+        raise NotLowerable("rounds to decimals: write torch.round(x * 10**n) / 10**n")
     name = {"round": "roundeven"}.get(call.name_of_operator, call.name_of_operator)
     return call.elementwise(call.args[:1], computed, lambda a: f"cute.math.{name}({a})")
 

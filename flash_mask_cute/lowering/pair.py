@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_mask_cute.lowering.convention import is_torch_mod
 from flash_mask_cute.lowering.watch import Memo, MemoEntry, watches_of
 from flash_mask_cute.mods.aux_tensors import OutsideError
+from flash_mask_cute.runtime.checks import check_list
 
 if TYPE_CHECKING:
     from flash_mask_cute.lowering.lower import LoweredMod
@@ -40,13 +41,16 @@ def resolve_mods(
     `lower_mod`.
 
     Raises:
-        TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`.
+        TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`; or aux_tensors are no
+            list.
         ValueError: aux_tensors are given, but both mods are written in torch and read none.
     """
     lowers_score = score_mod is not None and is_torch_mod(score_mod, "score_mod")
     lowers_mask = mask_mod is not None and is_torch_mod(mask_mod, "mask_mod")
     if not lowers_score and not lowers_mask:
         return CuteMods(score_mod, mask_mod, aux_tensors)  # type: ignore[arg-type]
+    if aux_tensors is not None:
+        check_list("aux_tensors", aux_tensors)
     if aux_tensors and (lowers_score or score_mod is None) and (lowers_mask or mask_mod is None):
         raise ValueError(
             "aux_tensors are read by CuTe mods, and those given are written in torch: let them "
@@ -61,8 +65,8 @@ def resolve_mods(
     # what traces is loaded when there is something to trace
     from flash_mask_cute.lowering.lower import lower_mod
 
-    score = lower_mod(score_mod, "score_mod", device) if score_mod and lowers_score else None
-    mask = lower_mod(mask_mod, "mask_mod", device) if mask_mod and lowers_mask else None
+    score = lower_mod(score_mod, "score_mod", device) if lowers_score and score_mod else None
+    mask = lower_mod(mask_mod, "mask_mod", device) if lowers_mask and mask_mod else None
     lowered = join_mods(score, mask, aux_tensors or ())
     if not aux_tensors:
         found = [(low, False) for low in (score, mask) if low is not None]

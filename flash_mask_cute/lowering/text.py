@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from flash_mask_cute.lowering import ops
+from flash_mask_cute.lowering.advice import instead_of
 from flash_mask_cute.lowering.captures import CapturedTensor
 from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.prefix import find_prefixes
@@ -232,13 +233,14 @@ class _Writer:
         if name.endswith("_") and not name.endswith("__"):
             raise self._refusal(node, "writes into a tensor: compute a new value instead")
         if not isinstance(out, Tensor):
-            text = str(self._refusal(node, "gives several results"))
+            text = str(self._refusal(node, f"gives several results: {instead_of(name)}"))
             raise UnknownOperator(text, node.target)
 
     def _refuse_what_no_kernel_has(self, node: Node, out: Tensor) -> None:
         if out.dtype not in DSL_NAMES:
-            hint = ": write its real and its imaginary part" if out.dtype.is_complex else ""
-            raise self._refusal(node, f"gives {out.dtype}, which no kernel has{hint}")
+            is_complex = out.dtype.is_complex
+            hint = "write its real and its imaginary part" if is_complex else "convert it before"
+            raise self._refusal(node, f"gives {out.dtype}, which no kernel has: {hint}")
 
     def _filled(self, node: Node, number: Number, out: Tensor) -> Array:
         self._refuse_what_no_kernel_has(node, out)
@@ -259,7 +261,8 @@ class _Writer:
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
         rule = ops.RULES.get(name) or SEARCHES.get(name)
         if rule is None:
-            raise UnknownOperator(str(self._refusal(node, "has no CuTe text")), node.target)
+            text = str(self._refusal(node, f"has no CuTe text: {instead_of(name)}"))
+            raise UnknownOperator(text, node.target)
         operands: Any = torch.fx.node.map_aggregate(
             (node.args, node.kwargs), lambda x: self._value(x) if isinstance(x, Node) else x
         )

@@ -27,7 +27,7 @@ class BlockLists(NamedTuple):
     full_idx: cute.Tensor | None
 
 
-class Place(NamedTuple):
+class ListCoord(NamedTuple):
     """The indices of a list."""
 
     batch_idx: Int32
@@ -35,11 +35,11 @@ class Place(NamedTuple):
     m_block: Int32
 
     @staticmethod
-    def of_list(number: Int32, entries: cute.Tensor) -> "Place":
+    def of_list(number: Int32, entries: cute.Tensor) -> "ListCoord":
         """Of one of all lists, whose entries (batch, heads, q_blocks, k_blocks) are."""
         _, heads, q_blocks, _ = entries.shape
         head = number // q_blocks
-        return Place(head // heads, head % heads, number - head * q_blocks)
+        return ListCoord(head // heads, head % heads, number - head * q_blocks)
 
 
 class OrderedLists:
@@ -80,7 +80,7 @@ class OrderedLists:
         self, given: BlockLists, made: BlockLists, mVisible: cute.Tensor, mFull: cute.Tensor
     ):
         number, _, _ = cute.arch.block_idx()
-        place, lane = Place.of_list(number, made.mask_idx), cute.arch.lane_idx()
+        place, lane = ListCoord.of_list(number, made.mask_idx), cute.arch.lane_idx()
         states = self._row(made.mask_idx, place)
         num_blocks = states.shape[0]
         for n_block in range(lane, num_blocks, WARP):
@@ -94,14 +94,19 @@ class OrderedLists:
         self._make(made, place, states, mVisible, mFull)
 
     @staticmethod
-    def _row(tensor: cute.Tensor | None, place: Place) -> cute.Tensor | None:
+    def _row(tensor: cute.Tensor | None, place: ListCoord) -> cute.Tensor | None:
         if tensor is None:
             return None
         return tensor[place.batch_idx, place.head_idx, place.m_block, None]
 
     @cute.jit
     def _mark(
-        self, cnt: cute.Tensor, idx: cute.Tensor, place: Place, states: cute.Tensor, state: Int32
+        self,
+        cnt: cute.Tensor,
+        idx: cute.Tensor,
+        place: ListCoord,
+        states: cute.Tensor,
+        state: Int32,
     ):
         """Write the state of each block of a list."""
         entries, num_blocks = self._row(idx, place), states.shape[0]
@@ -115,7 +120,7 @@ class OrderedLists:
     def _make(
         self,
         made: BlockLists,
-        place: Place,
+        place: ListCoord,
         states: cute.Tensor,
         mVisible: cute.Tensor,
         mFull: cute.Tensor,
@@ -156,7 +161,7 @@ class OrderedLists:
             entries[count + cute.arch.popc(before)] = n_block
 
     @cute.jit
-    def _finish(self, cnt: cute.Tensor, entries: cute.Tensor, place: Place, count: Int32):
+    def _finish(self, cnt: cute.Tensor, entries: cute.Tensor, place: ListCoord, count: Int32):
         lane = cute.arch.lane_idx()
         for i in range(count + lane, entries.shape[0], WARP):
             entries[i] = Int32(0)

@@ -22,7 +22,7 @@ from flash_mask_cute.core.tile_state import (
     state_of_warp,
 )
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, Place
+from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, ListCoord
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import call_mask_mod
 
@@ -74,7 +74,7 @@ class BlockScan:
         """Write the state of each block as its entry of mask_idx. A warp for each block."""
         number, _, _ = cute.arch.block_idx()
         ctas_of_list = cute.ceil_div(lists.mask_idx.shape[3], NUM_WARPS)
-        place = Place.of_list(number // ctas_of_list, lists.mask_idx)
+        place = ListCoord.of_list(number // ctas_of_list, lists.mask_idx)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         n_block = number % ctas_of_list * NUM_WARPS + warp_idx
         states = self._entries(lists.mask_idx, place)
@@ -92,7 +92,7 @@ class BlockScan:
         Entries replace states that have been read: there are no more of them than blocks before.
         """
         number, _, _ = cute.arch.block_idx()
-        place, lane = Place.of_list(number, lists.mask_idx), cute.arch.lane_idx()
+        place, lane = ListCoord.of_list(number, lists.mask_idx), cute.arch.lane_idx()
         mask_idx = self._entries(lists.mask_idx, place)
         full_idx = self._entries(lists.full_idx, place)
         num_blocks = mask_idx.shape[0]
@@ -132,10 +132,12 @@ class BlockScan:
         for batch_idx in range(batch):
             for head_idx in range(heads):
                 for m_block in range(q_blocks):
-                    self._list_on_host(lists, grid, Place(batch_idx, head_idx, m_block), checked)
+                    self._list_on_host(
+                        lists, grid, ListCoord(batch_idx, head_idx, m_block), checked
+                    )
 
     @cute.jit
-    def _list_on_host(self, lists: BlockLists, grid: BlockGrid, place: Place, aux_tensors):
+    def _list_on_host(self, lists: BlockLists, grid: BlockGrid, place: ListCoord, aux_tensors):
         mask_idx = self._entries(lists.mask_idx, place)
         full_idx = self._entries(lists.full_idx, place)
         mask_cnt = Int32(0)
@@ -153,7 +155,7 @@ class BlockScan:
             self._finish(lists.full_cnt, full_idx, place, full_cnt, 0, 1)
 
     @staticmethod
-    def _entries(idx: cute.Tensor | None, place: Place) -> cute.Tensor | None:
+    def _entries(idx: cute.Tensor | None, place: ListCoord) -> cute.Tensor | None:
         return None if idx is None else idx[place.batch_idx, place.head_idx, place.m_block, None]
 
     def _classify(self, state: Int32) -> tuple[Boolean, Boolean]:
@@ -172,7 +174,7 @@ class BlockScan:
         self,
         cnt: cute.Tensor,
         entries: cute.Tensor,
-        place: Place,
+        place: ListCoord,
         count: Int32,
         thread_idx: Int32,
         threads: cutlass.Constexpr[int],
@@ -186,7 +188,7 @@ class BlockScan:
     def _look_at_block(
         self,
         grid: BlockGrid,
-        place: Place,
+        place: ListCoord,
         n_block: Int32,
         lane: Int32,
         lanes: cutlass.Constexpr[int],
@@ -232,7 +234,7 @@ class BlockScan:
                 k_idx += num_cols * lanes_of_row
         return state
 
-    def _look(self, place: Place, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
+    def _look(self, place: ListCoord, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
         visible = call_mask_mod(
             self.mask_mod, place.batch_idx, place.head_idx, q_idx, k_idx, aux_tensors
         )

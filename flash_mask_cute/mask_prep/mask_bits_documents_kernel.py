@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
-from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, Place, QueryMaskBits
+from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, QueryMaskBits, TileCoord
 from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
 from flash_mask_cute.rules.bit_tile import ALL, WORD
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows
@@ -138,7 +138,7 @@ class KeySpans:
         n_block = cutlass.select_(nth_column == 1, outermost, n_block)
         n_block = cutlass.max(n_block, 0)
         seqlens = seqlen, seqlen
-        place = Place(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
+        place = TileCoord(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warp_rows = MaskWarpRows.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
         rules = self.all_tiles.rules_of(masks)

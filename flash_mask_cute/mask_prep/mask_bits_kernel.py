@@ -46,7 +46,7 @@ class Tiling(NamedTuple):
     group_size: int = 1
 
 
-class Place(NamedTuple):
+class TileCoord(NamedTuple):
     """The tile of a CTA, and its sequence.
 
     sequence: its number in `MaskBitsArgs`. entry: the batch entry that the callable gets, in which
@@ -163,11 +163,13 @@ class MaskBitsKernel:
         row = cta // n_blocks
         entry, m_block = row // m_blocks, first_block + row % m_blocks
         offset = Int32(0)
-        place = Place(entry, m_block, cta % n_blocks, any_head, entry, offset, seqlen_q, seqlen_k)
+        place = TileCoord(
+            entry, m_block, cta % n_blocks, any_head, entry, offset, seqlen_q, seqlen_k
+        )
         self.fill(mask_bits, masks, place)
 
     @cute.jit
-    def fill(self, mask_bits: MaskBitsArgs, masks: MaskArgs, place: Place) -> None:
+    def fill(self, mask_bits: MaskBitsArgs, masks: MaskArgs, place: TileCoord) -> None:
         """Store the bits and state of a tile. Run by all threads of a CTA, one for each line."""
         lines = mask_bits.tiles.shape[3]
         num_warps = lines // WORD
@@ -194,7 +196,7 @@ class MaskBitsKernel:
         # the CTA may go on to another tile
         cute.arch.sync_threads()
 
-    def judge(self, rules: MaskRules, place: Place) -> tuple[Boolean, Boolean]:
+    def judge(self, rules: MaskRules, place: TileCoord) -> tuple[Boolean, Boolean]:
         """See `MaskRules.judge_listed`; a tile outside of the band counts as not listed."""
         work = self.work_of(place)
         is_listed, needs_mask_mod = rules.judge_listed(
@@ -206,7 +208,7 @@ class MaskBitsKernel:
         return is_listed, needs_mask_mod
 
     def rules_of(self, masks: MaskArgs) -> MaskRules:
-        # lengths are those of a `Place`, whose offset is 0 where a sequence is an entry
+        # lengths are those of a `TileCoord`, whose offset is 0 where a sequence is an entry
         none = Int32(0)
         lengths = Lengths(None, None, None, None, none, none)
         return replace(self.walks_of(masks, lengths), counts_offsets=True)
@@ -218,10 +220,10 @@ class QueryMaskBits(MaskBitsKernel):
     def walks_of(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         return ForwardMask.from_kernel(self, self.columns, masks, lengths)
 
-    def work_of(self, place: Place) -> Work:
+    def work_of(self, place: TileCoord) -> Work:
         return place.work(place.m_block)
 
-    def words(self, rules: ForwardMask, place: Place, warp_rows: MaskWarpRows) -> tuple:
+    def words(self, rules: ForwardMask, place: TileCoord, warp_rows: MaskWarpRows) -> tuple:
         return rules.mask_mod_words(self.work_of(place), place.n_block, warp_rows)
 
 
@@ -233,10 +235,10 @@ class KeyMaskBits(MaskBitsKernel):
             self, self.columns, masks, lengths, group=Int32(1), is_ordered=False
         )
 
-    def work_of(self, place: Place) -> Work:
+    def work_of(self, place: TileCoord) -> Work:
         return place.work(place.n_block)
 
-    def words(self, rules: BackwardMask, place: Place, warp_rows: MaskWarpRows) -> tuple:
+    def words(self, rules: BackwardMask, place: TileCoord, warp_rows: MaskWarpRows) -> tuple:
         no, needs_mask_mod = Boolean(False), Boolean(True)
         kinds = Int32(Kind.PARTIAL), Int32(Kind.END)
         block = Block(place.m_block, place.any_head, no, no, no, needs_mask_mod, *kinds, Int32(0))

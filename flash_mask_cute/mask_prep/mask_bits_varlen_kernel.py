@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.warp_scan import WARP, running
-from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, Place
+from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, TileCoord
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs
 
 # CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
@@ -156,7 +156,7 @@ class SequenceMaskBits:
             is_in_chunk = (m_block >= begin) & (m_block < end_of_chunk)
             if is_in_chunk & (m_block * self.tile_kernel.traits.tile_m < lengths[0]) & (in_row > 0):
                 n_block = in_sequence - m_block * in_row
-                place = Place(sequence, m_block, n_block, any_head, entry, offset, *lengths)
+                place = TileCoord(sequence, m_block, n_block, any_head, entry, offset, *lengths)
                 self.tile_kernel.fill(mask_bits, masks, place)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""The choice of each query, and of all queries of a tile, as bits of key blocks."""
+"""The selection of each query, and of all queries of a tile, as bits of key blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QueryTiles(NamedTuple):
         return rows * self.pack // self.tile_m + num_sequences
 
 
-class ChoiceBits(NamedTuple):
+class SelectionBits(NamedTuple):
     """Bit n % 32 of word n // 32 says that block n was chosen: of a row, int32 (batch | 1, heads,
     rows, words), and by any or by every row of a tile, int32 (batch | 1, heads, tiles, words).
 
@@ -44,14 +44,14 @@ class ChoiceBits(NamedTuple):
 
 
 def row_bytes(by_entry_shape: torch.Size, num_blocks: int) -> int:
-    """The memory that the bits of a choice's rows take; the tiles take less."""
+    """The memory that the bits of a selection's rows take; the tiles take less."""
     return 4 * math.prod(by_entry_shape[:3]) * -(-num_blocks // WORD)
 
 
 def selected_bits(
     by_entry: Tensor, num_blocks: int, tiles: QueryTiles, cu_seqlens_q: Tensor | None
-) -> ChoiceBits:
-    """The bits of a choice.
+) -> SelectionBits:
+    """The bits of a selection.
 
     by_entry: int32 or int64 (batch | 1, heads, rows, k), any strides. num_blocks: of the longest
     sequence; larger and negative numbers are in no bit. cu_seqlens_q: where the rows of all
@@ -75,7 +75,7 @@ def selected_bits(
 
 def empty_bits(
     by_entry: Tensor, num_blocks: int, tiles: QueryTiles, cu_seqlens_q: Tensor | None
-) -> ChoiceBits:
+) -> SelectionBits:
     """Memory for the bits."""
     batch, heads, rows, _ = by_entry.shape
     words = -(-num_blocks // WORD)
@@ -84,7 +84,7 @@ def empty_bits(
         by_entry.new_empty((batch, heads, lines, words), dtype=torch.int32)
         for lines in (rows, number, number)
     )
-    return ChoiceBits(of_rows, of_any, of_every)
+    return SelectionBits(of_rows, of_any, of_every)
 
 
 def compile_selected_bits(
@@ -92,8 +92,8 @@ def compile_selected_bits(
 ) -> Compiled:
     """The compiled kernel, from the cache or built now. dtype: of the entries.
 
-    `function` takes, by position: the entries, the three tensors of `ChoiceBits`, tile_m, pack, and
-    cu_seqlens_q, None unless is_packed. Extents and strides are run-time values.
+    `function` takes, by position: the entries, the three tensors of `SelectionBits`, tile_m, pack,
+    and cu_seqlens_q, None unless is_packed. Extents and strides are run-time values.
     """
     return cache.get(
         KERNEL_NAME,
@@ -119,7 +119,7 @@ def _build(dtype: str, is_packed: bool, arch: str) -> Compiled:
 
 
 def _fill_by_torch(
-    by_entry: Tensor, made: ChoiceBits, tiles: QueryTiles, cu_seqlens_q: Tensor | None
+    by_entry: Tensor, made: SelectionBits, tiles: QueryTiles, cu_seqlens_q: Tensor | None
 ) -> None:
     """Fill the bits on the CPU."""
     bits = made.rows.zero_()

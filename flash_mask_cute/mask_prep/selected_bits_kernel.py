@@ -21,7 +21,7 @@ ROWS, IN_FLIGHT = 8, 4
 
 
 class SelectedBits:
-    """Fills the bits of a choice as `BitArgs` has them; to be passed to `cute.compile`."""
+    """Fills the bits of a selection as `BitArgs` has them; to be passed to `cute.compile`."""
 
     @cute.jit
     def __call__(

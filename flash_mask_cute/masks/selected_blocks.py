@@ -1,9 +1,9 @@
-"""A choice of key blocks for each query and head: the third form of `block_sparse_tensors`.
+"""A selection of key blocks for each query and head: the third form of `block_sparse_tensors`.
 
-Models such as MiniMax-M3 and NSA let each query choose k blocks of keys. A choice holds the numbers
-of these blocks. Query i sees key j only if one of its numbers is j // block_size; all other masks
-only hide more. It differs from block lists, which hold one list for all queries of a block, and a
-number for each block that there is.
+Models such as MiniMax-M3 and NSA let each query choose k blocks of keys. A selection holds the
+numbers of these blocks. Query i sees key j only if one of its numbers is j // block_size; all other
+masks only hide more. It differs from block lists, which hold one list for all queries of a block,
+and a number for each block that there is.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class SelectedBlocks(NamedTuple):
         >>> q = torch.randn(1, 64, 4, 8)  # (batch, seqlen, heads, head_dim)
         >>> k, v = torch.randn(2, 1, 64, 2, 8)
         >>> own = torch.arange(64) // 16  # each query: the first block, and its own
-        >>> choice = torch.stack([torch.zeros_like(own), own], dim=-1).expand(1, 2, 64, 2)
-        >>> chosen = SelectedBlocks(choice, block_size=16)
+        >>> selection = torch.stack([torch.zeros_like(own), own], dim=-1).expand(1, 2, 64, 2)
+        >>> chosen = SelectedBlocks(selection, block_size=16)
         >>> flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen).shape
         torch.Size([1, 64, 4, 8])
     """
@@ -111,6 +111,6 @@ def check_rows(selected: SelectedBlocks, shapes: Any, is_packed: bool) -> None:
 
 
 def is_chosen(by_entry: Tensor, first_block: int, end_block: int) -> Tensor:
-    """Whether rows of a choice (..., rows, k) have some blocks: bool (..., rows, blocks)."""
+    """Whether rows of a selection (..., rows, k) have some blocks: bool (..., rows, blocks)."""
     blocks = torch.arange(first_block, end_block, device=by_entry.device)
     return (by_entry[..., None] == blocks).any(-2)

@@ -7,8 +7,8 @@ of a tile, a warp whose threads all hold the same element sums over its threads 
 about the coordinates is needed. Adding to memory for every score would also be correct.
 
 Sums are fp32, added by atomics in the order in which threads arrive, so their last bits differ
-from run to run; or exact (`exact_words`), whose bits do not depend on the order. What a thread or a
-warp adds is a sum in an order that only the places of scores determine.
+from run to run; or exact (`fixed_point_sums`), whose bits do not depend on the order. What a thread
+or a warp adds is a sum in an order that only the places of scores determine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.mods.derivative import AuxTerm
-from flash_mask_cute.mods.exact_words import (
+from flash_mask_cute.mods.fixed_point_sums import (
     FLAGS,
     IS_NAN,
     IS_NEGATIVE_INF,

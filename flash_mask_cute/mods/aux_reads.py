@@ -73,7 +73,7 @@ def notes_reads() -> Iterator[set[PlainRead]]:
         _noted = None
 
 
-class Place(Enum):
+class ReadAxis(Enum):
     """What an index of a read stands for, by its number among the arguments of a call."""
 
     BATCH = 0
@@ -87,7 +87,7 @@ class PlacedRead(NamedTuple):
     limited to the extents."""
 
     number: int
-    indices: tuple[Place | int, ...]
+    indices: tuple[ReadAxis | int, ...]
 
 
 class ElementRead(NamedTuple):
@@ -380,7 +380,7 @@ class _AuxTensor(_Tensor):
     """Differentiation finds its reads."""
     place: Sequence[cute.TensorSSA]
     """Of the call, if this is a whole tensor in a kernel."""
-    limited: dict[int, Place | int | None]
+    limited: dict[int, ReadAxis | int | None]
     """What indices were before `last_at_most`, by the hashes of their values."""
 
     @staticmethod
@@ -469,7 +469,7 @@ class _AuxTensor(_Tensor):
         dtype = self.element_type
         return dtype(llvm.load(dtype.mlir_type, address.to_llvm_ptr(), invariant=True))
 
-    def _place_of(self, index: Any) -> Place | int | None:
+    def _place_of(self, index: Any) -> ReadAxis | int | None:
         if isinstance(index, int):
             return index
         if not isinstance(index, cutlass.Numeric):
@@ -477,7 +477,7 @@ class _AuxTensor(_Tensor):
         hashed = ir.Value.__hash__(index.ir_value())
         if hashed in self.limited:
             return self.limited[hashed]
-        places = zip(Place, self.place, strict=False)
+        places = zip(ReadAxis, self.place, strict=False)
         return next((x for x, vector in places if _is_of(index, vector)), None)
 
     def _read(self, indices: tuple[Any, ...], given: Any) -> Any:

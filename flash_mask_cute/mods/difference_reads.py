@@ -26,7 +26,7 @@ from flash_mask_cute.mods.aux_reads import (
     Answer,
     AuxTensors,
     ElementRead,
-    Place,
+    ReadAxis,
     answered_first,
     answered_reads,
     noted_limits,
@@ -61,7 +61,7 @@ def find_difference_reads(
     Called while a function is traced. Traces the callable, and removes the operations.
     """
     with ir_analysis.draft():
-        zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in Place]
+        zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
         trace = _Trace.create(score_mod, zero, aux_tensors, lambda x: x.tensor.load(x.indices))
         reads = (trace.difference_read(i) for i in range(len(trace.reads)))
         return tuple(x for x in reads if x is not None)
@@ -163,7 +163,7 @@ class _Trace:
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
         with noted_limits() as limits, answered_reads(answer):
             call_score_mod(score_mod, score, *places, aux_tensors)
-        origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
+        origins = {key_of(x.ir_value()): place for x, place in zip(places, ReadAxis, strict=True)}
         return _Trace(reads, Values(origins, limits, score), places)
 
     def difference_read(self, number: int) -> DifferenceRead | None:
@@ -186,7 +186,7 @@ class _Trace:
             if way is None:
                 return None
             place, span, _, divisor = self.values.term(term)
-            terms.append(DifferenceTerm(place is Place.KEY, factor, divisor, span, *way))
+            terms.append(DifferenceTerm(place is ReadAxis.KEY, factor, divisor, span, *way))
         if all(abs(x.factor) != 1 for x in terms):
             return None
         batch, head = (

@@ -306,14 +306,16 @@ def compile_for_host(
     import cutlass.cute as cute
 
     from flash_mask_cute.mods.errors import describe
+    from flash_mask_cute.mods.host_rounding import compute_bf16_in_fp32
 
     refused: list[tuple[str, str]] = []
 
-    def refuse_gpu_instructions(_dsl: Any, module: Any, _name: str) -> None:
+    def for_any_cpu(_dsl: Any, module: Any, _name: str) -> None:
         # Past this point the compiler would not raise but abort the process.
         refused.extend(_gpu_instructions(module.operation))
         if refused:
             raise NotImplementedError
+        compute_bf16_in_fp32(module.operation)
 
     try:
         with compiler_streams():
@@ -321,7 +323,7 @@ def compile_for_host(
                 function,
                 *arguments,
                 options=options,
-                trace_finalize_hooks=refuse_gpu_instructions,
+                trace_finalize_hooks=for_any_cpu,
             )
     except Exception as error:
         if not refused:

@@ -19,7 +19,7 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.mods import derivative, ir_analysis
-from flash_mask_cute.mods.aux_reads import Place, noted_limits
+from flash_mask_cute.mods.aux_reads import ReadAxis, noted_limits
 from flash_mask_cute.mods.read_classes import (
     LEAST_CUT,
     MOST_POSITION,
@@ -32,7 +32,7 @@ from flash_mask_cute.mods.read_classes import (
 from flash_mask_cute.mods.spans import Span, span_of
 
 _T = TypeVar("_T")
-_PLACES_OF_ENTRY = {Place.HEAD, Place.QUERY, Place.KEY}
+_PLACES_OF_ENTRY = {ReadAxis.HEAD, ReadAxis.QUERY, ReadAxis.KEY}
 _POSITION: Span = 0, MOST_POSITION - 1
 # Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
 # read is one of these, because no kernel writes to aux tensors.
@@ -84,13 +84,13 @@ def analyse_reads(
         NotImplementedError, ValueError: as `differentiate`.
     """
     with ir_analysis.draft(), noted_limits() as limits:
-        places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in Place]
+        places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
         value, slope, terms = derivative.differentiate(
             score_mod, score, *places, aux_tensors, wants_aux
         )
-        adds_alike = _adds_alike(value, score, places[0])
-        origins = {key_of(x.ir_value()): place for x, place in zip(places, Place, strict=True)}
+        is_batch_invariant_bias = _is_batch_invariant_bias(value, score, places[0])
+        origins = {key_of(x.ir_value()): place for x, place in zip(places, ReadAxis, strict=True)}
         values = Values(origins, limits, score)
         found = {}
         for number in wants_aux:
@@ -109,12 +109,12 @@ def analyse_reads(
                 needs_score,
                 difference,
                 factors,
-                is_once=places >= set(Place),
-                is_once_an_entry=places >= _PLACES_OF_ENTRY,
+                read_once=places >= set(ReadAxis),
+                read_once_an_entry=places >= _PLACES_OF_ENTRY,
                 is_diagonal=cuts is not None,
                 cuts=cuts or (),
             )
-        return ModReads(found, ir_analysis.constant(slope) == 1.0, adds_alike)
+        return ModReads(found, ir_analysis.constant(slope) == 1.0, is_batch_invariant_bias)
 
 
 class Kind(Enum):
@@ -149,7 +149,7 @@ class Term(NamedTuple):
     """A function of one place. divisor: it is the whole part of the place over this, 1 for the
     place itself; None: another function."""
 
-    place: Place
+    place: ReadAxis
     span: Span | None
     text: str
     divisor: int | None = None
@@ -161,7 +161,7 @@ class Values:
     on it, as by a comparison, is not known."""
 
     def __init__(
-        self, origins: dict[int, Place], limits: dict[int, ir.Value], score: Float32
+        self, origins: dict[int, ReadAxis], limits: dict[int, ir.Value], score: Float32
     ) -> None:
         self._origins, self._limits = origins, limits
         self._score = key_of(score.ir_value())
@@ -208,7 +208,7 @@ class Values:
             return ReadClass.HEAD, ""
         if len(places) == 1:
             only = places.pop()
-            return (ReadClass.KEY if only is Place.KEY else ReadClass.QUERY), ""
+            return (ReadClass.KEY if only is ReadAxis.KEY else ReadClass.QUERY), ""
         if self._places_of(indices) is not None:
             return ReadClass.PLACES, ""
         difference = self.difference_of(indices)
@@ -226,26 +226,26 @@ class Values:
             return None
         return only
 
-    def _places_of(self, indices: tuple[_Value, ...]) -> tuple[Place | int, ...] | None:
+    def _places_of(self, indices: tuple[_Value, ...]) -> tuple[ReadAxis | int, ...] | None:
         """The indices as places and numbers, with query and key once each; None: they are not."""
         known = [self._place_of(x) for x in indices]
-        places = [x for x in known if isinstance(x, Place)]
+        places = [x for x in known if isinstance(x, ReadAxis)]
         is_one_each = len(set(places)) == len(places)
-        if None in known or not is_one_each or not {Place.QUERY, Place.KEY}.issubset(places):
+        if None in known or not is_one_each or not {ReadAxis.QUERY, ReadAxis.KEY}.issubset(places):
             return None
         return tuple(x for x in known if x is not None)
 
-    def _place_of(self, x: _Value) -> Place | int | None:
+    def _place_of(self, x: _Value) -> ReadAxis | int | None:
         if x.constant is not None:
             return x.constant
-        place = next((place for place in Place if x.number == self._number(place)), None)
+        place = next((place for place in ReadAxis if x.number == self._number(place)), None)
         return place
 
     def cuts_of(self, indices: tuple[_Value, ...]) -> tuple[Cut, ...] | None:
         """The cuts between which the difference that all indices depend on is the same along a
         diagonal; None: it is not, or they are too many."""
         terms = self.difference_of(indices) or ()
-        themselves = {self._number(place) for place in (Place.QUERY, Place.KEY)}
+        themselves = {self._number(place) for place in (ReadAxis.QUERY, ReadAxis.KEY)}
         cuts = []
         for i, _ in terms:
             term = self._terms[i]
@@ -253,11 +253,11 @@ class Values:
                 continue
             if term.divisor is None or term.divisor < LEAST_CUT:
                 return None
-            cuts.append(Cut(term.place is Place.KEY, term.divisor))
+            cuts.append(Cut(term.place is ReadAxis.KEY, term.divisor))
         is_same = sum(n for i, n in terms if i in themselves) == 0
         return tuple(sorted(set(cuts))) if is_same else None
 
-    def once_by(self, reads: list[tuple[_Value, ...]]) -> set[Place | int]:
+    def once_by(self, reads: list[tuple[_Value, ...]]) -> set[ReadAxis | int]:
         """The places that are indices of the only read of a tensor."""
         return set(self._places_of(reads[0]) or ()) if len(reads) == 1 else set()
 
@@ -309,7 +309,7 @@ class Values:
         if place is not None:
             number = self._number(place)
             text = _NAMES[place]
-            if place in (Place.QUERY, Place.KEY):
+            if place in (ReadAxis.QUERY, ReadAxis.KEY):
                 self._terms[number] = Term(place, _POSITION, text, 1)
                 return _Value(Kind.SUM, number, ((number, 1),), 0, _POSITION, text)
             return _Value(Kind.FIXED, number, span=_POSITION, text=text)
@@ -446,7 +446,7 @@ def _lowest(terms: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 
 # -- texts --------------------------------------------------------------------------------------
 
-_NAMES = dict(zip(Place, ("b_idx", "h_idx", "q_idx", "kv_idx"), strict=True))
+_NAMES = dict(zip(ReadAxis, ("b_idx", "h_idx", "q_idx", "kv_idx"), strict=True))
 _TEXTS = {
     "arith.addi": "({} + {})",
     "arith.subi": "({} - {})",
@@ -675,8 +675,8 @@ def _depends_on(value: ir.Value, number: Float32 | Int32) -> bool:
     return any(operation == origin for operation in operations_behind(value))
 
 
-def _adds_alike(value: Float32, score: Float32, batch_idx: Int32) -> bool:
-    """`ModReads.adds_alike`: the last operation adds to the score itself."""
+def _is_batch_invariant_bias(value: Float32, score: Float32, batch_idx: Int32) -> bool:
+    """`ModReads.is_batch_invariant_bias`: the last operation adds to the score itself."""
     total = maker_of(_itself(value.ir_value()))
     if total is None or total.name not in ("arith.addf", "arith.subf"):
         return False

@@ -62,8 +62,8 @@ class TensorReads(NamedTuple):
 
     why: the reason for OTHER. needs_score: a derivative by an element depends on the score.
     difference: of DIFFERENCE, as an expression in q_idx and kv_idx. factors: of each read.
-    is_once: no two scores read the same element; is_once_an_entry: no two of a batch entry.
-    is_diagonal: elements are the same along a diagonal of scores, between cuts.
+    read_once: no two scores read the same element; read_once_an_entry: no two of a batch entry.
+    is_diagonal: elements are the same along a diagonal of scores, within grid rectangles.
     """
 
     read_class: ReadClass
@@ -71,8 +71,8 @@ class TensorReads(NamedTuple):
     needs_score: bool = False
     difference: str = ""
     factors: tuple[Factor, ...] = ()
-    is_once: bool = False
-    is_once_an_entry: bool = False
+    read_once: bool = False
+    read_once_an_entry: bool = False
     is_diagonal: bool = False
     cuts: tuple[Cut, ...] = ()
 
@@ -88,8 +88,8 @@ class TensorReads(NamedTuple):
         return not self.cuts or self.has_constant_factors
 
     @property
-    def is_between_cuts(self) -> bool:
-        """Whether gradients are summed along diagonals between cuts."""
+    def is_within_rectangles(self) -> bool:
+        """Whether gradients are summed along diagonals within grid rectangles."""
         return bool(self.cuts) and self.is_of_lines
 
     @property
@@ -110,27 +110,27 @@ class TensorReads(NamedTuple):
 class ModReads(NamedTuple):
     """The reads of a score_mod, of the tensors whose gradients are wanted, by their numbers.
 
-    is_shift: the derivative by the score is 1. adds_alike: the modified score is the score plus, or
-    minus, one number that neither score nor batch entry determine.
+    is_shift: the derivative by the score is 1. is_batch_invariant_bias: the modified score is the
+    score plus, or minus, one number that neither score nor batch entry determine.
     """
 
     tensors: Mapping[int, TensorReads]
     is_shift: bool = False
-    adds_alike: bool = False
+    is_batch_invariant_bias: bool = False
 
     @property
     def shared(self) -> tuple[int, ...]:
         """The tensors whose elements are the same in all batch entries, and whose gradients are
         sums of dS times constants."""
-        if not self.adds_alike:
+        if not self.is_batch_invariant_bias:
             return ()
-        of_sums = (i for i in self.of_many if self.tensors[i].has_constant_factors)
+        of_sums = (i for i in self.multi_reader if self.tensors[i].has_constant_factors)
         return tuple(of_sums)
 
     @property
     def shared_once(self) -> tuple[int, ...]:
         """Those of them of which a batch entry's scores each read another element."""
-        return tuple(i for i in self.shared if self.tensors[i].is_once_an_entry)
+        return tuple(i for i in self.shared if self.tensors[i].read_once_an_entry)
 
     @property
     def of_any(self) -> tuple[int, ...]:
@@ -139,9 +139,9 @@ class ModReads(NamedTuple):
         return tuple(i for i, x in tensors if x.read_class is not ReadClass.UNREAD)
 
     @property
-    def of_many(self) -> tuple[int, ...]:
+    def multi_reader(self) -> tuple[int, ...]:
         """The tensors of whose elements some may be read by several scores at different places."""
-        return tuple(i for i in self.of_any if not self.tensors[i].is_once)
+        return tuple(i for i in self.of_any if not self.tensors[i].read_once)
 
 
 class Step(NamedTuple):
@@ -198,8 +198,9 @@ class SummedBy(Enum):
     """Who sums gradients by difference in shared memory, each warp its own.
 
     SCORES: MMA warps, score by score: those of different keys and one query have different
-    differences. LINES: MMA warps, along diagonals between cuts. MASKS: mask warps, which do that
-    from dS in shared memory. TURNS: MMA warps in one query block, and mask warps in the next one.
+    differences. LINES: MMA warps, along diagonals within grid rectangles. MASKS: mask warps, which
+    do that from dS in shared memory. TURNS: MMA warps in one query block, and mask warps in the
+    next one.
     """
 
     SCORES = "scores"
@@ -226,8 +227,8 @@ class SummedDifference(NamedTuple):
 
     @property
     def step(self) -> int:
-        """By how much the difference grows from a key to the next one between cuts; 0: there it is
-        the same everywhere."""
+        """By how much the difference grows from a key to the next one within grid rectangles; 0:
+        there it is the same everywhere."""
         return sum(x.factor for x in self.read.terms if x.is_key and x.divisor == 1)
 
     @property

@@ -17,8 +17,8 @@ from flash_mask_cute.mods import ir_analysis, line_sums
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
+from flash_mask_cute.mods.diagonals import Ahead, UniformDiagonals, add_runs, factor_of, total_of
 from flash_mask_cute.mods.difference_sums import DifferenceSums
-from flash_mask_cute.mods.even_lines import Ahead, EvenLines, add_runs, factor_of, total_of
 from flash_mask_cute.mods.line_sums import Line, LineGroup, LineRead, Lines, next_cut
 from flash_mask_cute.mods.read_classes import SummedBy
 from flash_mask_cute.mods.score_elements import Elements, ListedQueries
@@ -32,14 +32,14 @@ class ScoreChain:
     The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block. walk: the sums over a walk, if there are any. by_difference: those of lines between cuts,
-    by difference. once: tensors of which a batch entry's scores each read another element. groups:
-    of reads that are summed along lines. listed: where blocks have listed queries; head_idx is then
-    a group of heads, and nothing is summed over a walk or along lines. of_grads: all gradients of
-    aux tensors are sums of dS times what does not depend on the score (`apply_to_grads`). is_exact:
-    dS must not be made of a P in 16 bits, because others sum it. takes_lines: these warps sum
-    between cuts in a block, where others take turns (`SummedBy.TURNS`). even: of the groups whose
-    diagonals may all have the same element; ahead: what is known of a block, of each of these.
+    block. walk: the sums over a walk, if there are any. by_difference: those of lines within grid
+    rectangles, by difference. once: tensors of which a batch entry's scores each read another
+    element. groups: of reads that are summed along lines. listed: where blocks have listed queries;
+    head_idx is then a group of heads, and nothing is summed over a walk or along lines. of_grads:
+    all gradients of aux tensors are sums of dS times what does not depend on the score
+    (`apply_to_grads`). is_exact: dS must not be made of a P in 16 bits, because others sum it.
+    reduces_diagonals: these warps sum within grid rectangles in a block, where others take turns
+    (`SummedBy.TURNS`). uniform: of groups with uniform diagonals; ahead: what is known of a block.
     """
 
     scales: ScoreScales
@@ -61,8 +61,8 @@ class ScoreChain:
     once: cutlass.Constexpr[tuple[int, ...]] = ()
     listed: ListedQueries | None = None
     is_exact: cutlass.Constexpr[bool] = False
-    takes_lines: Boolean | bool = True
-    even: tuple[EvenLines, ...] = ()
+    reduces_diagonals: Boolean | bool = True
+    uniform: tuple[UniformDiagonals, ...] = ()
     ahead: tuple[Ahead, ...] = ()
 
     def of_queries(self, numbers: cute.Tensor) -> "ScoreChain":
@@ -251,8 +251,8 @@ class ScoreChain:
         if const_expr(self.by_difference is not None):
             self.by_difference.send(work.batch_idx)
             self.by_difference.head[0] = Int32(NO_HEAD)
-        for i in cutlass.range_constexpr(len(self.even)):
-            self.even[i].send()
+        for i in cutlass.range_constexpr(len(self.uniform)):
+            self.uniform[i].send()
 
     @property
     def turns_to_heads(self) -> bool:
@@ -262,7 +262,7 @@ class ScoreChain:
     @property
     def has_walk(self) -> bool:
         """Whether `end_walk` has something to do."""
-        return self.turns_to_heads or bool(self.even)
+        return self.turns_to_heads or bool(self.uniform)
 
     @cute.jit
     def _send_walk(self, work: Work, head_idx: Int32) -> None:
@@ -395,12 +395,12 @@ class ScoreChain:
         scores, where lines have cuts.
         """
         sums = iter(of_lines)
-        even = [x.group for x in self.even]
+        uniform = [x.group for x in self.uniform]
         for group in self.groups:
             if group.cuts:
-                self._send_between_cuts(block, first_col, group, grads)
-            elif group in even:
-                self._send_diagonals(block, even.index(group), tuple(next(sums)))
+                self._send_within_rectangles(block, first_col, group, grads)
+            elif group in uniform:
+                self._send_diagonals(block, uniform.index(group), tuple(next(sums)))
             else:
                 totals = self.lines.totals(group.line, next(sums))
                 self._send_totals(block, first_col, group, totals, (Int32(0), Int32(0)))
@@ -409,8 +409,8 @@ class ScoreChain:
         """The chain of a block of which it is known whether diagonals have the same elements. It
         may be called while products are in flight."""
         block = work, head_idx, m_block
-        ahead = (x.ahead(self._offsets_of_diagonals(block, x.group)) for x in self.even)
-        return replace(self, ahead=tuple(ahead)) if self.even else self
+        ahead = (x.ahead(self._offsets_of_diagonals(block, x.group)) for x in self.uniform)
+        return replace(self, ahead=tuple(ahead)) if self.uniform else self
 
     def _offsets_of_diagonals(
         self, block: tuple[Work, Int32, Int32], group: LineGroup
@@ -431,19 +431,19 @@ class ScoreChain:
         self, block: tuple, i: cutlass.Constexpr[int], parts: tuple[Float32, ...]
     ) -> None:
         """`_send_lines` of the whole block, of the group with number i in `even`."""
-        even, ahead = self.even[i], self.ahead[i]
-        if ahead.is_even:
-            even.add(ahead, block[1], total_of(parts))
+        uniform, ahead = self.uniform[i], self.ahead[i]
+        if ahead.is_uniform:
+            uniform.add(ahead, block[1], total_of(parts))
         else:
             totals = self.lines.in_order(parts)
-            offsets = self._offsets_of_diagonals(block, even.group)
-            for n, target in enumerate(even.targets):
-                factor = factor_of(even.group, n)
+            offsets = self._offsets_of_diagonals(block, uniform.group)
+            for n, target in enumerate(uniform.targets):
+                factor = factor_of(uniform.group, n)
                 found = [x * factor for x in totals]
                 add_runs(target, tuple(zip(found, offsets[n], strict=True)))
 
     @cute.jit
-    def _send_between_cuts(
+    def _send_within_rectangles(
         self,
         block: tuple,
         first_col: cutlass.Constexpr[int],
@@ -451,7 +451,7 @@ class ScoreChain:
         grads: cute.Tensor,
     ) -> None:
         """`_send_lines` of a group with cuts, by the warps whose turn it is."""
-        if self.takes_lines:
+        if self.reduces_diagonals:
             self._send_moved(block, first_col, group, self.lines.along_diagonals(grads))
 
     @cute.jit
@@ -462,7 +462,7 @@ class ScoreChain:
         group: cutlass.Constexpr[LineGroup],
         grads: cute.Tensor,
     ) -> None:
-        """The sums along the lines of each rectangle between cuts. grads: moved along diagonals,
+        """The sums along the lines of each grid rectangle. grads: moved along diagonals,
         once for all rectangles."""
         work = block[0]
         q_idx, k_idx = self._first_of(block, first_col)

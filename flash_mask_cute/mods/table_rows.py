@@ -25,8 +25,8 @@ from cutlass._mlir.dialects import arith, llvm, vector
 from flash_mask_cute.mods.aux_reads import (
     Answer,
     ElementRead,
-    Place,
     PlacedRead,
+    ReadAxis,
     answered_reads,
     tensors_of,
 )
@@ -102,7 +102,7 @@ def noted_row_reads() -> Iterator[list[PlacedRead]]:
         if placed is None:
             return
         *others, last = placed.indices
-        is_row = last is Place.KEY and Place.QUERY in others and Place.KEY not in others
+        is_row = last is ReadAxis.KEY and ReadAxis.QUERY in others and ReadAxis.KEY not in others
         is_always_read = ir.InsertionPoint.current.block == block
         if is_row and is_always_read and placed not in found:
             found.append(placed)
@@ -115,7 +115,7 @@ def shared_bits(reads: Sequence[PlacedRead], aux_tensors: Any) -> int:
     """Bits of a score, of the elements of these reads, if batch entries share all of them and
     `LoadedRows` loads them; else 0."""
     dtypes = [tensors_of(aux_tensors)[read.number].element_type for read in reads]
-    are_shared = all(Place.BATCH not in read.indices for read in reads)
+    are_shared = all(ReadAxis.BATCH not in read.indices for read in reads)
     are_loaded = all(map(_is_loaded, dtypes))
     return sum(x.width for x in dtypes) if are_shared and are_loaded else 0
 
@@ -191,7 +191,7 @@ class LoadedRows:
 
 def _row(tensor: cute.Tensor, read: PlacedRead, place: Sequence[Int32]) -> cute.Tensor:
     """The keys of a row, which is the last one where an index is past the end."""
-    indices = (place[x.value] if isinstance(x, Place) else Int32(x) for x in read.indices[:-1])
+    indices = (place[x.value] if isinstance(x, ReadAxis) else Int32(x) for x in read.indices[:-1])
     lasts = (Int32(cute.size(tensor, mode=[d])) - 1 for d in range(len(read.indices) - 1))
     coordinates = (*(cutlass.min(x, last) for x, last in zip(indices, lasts, strict=True)), None)
     return tensor[coordinates]

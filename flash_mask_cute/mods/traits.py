@@ -50,7 +50,7 @@ _Key: TypeAlias = tuple[str | None, tuple[tuple[str, int], ...]]
 _functions: dict[_Key, bool] = Recent(4096)
 _reliance: dict[_Key, Reliance] = Recent(4096)
 _reads: dict[tuple[_Key, tuple[int, ...]], ModReads] = Recent(4096)
-_row_bits: dict[_Key, int] = Recent(4096)
+_bias_bits: dict[_Key, int] = Recent(4096)
 _difference_reads: dict[_Key, tuple[DifferenceRead, ...]] = Recent(4096)
 
 
@@ -81,12 +81,12 @@ def find_reads(
     return _remembered(_reads, key, partial(_trace_reads, score_mod, problem, wanted))
 
 
-def row_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
+def bias_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
     """Bits of a score, of all elements that the score_mod of a problem reads in rows of keys
     (`mods.table_rows`), if these are the same for all batch entries. Else 0, and if it cannot be
     traced."""
     key = problem.score_mod, problem.aux
-    return _remembered(_row_bits, key, partial(_trace_row_bits, score_mod, problem))
+    return _remembered(_bias_bits, key, partial(_trace_bias_bits, score_mod, problem))
 
 
 def difference_reads(
@@ -160,7 +160,7 @@ def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> boo
 
 
 @tells_what_to_install()
-def _trace_row_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
+def _trace_bias_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
     from flash_mask_cute.mods.calling import ScoreModTraits
     from flash_mask_cute.mods.table_rows import shared_bits
 

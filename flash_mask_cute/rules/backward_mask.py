@@ -335,13 +335,13 @@ class BackwardMask(MaskRules):
         words = warp_rows.fill(ALL)
         if self.mask_mod is not None:
             words = self._eval_all(work, block, warp_rows)
-        if self.has_choice:
-            words = both(words, self._choice_words(work, block, warp_rows))
+        if self.has_selection:
+            words = both(words, self._selection_words(work, block, warp_rows))
         elif self.args.bits is not None:
             words = self._within_logical_blocks(work, block, warp_rows, words)
         return words
 
-    def _choice_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+    def _selection_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         """Bits of each key whose block a query chose.
 
         A lane asks for one query of each word, and votes make the words. 32 keys, the first of them

@@ -23,16 +23,16 @@ def right_side(window_right: IntLike, is_causal: IntLike) -> IntLike:
 
 
 def side_of_sequence(
-    window_right: int | None, causals: Sequence[Any] | None, batch_idx: int
+    window_right: int | None, causal_per_seq: Sequence[Any] | None, batch_idx: int
 ) -> int | None:
     """`right_side` of one sequence on the host; None: that of the call, window_right.
 
-    causals: for each sequence a number that is not 0 if it is causal; None: all are alike.
+    causal_per_seq: for each sequence a number that is not 0 if it is causal; None: all are alike.
     """
-    if causals is None:
+    if causal_per_seq is None:
         return None
     side: int = right_side(
-        OPEN_WINDOW if window_right is None else window_right, int(causals[batch_idx] != 0)
+        OPEN_WINDOW if window_right is None else window_right, int(causal_per_seq[batch_idx] != 0)
     )
     return side
 

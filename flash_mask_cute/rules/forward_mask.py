@@ -16,7 +16,7 @@ from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.calling import head_of_row
-from flash_mask_cute.rules import bit_tile, choice_walk
+from flash_mask_cute.rules import bit_tile, selection_walk
 from flash_mask_cute.rules.bit_tile import ALL, WORD, bit_range
 from flash_mask_cute.rules.mask_rules import (
     MaskRules,
@@ -104,21 +104,21 @@ class ForwardMask(MaskRules):
             end = cutlass.min(first + of_split, end)
         return work._replace(first_block=first, end_block=end)
 
-    def segment(self, work: Work, num_heads: Int32, segment_blocks: Int32) -> Work:
-        """One segment of a work tile (`core/segments.py`), of segment_blocks key blocks; head_idx
-        counts the heads of all segments."""
-        segment_idx = work.head_idx // num_heads
-        work = work._replace(head_idx=work.head_idx - segment_idx * num_heads, place=segment_idx)
-        return self.within_segment(work, segment_idx, segment_blocks)
+    def fixed_split(self, work: Work, num_heads: Int32, split_blocks: Int32) -> Work:
+        """One fixed split of a work tile (`core/fixed_splits.py`), of split_blocks key blocks;
+        head_idx counts the heads of all fixed splits."""
+        split_idx = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
+        return self.within_fixed_split(work, split_idx, split_blocks)
 
     def has_blocks(self, work: Work) -> Boolean:
-        """Whether a segment, or another split, of a work tile has key blocks."""
+        """Whether a fixed split, or another split, of a work tile has key blocks."""
         assert work.first_block is not None and work.end_block is not None
         return work.first_block < work.end_block
 
     @cute.jit
     def leave_unseen(self, work: Work, partials: Partials, queries_are_packed: cutlass.Constexpr):
-        """Record that the rows of a work tile see nothing of a segment. Run by a whole warp."""
+        """Record that the rows of a work tile see nothing of a fixed split. Run by a whole warp."""
         info, heads = self.block_info, self.block_info.qhead_per_kvhead_packgqa
         low = None if partials.low is None else Float32(0.0)
         for i in cutlass.range_constexpr(info.tile_m // WORD):
@@ -128,11 +128,11 @@ class ForwardMask(MaskRules):
                 place = partials.row(work, queries_are_packed, head_idx, row // heads, Int32(0))
                 partials.store_lse(place, -Float32.inf, low)
 
-    def within_segment(self, work: Work, segment_idx: Int32, segment_blocks: Int32) -> Work:
-        """A work tile with only those of its key blocks that lie in a segment."""
+    def within_fixed_split(self, work: Work, split_idx: Int32, split_blocks: Int32) -> Work:
+        """A work tile with only those of its key blocks that lie in a fixed split."""
         first, end = self.key_blocks(work)
-        begin = segment_idx * segment_blocks
-        first, end = cutlass.max(first, begin), cutlass.min(end, begin + segment_blocks)
+        begin = split_idx * split_blocks
+        first, end = cutlass.max(first, begin), cutlass.min(end, begin + split_blocks)
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
@@ -165,7 +165,7 @@ class ForwardMask(MaskRules):
                 pending = chunk
                 found_any = Boolean(True)
             if const_expr(self._leaps):
-                chunk_idx = choice_walk.chunk_before(self, position, chunk_idx)
+                chunk_idx = selection_walk.chunk_before(self, position, chunk_idx)
             else:
                 chunk_idx -= 1
         ring.write(number, pending)
@@ -201,9 +201,9 @@ class ForwardMask(MaskRules):
             listed, full, position = self._take_listed(work, base, position)
             visible_word = visible_word & listed
             mask_mod_word = mask_mod_word & (full ^ ALL)
-        elif const_expr(self.has_choice):
-            position = choice_walk.words_for(self, work, base, position)
-            is_listed, needs_mask_mod = choice_walk.judge(self, position, work, n_block)
+        elif const_expr(self.has_selection):
+            position = selection_walk.words_for(self, work, base, position)
+            is_listed, needs_mask_mod = selection_walk.judge(self, position, work, n_block)
             visible_word = visible_word & cute.arch.vote_ballot_sync(is_listed)
             mask_mod_word = cute.arch.vote_ballot_sync(needs_mask_mod)
         elif const_expr(self.args.bits is not None):
@@ -228,13 +228,13 @@ class ForwardMask(MaskRules):
     @property
     def _leaps(self) -> bool:
         """Whether a walk leaves out chunks without looking at them."""
-        return self.skip and self.has_choice
+        return self.skip and self.has_selection
 
     def _list_start(self, work: Work) -> Any:
-        """What is known of the lists (of each owner, if there are any), or of the choice, when a
+        """What is known of the lists (of each owner, if there are any), or of the selection, when a
         walk begins."""
-        if self.has_choice:
-            return choice_walk.ChoiceWords.none()
+        if self.has_selection:
+            return selection_walk.SelectionWords.none()
         if self.args.lists is None:
             return ListPosition(Int32(0), Int32(0))
         if self.own_rows is None:

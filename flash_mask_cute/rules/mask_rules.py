@@ -56,14 +56,14 @@ class BitArgs(NamedTuple):
     """State of logical blocks of any size: bit kb % 32 of word kb // 32 of visible, full (batch |
     1, heads | 1, num_q_blocks, words). Kernel tiles need not nest in these blocks.
 
-    A choice of each query (`SelectedBlocks`) has blocks of one query and no `full`: of what is
+    A selection of each query (`SelectedBlocks`) has blocks of one query and no `full`: of what is
     chosen the other masks decide. Its rows are those of the call (of all sequences together, if
     they are packed). of_any, of_every: the bits that any or every query of a tile of the walk has,
-    (batch | 1, heads, tiles, words), as `ChoiceBits` numbers tiles. most_tiles: key tiles that a
+    (batch | 1, heads, tiles, words), as `SelectionBits` numbers tiles. most_tiles: key tiles that a
     tile of the walk may have chosen. Without of_any and of_every there is one query, `visible` are
     its entries (batch | 1, heads, 1, k), int32 or int64, and blocks consist of whole tiles of keys.
-    heads_per_choice: consecutive heads of walks that share a head
-    of the choice.
+    heads_per_selection: consecutive heads of walks that share a head
+    of the selection.
     """
 
     visible: cute.Tensor
@@ -73,15 +73,15 @@ class BitArgs(NamedTuple):
     of_any: cute.Tensor | None = None
     of_every: cute.Tensor | None = None
     most_tiles: Int32 | None = None
-    heads_per_choice: Int32 | None = None
+    heads_per_selection: Int32 | None = None
 
     @property
-    def is_choice(self) -> bool:
+    def is_selection(self) -> bool:
         return self.full is None
 
     @property
     def are_entries(self) -> bool:
-        return self.is_choice and self.of_any is None
+        return self.is_selection and self.of_any is None
 
 
 class MaskBitsArgs(NamedTuple):
@@ -163,19 +163,19 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 class WindowArgs(NamedTuple):
     """The sides of a launch's window, None if open.
 
-    causals: int32 (batch,), not 0 where a sequence is causal, beside a right side; absent if all
-    are alike.
+    causal_per_seq: int32 (batch,), not 0 where a sequence is causal, beside a right side; absent if
+    all are alike.
     """
 
     left: Int32 | None
     right: Int32 | None
-    causals: cute.Tensor | None = None
+    causal_per_seq: cute.Tensor | None = None
 
 
 class MaskArgs(NamedTuple):
     """The tensors of a launch's masks; any may be absent.
 
-    mask_bits: replaces block lists and a mask_mod. causals: as in `WindowArgs`.
+    mask_bits: replaces block lists and a mask_mod. causal_per_seq: as in `WindowArgs`.
     """
 
     window_left: Int32 | None
@@ -185,7 +185,7 @@ class MaskArgs(NamedTuple):
     bits: BitArgs | None
     aux_tensors: Any
     mask_bits: MaskBitsArgs | None = None
-    causals: cute.Tensor | None = None
+    causal_per_seq: cute.Tensor | None = None
 
     @staticmethod
     def create(
@@ -208,7 +208,7 @@ class MaskArgs(NamedTuple):
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
             check_given("mask_bit_tensors", mask_bits, False)
-        if window.causals is not None:
+        if window.causal_per_seq is not None:
             check_given("window_size_right", window.right, True)
         columns, lists, bits = None, None, None
         if column_tensors is not None:
@@ -221,10 +221,10 @@ class MaskArgs(NamedTuple):
             lists = ListArgs(*tensors, *(Int32(size) for size in block_size))
         if block_bits is not None:
             bits = BitArgs(*block_bits)
-            if bits.is_choice:
-                bits = bits._replace(heads_per_choice=num_heads // bits.visible.shape[1])
-        left, right, causals = window
-        return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causals)
+            if bits.is_selection:
+                bits = bits._replace(heads_per_selection=num_heads // bits.visible.shape[1])
+        left, right, causal_per_seq = window
+        return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causal_per_seq)
 
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
         """Whether intervals, lists or a callable may shorten walks a lot."""
@@ -308,9 +308,9 @@ class MaskRules:
         return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
 
     @property
-    def has_choice(self) -> bool:
+    def has_selection(self) -> bool:
         """Whether each query chose its key blocks."""
-        return self.args.bits is not None and self.args.bits.is_choice
+        return self.args.bits is not None and self.args.bits.is_selection
 
     @property
     def _may_need_mask_mod(self) -> bool:
@@ -321,9 +321,9 @@ class MaskRules:
     def seqlen_of(self, work: Work) -> SeqlenInfoQK:
         """The lengths of a work tile's sequence, as `block_info` takes them."""
         args = self.args
-        if args.causals is None:
+        if args.causal_per_seq is None:
             return work.seqlen
-        is_causal = cutlass.select_(args.causals[work.batch_idx] != 0, Int32(1), Int32(0))
+        is_causal = cutlass.select_(args.causal_per_seq[work.batch_idx] != 0, Int32(1), Int32(0))
         return replace(work.seqlen, window_right=right_side(args.window_right, is_causal))
 
     @cute.jit
@@ -349,7 +349,7 @@ class MaskRules:
     ) -> tuple[Boolean, Boolean]:
         """Whether a tile touches a listed logical block, and whether mask_mod decides about it."""
         is_listed, needs_mask_mod = Boolean(True), Boolean(const_expr(self._may_need_mask_mod))
-        if const_expr(self.has_choice):
+        if const_expr(self.has_selection):
             is_listed, needs_mask_mod = self._judge_choice(work, head_idx, m_block, n_block)
         elif const_expr(self.args.bits is not None):
             args, info = self.args.bits, self.block_info
@@ -486,8 +486,8 @@ class MaskRules:
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
         """The offsets from positions in a sequence to the positions that block lists count, or from
-        queries to the rows of a choice."""
-        if self.has_choice:
+        queries to the rows of a selection."""
+        if self.has_selection:
             return work.offset_q, 0
         if work.q_start is not None:
             return work.q_start, 0
@@ -496,7 +496,7 @@ class MaskRules:
     def _block_bits(self, work: Work, head_idx: Int32, q_block: Int32, k_block: Int32) -> tuple:
         """Whether a logical block is listed, and whether it is full: 0 or 1 each."""
         args = self.args.bits
-        if args.is_choice:
+        if args.is_selection:
             is_chosen = self.chosen_bit(work, head_idx, q_block, k_block)
             # of what is chosen mask_mod decides
             return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
@@ -509,25 +509,25 @@ class MaskRules:
         return (args.visible[place] >> bit) & 1, (args.full[place] >> bit) & 1
 
     def chosen_bit(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> Int32:
-        """1 where a row of a choice has a block, else 0."""
+        """1 where a row of a selection has a block, else 0."""
         rows = self.args.bits.visible
-        word = rows[self.choice_place(rows, work, head_idx, row, k_block)]
+        word = rows[self.selection_place(rows, work, head_idx, row, k_block)]
         return (word >> (k_block % WORD)) & 1
 
     @cute.jit
     def _judge_choice(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
     ) -> tuple[Boolean, Boolean]:
-        """Whether a query of a tile chose a block that the tile touches, and whether the choice of
-        its queries, or mask_mod, decides about the tile's scores."""
+        """Whether a query of a tile chose a block that the tile touches, and whether the selection
+        of its queries, or mask_mod, decides about the tile's scores."""
         args, info = self.args.bits, self.block_info
-        tile = self.choice_tile(work, m_block)
+        tile = self.selection_tile(work, m_block)
         first_k_idx = n_block * info.tile_n
         end_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k)
         of_any, of_every = Int32(0), Int32(1)
         kb = first_k_idx // args.block_k
         while kb * args.block_k < end_k_idx:
-            place = self.choice_place(args.of_any, work, head_idx, tile, kb)
+            place = self.selection_place(args.of_any, work, head_idx, tile, kb)
             of_any = of_any | (args.of_any[place] >> (kb % WORD))
             of_every = of_every & (args.of_every[place] >> (kb % WORD))
             kb += 1
@@ -536,20 +536,20 @@ class MaskRules:
             needs_bits = (of_every & 1) == 0
         return (of_any & 1) != 0, needs_bits
 
-    def choice_tile(self, work: Work, m_block: Int32) -> Int32:
-        """The number of a tile of queries in the bits of a choice."""
+    def selection_tile(self, work: Work, m_block: Int32) -> Int32:
+        """The number of a tile of queries in the bits of a selection."""
         tile, info = m_block, self.block_info
         if self.queries_are_packed:
             rows = work.offset_q * info.qhead_per_kvhead_packgqa
             tile = m_block + rows // info.tile_m + work.batch_idx
         return cutlass.min(tile, cute.size(self.args.bits.of_any, mode=[2]) - 1)
 
-    def choice_place(
+    def selection_place(
         self, tensor: cute.Tensor, work: Work, head_idx: Int32, line: Int32, k_block: Int32
     ) -> tuple:
-        """The place of a block's word in bits (batch | 1, heads, lines, words) of a choice."""
+        """The place of a block's word in bits (batch | 1, heads, lines, words) of a selection."""
         batch_idx = cutlass.min(work.batch_idx, cute.size(tensor, mode=[0]) - 1)
-        head_idx = Int32(Uint32(head_idx) // Uint32(self.args.bits.heads_per_choice))
+        head_idx = Int32(Uint32(head_idx) // Uint32(self.args.bits.heads_per_selection))
         # a sequence may be longer than it was said to be
         word = cutlass.min(k_block // WORD, cute.size(tensor, mode=[3]) - 1)
         return batch_idx, head_idx, line, word

@@ -1,8 +1,8 @@
-"""The masks of a backward that visits the queries of token lists (`core/token_lists.py`).
+"""The masks of a backward that visits the queries of query lists (`core/query_lists.py`).
 
 A work tile is an item: keys, and a segment of the queries that chose them. Blocks of its walk are
 neighbouring entries of the segment, whose heads share the block's rows. Who is in a list sees the
-keys, as far as the choice goes. So without intervals and a mask_mod, bits are needed only for an
+keys, as far as the selection goes. So without intervals and a mask_mod, bits are needed only for an
 edge of the band, for the end of the keys, and in the last block. All heads of a group see the same,
 unless the kernel says that they do not (`by_head`).
 """
@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths, describe
+from flash_mask_cute.core.query_lists import QueryLists
 from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile
-from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.backward_mask import BackwardMask
@@ -30,17 +30,17 @@ class TokenMask(BackwardMask):
     first_block and end_block are the entries of its segment. by_head: the intervals or the mask_mod
     hide other scores from one head of a group than from another."""
 
-    lists: TokenLists | None = None
+    lists: QueryLists | None = None
     by_head: cutlass.Constexpr[bool] = False
 
     @classmethod
-    def create_by_tokens(
+    def create_by_query_lists(
         cls,
         kernel: Any,
         columns: Columns,
         masks: MaskArgs,
         lengths: Lengths,
-        lists: TokenLists,
+        lists: QueryLists,
     ) -> "TokenMask":
         return cls.from_kernel(
             kernel,

@@ -14,6 +14,8 @@ from flash_mask_cute.runtime.overlap import overlaps_itself, share_elements, spa
 from flash_mask_cute.runtime.plain_tensors import are_plain, check_plain
 
 _BASE_ALIGNMENT = 16  # bytes
+# kernels multiply it by log2(e) in float32
+_LARGEST_SCALE = 1e38
 # for isinstance: in a trace, a length may be a symbol; no union, which Dynamo of torch 2.9 lacks
 INTS: tuple[Any, ...] = (Integral, torch.SymInt)
 
@@ -96,6 +98,12 @@ def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def check_list(name: str, value: object) -> None:
+    # no union, which Dynamo of torch 2.9 lacks
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list or a tuple of tensors, got {brief(value)}")
+
+
 def check_bool(name: str, value: object, expected: str = "True or False") -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be {expected}, got {brief(value)}")
@@ -116,6 +124,15 @@ def check_finite(name: str, value: Any) -> None:
     check_real(name, value)
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+def check_scale(name: str, scale: Any) -> None:
+    """Refuse a scale of scores that is no number, or too large for float32."""
+    check_real(name, scale)
+    if not abs(scale) <= _LARGEST_SCALE:
+        raise ValueError(
+            f"{name} must be finite, and at most {_LARGEST_SCALE} in magnitude, got {scale}"
+        )
 
 
 def number_of(name: str, value: Any) -> Any:

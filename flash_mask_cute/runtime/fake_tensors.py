@@ -176,7 +176,7 @@ def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
     return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
 
 
-def choice_bits(entries: str | None) -> tuple[Any, ...]:
+def selection_bits(entries: str | None) -> tuple[Any, ...]:
     """The same of a choice, which has no full blocks, the bits of tiles of queries, and how many
     key tiles such a tile may have chosen. entries: their dtype, if they are given in place of
     bits."""
@@ -186,7 +186,7 @@ def choice_bits(entries: str | None) -> tuple[Any, ...]:
     return strided(4, entries or "int32"), None, *int32_pair(), *of_tiles, cutlass.Int32(1)
 
 
-def token_lists() -> tuple[Any, ...]:
+def query_lists() -> tuple[Any, ...]:
     """The queries of each key block, and the work that follows."""
     return strided(2), strided(3), strided(1)
 

@@ -87,8 +87,8 @@ from flash_mask_cute.sm100.flash_bwd_reduce import DqParts
 from flash_mask_cute.sm100.flash_bwd_registers import HALVES, MASK_REGISTERS
 from flash_mask_cute.sm100.flash_bwd_scores import VECTOR_16_BITS, Blocks, BlockScores
 from flash_mask_cute.sm100.flash_bwd_storage import (
+    BwdSmem,
     Channels,
-    Tiles,
     channels_of,
     storage_of,
     tiles_of,
@@ -99,7 +99,7 @@ from flash_mask_cute.sm100.flash_bwd_traits import (
     STORED_COLS,
     STORED_ROWS,
     BwdTraits,
-    Part,
+    GradientPart,
     Role,
 )
 
@@ -146,7 +146,7 @@ class FlashAttentionBackwardSm100:
         first CTA at a row block stores
     :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
         their Q or dO is not finite
-    :param common_kv: all sequences of packed queries have the keys and values of the only batch
+    :param shared_kv: all sequences of packed queries have the keys and values of the only batch
         entry in common, whose gradients are sums over all of them
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
@@ -177,7 +177,7 @@ class FlashAttentionBackwardSm100:
         cta_pair: bool = False,
         num_sms: int = 148,
         may_empty_rows: bool = False,
-        common_kv: bool = False,
+        shared_kv: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in (cutlass.BFloat16, cutlass.Float16):
@@ -219,7 +219,7 @@ class FlashAttentionBackwardSm100:
         self.deterministic = deterministic
         self.clears_dq = clears_dq
         self.num_sms = num_sms
-        self.common_kv = common_kv
+        self.shared_kv = shared_kv
 
     def launches(self) -> list["FlashAttentionBackwardSm100"]:
         """The kernels to launch one after the other: see `BwdTraits.launches`."""
@@ -276,7 +276,7 @@ class FlashAttentionBackwardSm100:
         if const_expr(self.traits.cta_pair):
             check_given("softcap", softcap, False)
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
-        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.shared_kv)
         window = WindowArgs(window_size_left, window_size_right)
         masks = MaskArgs.create(
             self, window, column_tensors, mQ.shape[-2], None, block_bits, aux_tensors
@@ -420,9 +420,9 @@ class FlashAttentionBackwardSm100:
             mask_warp = warp_idx - Role.MASK
             columns = traits.columns
             # of 64 keys, two warps have the same
-            in_turn = min(NUM_MASK_WARPS, traits.tile_n // bit_tile.WORD)
-            mask_warp = mask_warp % in_turn if const_expr(traits.is_folded) else mask_warp
-            warp_rows = MaskWarpRows.create(mask_warp, in_turn, traits.tile_n, columns)
+            alternating = min(NUM_MASK_WARPS, traits.tile_n // bit_tile.WORD)
+            mask_warp = mask_warp % alternating if const_expr(traits.is_folded) else mask_warp
+            warp_rows = MaskWarpRows.create(mask_warp, alternating, traits.tile_n, columns)
             is_part = traits.cta_pair
             rules = BackwardMask.create(self, columns, masks, lengths, group, is_part)
             make_mask_bits(
@@ -440,7 +440,7 @@ class FlashAttentionBackwardSm100:
     def compute(
         self,
         gradients: KeyGradients,
-        tiles: Tiles,
+        tiles: BwdSmem,
         channels: Channels,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -480,7 +480,7 @@ class FlashAttentionBackwardSm100:
             store = partial(self._store_sums, tiles, lengths, work)
             of_dv = gradients.dv_atom, gradients.dv, traits.column_dv, None
             of_dk = gradients.dk_atom, gradients.dk, traits.column_dk, softmax_scale
-            if const_expr(traits.part == Part.ALL):
+            if const_expr(traits.part == GradientPart.ALL):
                 if half == 0:
                     store(*of_dv, traits.stored_columns(traits.head_dim_v))
                 else:
@@ -503,7 +503,9 @@ class FlashAttentionBackwardSm100:
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def _hold_keys(self, tiles: Tiles, channels: Channels, tile: Int32, first: Int32, half: Int32):
+    def _hold_keys(
+        self, tiles: BwdSmem, channels: Channels, tile: Int32, first: Int32, half: Int32
+    ):
         """Copy K, or V in the second half, of this thread's key of a work tile into TMEM.
 
         All products of the previous work tile are complete: its sums have been taken.
@@ -534,7 +536,7 @@ class FlashAttentionBackwardSm100:
     @cute.jit
     def _store_sums(
         self,
-        tiles: Tiles,
+        tiles: BwdSmem,
         lengths: Lengths,
         work: Work,
         atom: cute.CopyAtom,

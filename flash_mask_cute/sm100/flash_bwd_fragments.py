@@ -8,7 +8,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 from flash_mask_cute.core.cta import swizzled
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import HALVES
-from flash_mask_cute.sm100.flash_bwd_storage import Tiles, memory_ds
+from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, memory_ds
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm100.umma import ROWS
 
@@ -43,7 +43,7 @@ class Products(NamedTuple):
     dq_ds: cute.Tensor | None
 
 
-def products(traits: BwdTraits, tiles: Tiles) -> Products:
+def products(traits: BwdTraits, tiles: BwdSmem) -> Products:
     """Of a single CTA."""
     scores = traits.mma_scores()
     by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
@@ -71,7 +71,7 @@ def products(traits: BwdTraits, tiles: Tiles) -> Products:
     )
 
 
-def _parts_of_dq(traits: BwdTraits, tiles: Tiles) -> tuple[PartOfDq, ...]:
+def _parts_of_dq(traits: BwdTraits, tiles: BwdSmem) -> tuple[PartOfDq, ...]:
     keys, parts, first = umma.transposed(tiles.k), [], 0
     for i, width in enumerate(traits.widths_dq):
         mma = traits.mma_dq(width)

@@ -16,7 +16,7 @@ from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads, Visited
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles, visit_walks
+from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 
@@ -26,7 +26,7 @@ class KeyLoads:
 
     traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     queries: QueryLoads
     lengths: Lengths
@@ -55,7 +55,7 @@ class KeyLoads:
     def _load_keys(self, work: Work, first: Int32) -> None:
         """The last dQ of the work tile before releases Q when it has read the keys there."""
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
-        side, copies = tma.Side.of_keys(self.lengths), []
+        side, copies = tma.RowSide.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k, work.block * traits.tile_n
         wanted = [(operands.k_atom, operands.k, tiles.k, channels.q)]
         if traits.makes_dk:

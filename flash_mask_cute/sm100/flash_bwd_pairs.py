@@ -32,7 +32,7 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import HALVES
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles, visit_walks
+from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # bytes of a key in dS: 64 queries; how many lines until the swizzle repeats, and what it moves
@@ -80,7 +80,7 @@ class _Operand(NamedTuple):
     smem: cute.Tensor
 
 
-class _Place(NamedTuple):
+class _BoxCoord(NamedTuple):
     """Where a box begins: its head, the row of the sequence, and the column. stage: of memory."""
 
     head_idx: Int32
@@ -95,7 +95,7 @@ class PairLoads:
 
     traits: cutlass.Constexpr[BwdTraits]
     operands: PairOperands
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     stats: cute.Tensor
     lengths: Lengths
@@ -134,10 +134,10 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_query_rows(of_block, q_rows, _Place(head, own_row), barrier)
+        self._load_query_rows(of_block, q_rows, _BoxCoord(head, own_row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
-            self._load_key_rows(work, k_rows, _Place(kv_head, key), barrier)
+            self._load_key_rows(work, k_rows, _BoxCoord(kv_head, key), barrier)
         # -- statistics of all queries
         stage = channels.stats.index(number)
         barrier = self._expect(channels.stats, number, Int32(traits.bytes_stats))
@@ -152,24 +152,24 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_query_rows(of_block, do_rows, _Place(head, own_row), barrier)
+        self._load_query_rows(of_block, do_rows, _BoxCoord(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
         do_column = rank * traits.value_columns_of_cta
         if const_expr(not traits.is_folded):
-            self._load_queries(of_block, do_columns, _Place(head, row, do_column), barrier)
+            self._load_queries(of_block, do_columns, _BoxCoord(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
-            self._load_key_rows(work, v_rows, _Place(kv_head, key), barrier)
+            self._load_key_rows(work, v_rows, _BoxCoord(kv_head, key), barrier)
         # -- half of the columns of Q, and of the keys of both CTAs
         if const_expr(traits.is_folded):
             channels.q.wait_until_released(number)
         bytes_k = cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q_columns, number, traits.bytes_q + bytes_k)
         q_columns = _Operand(columns.q_atom, columns.q, tiles.q_columns)
-        self._load_queries(of_block, q_columns, _Place(head, row, column), barrier)
+        self._load_queries(of_block, q_columns, _BoxCoord(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
-            place = _Place(kv_head, pair_key, column)
+            place = _BoxCoord(kv_head, pair_key, column)
             num_boxes = cute.size(tiles.k_columns, mode=[2])
             # rolled, since addresses and coordinates of all boxes do not fit into registers
             for i in cutlass.range(num_boxes, unroll=1):
@@ -177,11 +177,11 @@ class PairLoads:
         if const_expr(traits.is_folded):
             channels.do.wait_until_released(number)
             barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))
-            self._load_queries(of_block, do_columns, _Place(head, row, do_column), barrier)
+            self._load_queries(of_block, do_columns, _BoxCoord(head, row, do_column), barrier)
         return number + 1
 
     def _load_key_columns(
-        self, work: Work, operand: _Operand, place: _Place, i: int | Int32, barrier: cute.Pointer
+        self, work: Work, operand: _Operand, place: _BoxCoord, i: int | Int32, barrier: cute.Pointer
     ) -> None:
         """Start the copy of box i of K by columns. place: of the first box."""
         traits, size = self.traits, self.traits.group.size
@@ -195,14 +195,14 @@ class PairLoads:
         return channel.barrier(number)
 
     def _load_query_rows(
-        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
     ) -> None:
         """Start the copy of this CTA's half of the queries, all columns. place: of the first."""
         box = self.traits.box_rows, self.traits.box_columns
         self._load_boxes(work, operand, place, barrier, box, self._load_queries)
 
     def _load_key_rows(
-        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
     ) -> None:
         """Start the copy of this CTA's keys, all columns. place: of the first."""
         columns = cute.size(operand.smem, mode=[1])
@@ -214,7 +214,7 @@ class PairLoads:
         self,
         work: Work,
         operand: _Operand,
-        place: _Place,
+        place: _BoxCoord,
         barrier: cute.Pointer,
         box: cutlass.Constexpr[tuple[int, int | None]],
         load: cutlass.Constexpr[Callable[..., None]],
@@ -236,23 +236,25 @@ class PairLoads:
                 load(work, operand._replace(smem=part), at, barrier)
 
     def _load_queries(
-        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
     ) -> None:
         """Start the copy of a box of Q or dO."""
-        side, at = tma.Side.of_queries(self.lengths), (work.offset_q, work.seqlen_q, place.row)
+        side, at = tma.RowSide.of_queries(self.lengths), (work.offset_q, work.seqlen_q, place.row)
         gmem, row = tma.readable_rows(operand.source, side, work.batch_idx, *at)
         _copy_box(operand, gmem, place._replace(row=row), barrier)
 
     def _load_keys(
-        self, work: Work, operand: _Operand, place: _Place, barrier: cute.Pointer
+        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
     ) -> None:
         """Start the copy of a box of K or V."""
-        side, at = tma.Side.of_keys(self.lengths), (work.offset_k, work.seqlen_k, place.row)
+        side, at = tma.RowSide.of_keys(self.lengths), (work.offset_k, work.seqlen_k, place.row)
         gmem, row = tma.readable_rows(operand.source, side, work.batch_idx, *at)
         _copy_box(operand, gmem, place._replace(row=row), barrier)
 
 
-def _copy_box(operand: _Operand, gmem: cute.Tensor, place: _Place, barrier: cute.Pointer) -> None:
+def _copy_box(
+    operand: _Operand, gmem: cute.Tensor, place: _BoxCoord, barrier: cute.Pointer
+) -> None:
     """Fill a stage of memory. place: its row is one of gmem."""
     smem = operand.smem
     rows, columns = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
@@ -268,7 +270,7 @@ class Arrivals:
 
     traits: cutlass.Constexpr[BwdTraits]
     passes_on: cutlass.Constexpr[bool]
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
 
     @cute.jit
@@ -395,13 +397,13 @@ class PeerGrads:
     """
 
     traits: cutlass.Constexpr[BwdTraits]
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     half: Int32
     line: Int32
 
     @staticmethod
-    def create(traits: BwdTraits, tiles: Tiles, channels: Channels, half: Int32) -> "PeerGrads":
+    def create(traits: BwdTraits, tiles: BwdSmem, channels: Channels, half: Int32) -> "PeerGrads":
         rank = traits.group.rank()
         first = cutlass.select_(half == rank, rank * traits.tile_n, Int32(traits.cluster_tile_n))
         key = first + thread_in_warpgroup()
@@ -489,7 +491,9 @@ class FoldedScores:
     dq_rank: Int32
 
     @staticmethod
-    def create(traits: BwdTraits, tiles: Tiles, channels: Channels, half: Int32) -> "FoldedScores":
+    def create(
+        traits: BwdTraits, tiles: BwdSmem, channels: Channels, half: Int32
+    ) -> "FoldedScores":
         thread = thread_in_warpgroup()
         key, dq_rank = thread % traits.tile_n, thread // traits.tile_n
         chunk = dq_rank * HALVES + half

@@ -17,7 +17,7 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_fragments import Products
 from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
@@ -33,7 +33,7 @@ class BlockProducts:
     traits: cutlass.Constexpr[BwdTraits]
     together: cutlass.Constexpr[bool]
     products: Products
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
 
     @property
@@ -71,7 +71,7 @@ class BlockProducts:
         if self.traits.is_folded:
             issue = self._issue_folded_block
         elif self.traits.is_wide_pair:
-            issue = self._issue_block_in_turn
+            issue = self._issue_block_in_order
         elif self.together:
             issue = self._issue_block_together
         elif self.traits.values_lag:
@@ -159,7 +159,7 @@ class BlockProducts:
         return number + 1
 
     @cute.jit
-    def _issue_block_in_turn(self, tile: Int32, first: Int32, number: Int32, block: Block):
+    def _issue_block_in_order(self, tile: Int32, first: Int32, number: Int32, block: Block):
         """Issue S, dP, dV, dK, dQ of a block of a wide pair. dP waits until S is in registers, and
         runs beside the exponentials. dV is in two products: that of the first chunks of queries
         runs beside the exponentials of the others.

@@ -12,7 +12,7 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import Registers
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles, visit_walks
+from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 
@@ -23,7 +23,7 @@ class DqParts:
 
     traits: cutlass.Constexpr[BwdTraits]
     registers: cutlass.Constexpr[Registers]
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
 
     @cute.jit
@@ -37,7 +37,7 @@ class DqParts:
         adds it."""
         traits, channels, parts = self.traits, self.channels, self.traits.parts_dq
         held = traits.held_parts if const_expr(self.registers.holds_dq) else 0
-        in_turn = len(parts) - held
+        alternating = len(parts) - held
         # -- dQ of the block is complete: (tile_m queries, tile_d)
         channels.dq.wait(number)
         umma.fence_after_wait()
@@ -48,7 +48,7 @@ class DqParts:
             rest = range(over_s, len(parts))
             self._stage_together(number, rest, channels.dq_left)
             return number + 1
-        for i in cutlass.range_constexpr(in_turn):
+        for i in cutlass.range_constexpr(alternating):
             channels.out.acquire(number * len(parts) + i)
             umma.fence_after_wait()
             staged = self._staged(i)
@@ -63,7 +63,7 @@ class DqParts:
             self._publish_part(number * len(parts) + i)
         if const_expr(held):
             # -- the rest into registers; dQ of the next block may replace it in TMEM
-            self._stage_together(number, range(in_turn, len(parts)), channels.dq)
+            self._stage_together(number, range(alternating, len(parts)), channels.dq)
         return number + 1
 
     @cute.jit

@@ -23,7 +23,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_math import keep_rounded, probabilities, score_gradients
 from flash_mask_cute.sm100.flash_bwd_pairs import FoldedScores, PeerGrads
-from flash_mask_cute.sm100.flash_bwd_storage import Channels, Tiles
+from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 # 16-bit values that a thread writes at once
@@ -46,7 +46,7 @@ class BlockScores:
     """State of a compute warp; half: its half of a block's queries; peer: of a pair."""
 
     traits: cutlass.Constexpr[BwdTraits]
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     chain: ScoreChain
     half: Int32

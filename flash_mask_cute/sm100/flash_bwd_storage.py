@@ -76,7 +76,7 @@ def visit_walks(
     return number
 
 
-class Tiles(NamedTuple):
+class BwdSmem(NamedTuple):
     """The contents of shared memory: see `BwdTraits` for the layouts.
 
     ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
@@ -156,7 +156,7 @@ def storage_of(traits: BwdTraits, is_ordered: bool) -> cute.struct:
         q_columns_barriers: barriers(1)
         ds_barriers: barriers(1)
         there_barriers: barriers(4)
-        in_turn_barriers: barriers(4 * traits.is_wide_pair)
+        alternating_barriers: barriers(4 * traits.is_wide_pair)
         folded_barriers: barriers(4 * traits.is_folded)
         claims_barriers: barriers(int(has_claims))
         claimed: cute.struct.MemRange[cutlass.Int32, int(has_claims)]
@@ -217,7 +217,7 @@ def channels_of(
             for i, name in enumerate(("do_columns_there", "scores_there")):
                 of_pair[name] = Channel.create(first + 4 + 2 * i, 1, 1, 1, group.home)
         if traits.is_wide_pair:
-            first = storage.in_turn_barriers.data_ptr()
+            first = storage.alternating_barriers.data_ptr()
             for i, name in enumerate(("taken", "first_p", "dq_left", "dv")):
                 warps = REDUCE_WARPS if name == "dq_left" else COMPUTE_WARPS
                 readers = warps * group.size
@@ -248,7 +248,7 @@ def memory_ds(traits: BwdTraits, storage: Any) -> Any:
     return storage.do if traits.is_wide_pair else storage.ds
 
 
-def tiles_of(traits: BwdTraits, storage: Any) -> Tiles:
+def tiles_of(traits: BwdTraits, storage: Any) -> BwdSmem:
     tensor = partial(swizzled, dtype=traits.dtype)
     dq = None
     if traits.makes_dk:
@@ -264,7 +264,7 @@ def tiles_of(traits: BwdTraits, storage: Any) -> Tiles:
             "do_columns": tensor(by_columns[1], traits.layout_value_columns()),
             "k_columns": tensor(storage.k_columns, traits.layout_key_columns()),
         }
-    return Tiles(
+    return BwdSmem(
         q=tensor(storage.q, traits.layout_q()),
         do=tensor(storage.do, traits.layout_do()),
         k=tensor(storage.k, traits.layout_k()),

@@ -52,7 +52,7 @@ SWIZZLED_COLUMNS = 64
 SMEM_BOOKKEEPING = 6144
 
 
-class Part(Enum):
+class GradientPart(Enum):
     """The gradients that a launch computes: all, or those of the values, or of queries and keys."""
 
     ALL = "all"
@@ -102,7 +102,7 @@ class BwdTraits:
     cta_pair: bool = False
     has_marks: bool = False
     has_reference: bool = False
-    part: Part = Part.ALL
+    part: GradientPart = GradientPart.ALL
 
     # heads of a group pass by one after the other
     packed_heads = group_size = 1
@@ -215,19 +215,19 @@ class BwdTraits:
     def launches(self) -> tuple["BwdTraits", ...]:
         """The traits of each launch. If dV, dK and dQ do not fit into TMEM together, one launch
         computes dV, and another one dK and dQ, each from S of its own."""
-        if self.part != Part.ALL or self.column_dq is not None:
+        if self.part != GradientPart.ALL or self.column_dq is not None:
             return (self,)
-        values = replace(self, part=Part.VALUES, stages_q=2, stages_do=2)
-        return values, replace(self, part=Part.KEYS)
+        values = replace(self, part=GradientPart.VALUES, stages_q=2, stages_do=2)
+        return values, replace(self, part=GradientPart.KEYS)
 
     @property
     def makes_dv(self) -> bool:
-        return self.part != Part.KEYS
+        return self.part != GradientPart.KEYS
 
     @property
     def makes_dk(self) -> bool:
         """Whether dK and dQ are computed."""
-        return self.part != Part.VALUES
+        return self.part != GradientPart.VALUES
 
     def registers(self, needs_more: bool) -> Registers:
         """needs_more: scores have a soft cap, or lists beside intervals or in a fixed order."""
@@ -310,7 +310,7 @@ class BwdTraits:
     def is_serial(self) -> bool:
         """Whether the products of a block are issued together: S of the next block would overwrite
         dQ of this one, or has no second place for its queries."""
-        return self.part != Part.ALL or self.dq_over_scores or self.is_folded
+        return self.part != GradientPart.ALL or self.dq_over_scores or self.is_folded
 
     @property
     def values_lag(self) -> bool:
@@ -342,7 +342,7 @@ class BwdTraits:
         if self.cta_pair:
             # of each half of the columns, which are in lanes 0 to 63 and 64 to 127
             return (2 * PART_OF_HALF,) * (self.tile_d // (2 * PART_OF_HALF))
-        if self.tile_d == MOST_OF_PART or (self.is_wide and self.part == Part.ALL):
+        if self.tile_d == MOST_OF_PART or (self.is_wide and self.part == GradientPart.ALL):
             width = MOST_OF_PART if self.tile_d % MOST_OF_PART == 0 else LEAST_OF_PART
         return (width,) * (self.tile_d // width)
 
@@ -351,7 +351,7 @@ class BwdTraits:
         """The last so many parts of dQ that a thread holds in registers together, so that TMEM is
         free before any of them is staged."""
         # of many small parts, more would spill
-        most = MOST_HELD // 2 if self.part == Part.KEYS else MOST_HELD
+        most = MOST_HELD // 2 if self.part == GradientPart.KEYS else MOST_HELD
         held_by_thread = max(self.parts_dq) // (ROWS // self.rows_of_cta)
         return min(len(self.parts_dq), most // held_by_thread)
 

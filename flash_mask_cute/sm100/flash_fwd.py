@@ -76,7 +76,7 @@ from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows, WindowArgs, check_given
 from flash_mask_cute.rules.mask_warps import make_mask_bits
-from flash_mask_cute.rules.share_walks import schedule_forward
+from flash_mask_cute.rules.stream_k_walks import schedule_forward
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.exponentials import WholeRows, spread
 from flash_mask_cute.sm100.flash_fwd_output import OutputWarps
@@ -90,10 +90,10 @@ from flash_mask_cute.sm100.flash_fwd_traits import (
     TABLE_WORDS,
     WARPS_OF_HALF,
     Channels,
+    FwdSmem,
     FwdTraits,
     Role,
     SoftmaxState,
-    Tiles,
 )
 
 # keys and values of the heads in flight should stay in an L2 cache of 126 MB; as a share, what was
@@ -132,7 +132,7 @@ class FlashAttentionForwardSm100:
     :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
         does not use tile_counter
-    :param split, page_box, common_kv, shares_mask: as for `FlashAttentionForwardSm90`; the first
+    :param split, page_box, shared_kv, shares_mask: as for `FlashAttentionForwardSm90`; the first
         two not with cta_pair
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -161,7 +161,7 @@ class FlashAttentionForwardSm100:
         cta_pair: bool = False,
         split: str | None = None,
         page_box: int | None = None,
-        common_kv: bool = False,
+        shared_kv: bool = False,
         shares_mask: bool = False,
     ):
         self.traits = FwdTraits(
@@ -209,7 +209,7 @@ class FlashAttentionForwardSm100:
         self.arithmetic = [WholeRows(x, saturates=split is None) for x in places]
         self.num_sms = num_sms
         self.split = split
-        self.common_kv = common_kv
+        self.shared_kv = shared_kv
 
     @cute.jit
     def __call__(
@@ -244,14 +244,14 @@ class FlashAttentionForwardSm100:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
-        mCausals: cute.Tensor | None = None,
+        mCausalPerSeq: cute.Tensor | None = None,
         mKDescale: cute.Tensor | None = None,
         mVDescale: cute.Tensor | None = None,
     ):
         """Launch on `stream`: the arguments are those of `FlashAttentionForwardSm90`."""
         refused = {
-            "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk, "mCausals": mCausals,
-            "mKDescale": mKDescale, "mVDescale": mVDescale,
+            "mask_bit_tensors": mask_bit_tensors, "query_chunk": query_chunk,
+            "mCausalPerSeq": mCausalPerSeq, "mKDescale": mKDescale, "mVDescale": mVDescale,
         }  # fmt: skip
         for name, given in refused.items():
             if const_expr(given is not None):
@@ -260,7 +260,7 @@ class FlashAttentionForwardSm100:
             check_given("mLSELow", mLSELow, False)
         traits, group = self.traits, self.traits.group
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
-        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.shared_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
@@ -403,7 +403,7 @@ class FlashAttentionForwardSm100:
     @cute.jit
     def softmax(
         self,
-        tiles: Tiles,
+        tiles: FwdSmem,
         channels: Channels,
         scales: ScoreScales,
         masks: MaskArgs,
@@ -446,7 +446,7 @@ class FlashAttentionForwardSm100:
             lse.store_largest(lengths, work, head_idx, row // packed_heads, largest)
 
     @cute.jit
-    def _visit_block(self, tiles: Tiles, channels: Channels, rows, place: HalfTile, state, block):
+    def _visit_block(self, tiles: FwdSmem, channels: Channels, rows, place: HalfTile, state, block):
         """Turn the scores of a key block into probabilities, masked if the block is cut."""
         half = place.half
         number = self.traits.halves * state.blocks + half

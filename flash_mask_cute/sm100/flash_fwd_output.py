@@ -22,9 +22,9 @@ from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_fwd_traits import (
     ROWS_PER_WARP,
     Channels,
+    FwdSmem,
     FwdTraits,
     Role,
-    Tiles,
 )
 
 # columns of the output that a thread holds at a time; few, as its warps have few registers
@@ -52,7 +52,7 @@ class OutputWarps:
 
     traits: cutlass.Constexpr[FwdTraits]
     operands: tma.Operands
-    tiles: Tiles
+    tiles: FwdSmem
     channels: Channels
     lse: LseTensors
     lengths: Lengths
@@ -109,7 +109,7 @@ class OutputWarps:
         is_row = q_idx < work.slot
         if const_expr(traits.is_padded):
             is_row = is_row & (row % traits.packed_heads < traits.group_size)
-        # -- LSE leaves: to the tensor, or to the slot of a split
+        # -- LSE leaves: to the tensor, or to the partial tile of a split
         is_whole = is_row
         is_packed = lengths.cu_seqlens_q is not None
         at = RowAt(work, head_idx, q_idx, half * umma.ROWS + thread)

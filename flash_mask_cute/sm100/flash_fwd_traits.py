@@ -88,7 +88,7 @@ class Channels(NamedTuple):
     walk: WalkRing
 
 
-class Tiles(NamedTuple):
+class FwdSmem(NamedTuple):
     """The contents of shared memory: operands with stages, as TMA sees them; rows; one bit tile.
 
     sums (2, rows): maximum and sum of each row.
@@ -451,9 +451,9 @@ class FwdTraits(PackedHeads):
             walk=walk,
         )
 
-    def tiles(self, storage: Any) -> Tiles:
+    def tiles(self, storage: Any) -> FwdSmem:
         sums = cute.recast_ptr(storage.sums.data_ptr(), dtype=cutlass.Float32)
-        return Tiles(
+        return FwdSmem(
             q=swizzled(storage.q, self.layout_q()),
             k=swizzled(storage.k, self.layout_k()),
             v=swizzled(storage.v, self.layout_v()),

@@ -57,11 +57,11 @@ from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.dq_sums import Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.query_lists import QueryLists
 from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.token_lists import TokenLists
 from flash_mask_cute.core.walk_ring import (
     CHUNK,
     KIND_MASK,
@@ -93,12 +93,12 @@ from flash_mask_cute.sm90.flash_bwd_scores import (
     by_turn,
     sync_both,
 )
-from flash_mask_cute.sm90.flash_bwd_tokens import by_tokens
+from flash_mask_cute.sm90.flash_bwd_tokens import by_query_lists
 from flash_mask_cute.sm90.flash_bwd_traits import (
     Barrier,
+    BwdSmem,
     BwdTraits,
     Channels,
-    Tiles,
 )
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
@@ -146,11 +146,11 @@ class FlashAttentionBackwardSm90:
         requires no score_mod and no soft cap
     :param splits_group: several CTAs process the same keys, each for some of the group's heads, and
         leave sums of dK and dV for `BwdAddParts`
-    :param common_kv: all sequences of packed queries have the keys and values of the only batch
+    :param shared_kv: all sequences of packed queries have the keys and values of the only batch
         entry in common, whose gradients are sums over all of them
-    :param own_lists: block lists have blocks of a multiple of tile_m queries and of 64 keys, and
-        each warpgroup skips what they hide from its keys; requires no mask_mod and unmodified
-        scores (`BackwardMask.own_keys`)
+    :param lists_per_warpgroup: block lists have blocks of a multiple of tile_m queries and of 64
+        keys, and each warpgroup skips what they hide from its keys; requires no mask_mod and
+        unmodified scores (`BackwardMask.own_keys`)
     :param entries_first: the batch entries of a head take turns (`TileScheduler.entries_first`)
     :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
@@ -180,14 +180,14 @@ class FlashAttentionBackwardSm90:
         cta_pair: bool = False,
         num_sms: int = 132,
         may_empty_rows: bool = False,
-        common_kv: bool = False,
+        shared_kv: bool = False,
         splits_group: bool = False,
         packed_heads: int = 1,
         group_size: int = 0,
         masks_by_head: bool = False,
         shares_tile: bool = False,
         splits_keys: bool = False,
-        own_lists: bool = False,
+        lists_per_warpgroup: bool = False,
         entries_first: bool = False,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -211,10 +211,12 @@ class FlashAttentionBackwardSm90:
             shares_tile=shares_tile,
             sums_of_warp=sum(x.mma_words for x in summed),
             sums_of_mask_warp=sum(x.mask_words for x in summed),
-            own_lists=own_lists,
+            lists_per_warpgroup=lists_per_warpgroup,
         )
-        if own_lists and not (mask_mod is score_mod is None):
-            raise ValueError(f"own_lists=True needs no mods, got {mask_mod} and {score_mod}")
+        if lists_per_warpgroup and not (mask_mod is score_mod is None):
+            raise ValueError(
+                f"lists_per_warpgroup=True needs no mods, got {mask_mod} and {score_mod}"
+            )
         reason = self.traits.infeasible()
         if reason is not None:
             raise ValueError(reason)
@@ -229,7 +231,7 @@ class FlashAttentionBackwardSm90:
             )
         if splits_keys and score_mod is not None:
             raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
-        if self.traits.by_tokens and (not clears_dq or splits_group):
+        if self.traits.by_query_lists and (not clears_dq or splits_group):
             raise ValueError(
                 f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
             )
@@ -247,7 +249,7 @@ class FlashAttentionBackwardSm90:
         self.deterministic = deterministic
         self.clears_dq = clears_dq
         self.num_sms = num_sms
-        self.common_kv = common_kv
+        self.shared_kv = shared_kv
         self.masks_by_head = masks_by_head
 
     @cute.jit
@@ -290,7 +292,7 @@ class FlashAttentionBackwardSm90:
 
         With splits_group mdK and mdV are fp32 sums (parts of groups, key blocks, tile_n * tile_d or
         tile_dv), the parts of a group one after the other. With packed_heads block_bits are the
-        tensors of a `TokenLists`, heads of mStats and mdQaccum are KV heads, and mdK and mdV are
+        tensors of a `QueryLists`, heads of mStats and mdQaccum are KV heads, and mdK and mdV are
         fp32 sums of one part, zero before the launch, to which CTAs add.
 
         tile_counter, column_tensors and block_bits are those of `FlashAttentionForwardSm90`; block
@@ -298,22 +300,24 @@ class FlashAttentionBackwardSm90:
         and `places` with mCuSeqlensQ, in place of a mask_mod and block_bits
         (`rules/mask_rules.py`). mQStart: `Lengths.q_start`. aux_grads: tensors to which the
         gradients of the aux tensors of wants_aux are added: fp32 of the same shapes, or with the
-        batch before them, or int64 with words before them (`mods.exact_words`).
+        batch before them, or int64 with words before them (`mods.fixed_point_sums`).
         """
         check_given("mSemaphores", mSemaphores, not self.clears_dq)
         check_given("aux_grads", aux_grads, bool(self.wants_aux))
-        if const_expr(self.traits.cta_pair or self.traits.splits_keys or self.traits.own_lists):
+        if const_expr(
+            self.traits.cta_pair or self.traits.splits_keys or self.traits.lists_per_warpgroup
+        ):
             check_given("softcap", softcap, False)
         traits = self.traits
         varlen_k = const_expr(mCuSeqlensK is not None)
         of_sequences = mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK
-        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.shared_kv)
         listed = traits.packed_heads, traits.group_size
         operands = BwdOperands.create(traits, (mQ, mdO, mK, mV), lengths, listed)
-        group_splits = token_lists = None
-        if const_expr(traits.by_tokens):
-            token_lists, block_bits = TokenLists(*block_bits), None
-        if const_expr(self.splits_group or traits.by_tokens):
+        group_splits = query_lists = None
+        if const_expr(traits.by_query_lists):
+            query_lists, block_bits = QueryLists(*block_bits), None
+        if const_expr(self.splits_group or traits.by_query_lists):
             if const_expr(self.splits_group):
                 group_splits = mdK.shape[0] // (mK.shape[1] if varlen_k else mK.shape[2])
             of_keys = Lengths(mCuSeqlensK, None, None, None, lengths.seqlen_k, Int32(0))
@@ -337,16 +341,16 @@ class FlashAttentionBackwardSm90:
         )  # fmt: skip
         if const_expr(self.entries_first):
             schedule = schedule.by_entries()
-        if const_expr(token_lists is not None):
-            schedule = schedule.of_items(token_lists.items.shape[1], self.num_sms)
+        if const_expr(query_lists is not None):
+            schedule = schedule.of_items(query_lists.items.shape[1], self.num_sms)
 
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         scratch = Scratch(mStats, mdQaccum, mSemaphores)
-        if const_expr(traits.by_tokens):
-            scratch = by_tokens(traits, scratch)
+        if const_expr(traits.by_query_lists):
+            scratch = by_query_lists(traits, scratch)
         self.kernel(
             operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
-            schedule.group, group_splits, tile_counter, aux_grads, token_lists,
+            schedule.group, group_splits, tile_counter, aux_grads, query_lists,
         ).launch(
             grid=(schedule.grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
@@ -362,9 +366,9 @@ class FlashAttentionBackwardSm90:
         product is in flight, and ptxas then waits after each product. Nor does it if only the first
         block of a walk can be hidden, because its bits come too late.
         """
-        is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_tokens
+        is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_query_lists
         may_hide = self.is_local or masks.may_shorten(self)
-        if self.traits.own_lists:
+        if self.traits.lists_per_warpgroup:
             # the lists themselves have no bits
             may_hide = self.is_local or masks.columns is not None
         return not self.traits.shares_keys and is_plain and may_hide
@@ -384,7 +388,7 @@ class FlashAttentionBackwardSm90:
         group_splits: Int32 | None,
         tile_counter: cute.Tensor | None,
         aux_grads: tuple | None,
-        token_lists: TokenLists | None,
+        query_lists: QueryLists | None,
     ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -422,17 +426,17 @@ class FlashAttentionBackwardSm90:
                     schedule,
                     tile_counter,
                     self.deterministic,
-                    lengths.cu_seqlens_k is not None or traits.by_tokens,
+                    lengths.cu_seqlens_k is not None or traits.by_query_lists,
                     traits.num_ctas,
                     channels.claims,
                     claims_first=self.deterministic,
                     entries_first=self.entries_first,
                 )
-                rules = self._rules(masks, lengths, group, token_lists).with_tile_n(
+                rules = self._rules(masks, lengths, group, query_lists).with_tile_n(
                     traits.cluster_tile_n
                 )
                 rings = (channels.ring, channels.walk)
-                if const_expr(traits.by_tokens):
+                if const_expr(traits.by_query_lists):
                     send_token_walks(scheduler, rules, lengths, *rings)
                 else:
                     send_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
@@ -441,7 +445,7 @@ class FlashAttentionBackwardSm90:
                 warp_rows = MaskWarpRows.create(
                     mask_warp, traits.num_mask_warps, traits.tile_n, wgmma.COLUMNS
                 )
-                rules = self._rules(masks, lengths, group, token_lists)
+                rules = self._rules(masks, lengths, group, query_lists)
                 any_bits = tiles.any_bits if passes_over else None
                 bits = rules, warp_rows, tiles.bits, channels.bits
                 if const_expr(traits.sums_of_mask_warp > 0):
@@ -468,11 +472,11 @@ class FlashAttentionBackwardSm90:
             clusters.sync()
 
     def _rules(
-        self, masks: MaskArgs, lengths: Lengths, group: Int32, token_lists: TokenLists | None
+        self, masks: MaskArgs, lengths: Lengths, group: Int32, query_lists: QueryLists | None
     ) -> BackwardMask:
-        if token_lists is not None:
-            return TokenMask.create_by_tokens(self, wgmma.COLUMNS, masks, lengths, token_lists)
-        own_keys = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
+        if query_lists is not None:
+            return TokenMask.create_by_query_lists(self, wgmma.COLUMNS, masks, lengths, query_lists)
+        own_keys = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         of_tiles = self.traits.cta_pair, own_keys
         return BackwardMask.create(self, wgmma.COLUMNS, masks, lengths, group, *of_tiles)
 
@@ -483,7 +487,7 @@ class FlashAttentionBackwardSm90:
         self,
         traits: cutlass.Constexpr[BwdTraits],
         gradients: KeyGradients,
-        tiles: Tiles,
+        tiles: BwdSmem,
         channels: Channels,
         lengths: Lengths,
         softmax_scale: Float32,
@@ -534,7 +538,7 @@ class FlashAttentionBackwardSm90:
                         process = partial(self._process, kind, tiles, products, scores, state)
                         sums = acc_dV, acc_dK, accumulate
                         by_bits = kind == Kind.PARTIAL and passes_over
-                        if const_expr(by_bits or traits.own_lists):
+                        if const_expr(by_bits or traits.lists_per_warpgroup):
                             if scores.is_hidden(state, by_bits, first_visible):
                                 peeked = process(None)
                             else:
@@ -557,13 +561,13 @@ class FlashAttentionBackwardSm90:
             scores.acquire_grads(block)
             scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
-            leaves_sums = self.splits_group or traits.by_tokens
+            leaves_sums = self.splits_group or traits.by_query_lists
             if const_expr(self.splits_group and traits.shares_keys):
                 given = gradients.blocks, work, has_sums
                 store_sum_rows(traits, acc_dV, traits.columns.dv, gradients.dv, *given)
                 store_sum_rows(traits, acc_dK, traits.columns.dk, gradients.dk, *given)
             elif const_expr(leaves_sums):
-                given = gradients.blocks, work, has_sums, traits.by_tokens
+                given = gradients.blocks, work, has_sums, traits.by_query_lists
                 store_sums(acc_dV[0], gradients.dv, *given)
                 store_sums(acc_dK[0], gradients.dk, *given)
             else:
@@ -588,7 +592,7 @@ class FlashAttentionBackwardSm90:
     def _first_visible_block(self, work: Work) -> Int32 | None:
         """The first block of queries that causal masking lets see a key of this warpgroup, if that
         is the same for all sequences of a walk."""
-        if not self.is_causal or self.common_kv:
+        if not self.is_causal or self.shared_kv:
             return None
         first_key = work.block * self.traits.tile_n + self.traits.first_key()
         return (first_key - work.seqlen.shift) // self.traits.tile_m
@@ -596,7 +600,7 @@ class FlashAttentionBackwardSm90:
     def _process(
         self,
         kind: Kind,
-        tiles: Tiles,
+        tiles: BwdSmem,
         products: BlockProducts,
         scores: BlockScores,
         state: MainloopState,
@@ -618,7 +622,7 @@ class FlashAttentionBackwardSm90:
             compute()
             return add(sums_dq)
 
-        if not products.traits.columns.in_turn:
+        if not products.traits.columns.alternating:
             return compute_and_add(True)
         is_turn = products.traits.sums_dq(state.block)
         if scores.chain.is_empty:
@@ -631,7 +635,7 @@ class FlashAttentionBackwardSm90:
     def _add(
         self,
         kind: Kind,
-        tiles: Tiles,
+        tiles: BwdSmem,
         products: BlockProducts,
         scores: BlockScores,
         state: MainloopState,

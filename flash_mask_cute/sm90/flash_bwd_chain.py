@@ -8,8 +8,8 @@ from cutlass import Int32
 
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.mods.diagonals import UniformDiagonals
 from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
-from flash_mask_cute.mods.even_lines import EvenLines
 from flash_mask_cute.mods.line_sums import Line, line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.read_classes import ModReads
@@ -72,7 +72,7 @@ def make_chain(
     is_exact = not traits.shares_keys and score_args.scales.cap is None
     # sums over a walk end with a head; keys in common have a head's queries of each sequence, and
     # listed queries have all heads at once and no lines
-    has_heads = lengths.num_sequences is None and not traits.by_tokens
+    has_heads = lengths.num_sequences is None and not traits.by_query_lists
     # positions before 0 become 0, with other distances
     has_diagonals = lengths.q_start is None
     by_difference = None
@@ -92,20 +92,22 @@ def make_chain(
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
-    even = []
+    uniform = []
     for group in groups if of_grads else ():
         if group.line is Line.DIAGONAL and not group.cuts:
             targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
-            even.append(EvenLines.create(group, tuple(targets[x.number] for x in group.reads)))
+            uniform.append(
+                UniformDiagonals.create(group, tuple(targets[x.number] for x in group.reads))
+            )
     return replace(
         chain,
         of_grads=of_grads,
         walk=walk,
         by_difference=by_difference,
         groups=groups,
-        even=tuple(even),
+        uniform=tuple(uniform),
         lines=LINES,
-        once=tuple(i for i, x in reads.tensors.items() if x.is_once_an_entry),
+        once=tuple(i for i, x in reads.tensors.items() if x.read_once_an_entry),
     )
 
 

@@ -1,6 +1,6 @@
 """Sums along the diagonals of dS in shared memory, by the mask warps of the Hopper backward.
 
-Gradients of elements that differences determine are such sums, between cuts
+Gradients of elements that differences determine are such sums, within grid rectangles
 (`mods/difference_sums.py`). dS of a block lies in shared memory in 16 bits, where dQ reads it. So
 the mask warps, which make bits of few blocks or none, can sum while the MMA warps go on: every
 second block, or all (`SummedBy`).
@@ -34,7 +34,7 @@ from flash_mask_cute.mods.line_sums import next_cut
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.read_classes import Cut
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, words_of_warp
-from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits, Channels
 from flash_mask_cute.sm90.warpgroups import Role
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
@@ -46,7 +46,7 @@ HIGH_HALF = -(1 << 16)
 
 
 class Sides(NamedTuple):
-    """A rectangle between cuts: its first query, the one behind its last, and the same of keys."""
+    """A grid rectangle: its first query, the one behind its last, and the same of keys."""
 
     first_q: Int32
     end_q: Int32
@@ -78,7 +78,7 @@ class DiagonalSums:
 
     traits: cutlass.Constexpr[BwdTraits]
     groups: cutlass.Constexpr[tuple[SumGroup, ...]]
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     sums: DifferenceSums
     warp: Int32
@@ -288,7 +288,7 @@ def _take_block(
 
 
 def diagonal_sums(
-    kernel: Any, tiles: Tiles, channels: Channels, score_args: BwdScoreArgs
+    kernel: Any, tiles: BwdSmem, channels: Channels, score_args: BwdScoreArgs
 ) -> DiagonalSums:
     """The sums of a mask warp. kernel: a `FlashAttentionBackwardSm90`."""
     reads = analyse_reads(kernel.score_mod, score_args.aux_tensors, kernel.wants_aux)

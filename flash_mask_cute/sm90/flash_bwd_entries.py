@@ -33,7 +33,7 @@ from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.added_scores import (
+from flash_mask_cute.sm90.cached_bias_tile import (
     ScoreArgs,
     band_of,
     clear_marked,
@@ -69,7 +69,7 @@ class Barrier(IntEnum):
     OWN = 2
 
 
-class Sources(NamedTuple):
+class EntrySources(NamedTuple):
     """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads, row_blocks,
     words)."""
 
@@ -94,7 +94,7 @@ class Outputs(NamedTuple):
     sums: tuple | None
 
 
-class Extents(NamedTuple):
+class EntryExtents(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     batch: Int32
@@ -131,7 +131,8 @@ class EntryBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
     :param traits: that fit
-    :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
+    :param score_mod: adds a number that all batch entries share
+        (`ModReads.is_batch_invariant_bias`)
     :param wants_aux: numbers of the tensors to sum for, to whose sums terms are added
     :param is_causal: as in the main kernel
     """
@@ -191,8 +192,8 @@ class EntryBackwardSm90:
         window = WindowArgs(window_size_left, window_size_right)
         scales = ScoreScales.create(softmax_scale, None, True)
         self.kernel(
-            Sources(*operands, mStats),
-            Extents(seqlen_q, mK.shape[1], batch, n_tiles, heads),
+            EntrySources(*operands, mStats),
+            EntryExtents(seqlen_q, mK.shape[1], batch, n_tiles, heads),
             Outputs(mdQaccum, tma.key_rows(mdK, False), tma.key_rows(mdV, False), sums),
             ScoreArgs(scales, scale_dq, softmax_scale, window, aux_tensors),
         ).launch(
@@ -203,7 +204,9 @@ class EntryBackwardSm90:
         )
 
     @cute.kernel
-    def kernel(self, sources: Sources, extents: Extents, outputs: Outputs, score_args: ScoreArgs):
+    def kernel(
+        self, sources: EntrySources, extents: EntryExtents, outputs: Outputs, score_args: ScoreArgs
+    ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
@@ -220,7 +223,7 @@ class EntryBackwardSm90:
             self.mma(extents, tiles, channels, outputs, score_args)
 
     @cute.jit
-    def _own_work(self, extents: Extents) -> Work:
+    def _own_work(self, extents: EntryExtents) -> Work:
         """The entries of a CTA. CTAs with the tiles of an entry visit it at the same time, so that
         its rows and sums of dQ are in L2: each has one tile, and a part of the batch that is as
         large as its share of all entries. What is left of the batch then is less than a part. Its
@@ -242,7 +245,7 @@ class EntryBackwardSm90:
             work = Work(unit, end, cutlass.max(rest, 1), num_parts * size)
         return work
 
-    def _stretch(self, extents: Extents, work: Work, unit: Int32, number: Int32) -> Stretch:
+    def _stretch(self, extents: EntryExtents, work: Work, unit: Int32, number: Int32) -> Stretch:
         tile = unit // work.entries
         head_idx = tile // extents.n_tiles
         first = unit - tile * work.entries
@@ -259,7 +262,9 @@ class EntryBackwardSm90:
     # -- load -----------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, sources: Sources, extents: Extents, tiles: EntryTiles, channels: tuple):
+    def load(
+        self, sources: EntrySources, extents: EntryExtents, tiles: EntryTiles, channels: tuple
+    ):
         """The load warp."""
         traits, (of_keys, of_blocks) = self.traits, channels
         work = self._own_work(extents)
@@ -313,7 +318,7 @@ class EntryBackwardSm90:
     @cute.jit
     def mma(
         self,
-        extents: Extents,
+        extents: EntryExtents,
         tiles: EntryTiles,
         channels: tuple,
         outputs: Outputs,
@@ -348,7 +353,7 @@ class EntryBackwardSm90:
         self,
         stretch: Stretch,
         i: Int32,
-        extents: Extents,
+        extents: EntryExtents,
         tiles: EntryTiles,
         channels: tuple,
         given: tuple,
@@ -438,7 +443,7 @@ class EntryBackwardSm90:
 
     # -- scores ---------------------------------------------------------------------------------
 
-    def _places(self, stretch: Stretch, extents: Extents, turn: int) -> Places:
+    def _places(self, stretch: Stretch, extents: EntryExtents, turn: int) -> Places:
         """Of this warpgroup's block of a turn."""
         thread = thread_in_warpgroup()
         slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
@@ -499,7 +504,7 @@ class EntryBackwardSm90:
         head_idx: Int32,
         batch_idx: Int32,
         block: Int32,
-        extents: Extents,
+        extents: EntryExtents,
     ):
         """Add this warpgroup's dQ of a block to the others', if it has queries."""
         size, of_entry = self.traits.block_m, extents.blocks_of_entry
@@ -514,7 +519,7 @@ class EntryBackwardSm90:
         outputs: Outputs,
         tiles: EntryTiles,
         place: tuple,
-        extents: Extents,
+        extents: EntryExtents,
         scale_dk: Float32,
         accs: tuple,
     ):

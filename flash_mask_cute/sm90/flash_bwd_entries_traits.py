@@ -92,7 +92,7 @@ class EntryTraits(HeadColumns):
         return ROWS_PER_WARPGROUP * max(self.cols)
 
     @property
-    def added_words(self) -> int:
+    def cached_bias_words(self) -> int:
         return ROWS_PER_WARPGROUP * self.tile_m
 
     @property
@@ -100,7 +100,7 @@ class EntryTraits(HeadColumns):
         ds = ROWS_PER_WARPGROUP**2 * 2
         of_warpgroups = NUM_MMA_WARPGROUPS * (ds + self.sums_words * 4)
         keys = KEY_STAGES * self.bytes_of_rows
-        return keys + of_warpgroups + self.added_words * 4 + SMEM_BOOKKEEPING
+        return keys + of_warpgroups + self.cached_bias_words * 4 + SMEM_BOOKKEEPING
 
     @property
     def _bytes_of_block(self) -> int:
@@ -185,7 +185,7 @@ class EntryTraits(HeadColumns):
             v: elements(of_v)
             ds: elements(of_ds)
             sums: words(self.sums_words * NUM_MMA_WARPGROUPS)
-            added: words(self.added_words)
+            added: words(self.cached_bias_words)
             stats: words(self.stats_words * self.stages)
             key_barriers: cute.struct.MemRange[Int64, 2 * KEY_STAGES]
             block_barriers: cute.struct.MemRange[Int64, 2 * self.stages]

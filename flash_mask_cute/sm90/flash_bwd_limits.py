@@ -3,8 +3,8 @@
 from typing import Any
 
 from flash_mask_cute.core.cta import SMEM_CAPACITY
-from flash_mask_cute.core.row_blocks import sums_in_turn
-from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_tokens
+from flash_mask_cute.core.row_blocks import alternating_sums
+from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_query_lists
 
 # the widest heads of which a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
@@ -24,7 +24,7 @@ def may_loop_over_scores(cols: int) -> bool:
     """Whether MMA warps may have a loop over gradients of scores at run time, by the columns of
     queries: where dQ is summed in turn, S and dP would be copied for it while their products are
     in flight."""
-    return not sums_in_turn(cols, 1)
+    return not alternating_sums(cols, 1)
 
 
 def why_infeasible(traits: Any) -> str | None:
@@ -34,12 +34,16 @@ def why_infeasible(traits: Any) -> str | None:
     if max(traits.head_dim, traits.head_dim_v) > MAX_DIM:
         dims = f"{traits.head_dim}, {traits.head_dim_v}"
         return f"head_dim and head_dim_v go up to {MAX_DIM}, got {dims}"
-    if traits.own_lists and (traits.shares_keys or traits.splits_keys or traits.by_tokens):
-        return f"own_lists=True is for head dimensions up to {MAX_OWN_DIM}, and block lists"
+    if traits.lists_per_warpgroup and (
+        traits.shares_keys or traits.splits_keys or traits.by_query_lists
+    ):
+        return (
+            f"lists_per_warpgroup=True is for head dimensions up to {MAX_OWN_DIM}, and block lists"
+        )
     if traits.shares_keys and traits.num_row_groups > 1:
         return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {traits.tile_m}"
-    if traits.by_tokens:
-        why_not = why_not_by_tokens(traits)
+    if traits.by_query_lists:
+        why_not = why_not_by_query_lists(traits)
         if why_not is not None:
             return why_not
     for name in ("stages_q", "stages_do", "stages_kv"):

@@ -23,7 +23,7 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_tokens import TokenLoads, TokenSums
-from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits, Channels
 
 
 class Loaded(NamedTuple):
@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
 def sums_of(
     traits: BwdTraits,
     scheme: tuple[bool, bool],
-    tiles: Tiles,
+    tiles: BwdSmem,
     channels: Channels,
     scratch: Scratch,
     lengths: Lengths,
@@ -47,7 +47,7 @@ def sums_of(
     share = partial(_share_of_sums, traits) if traits.cta_pair else None
     sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
     others = (*scheme, staged, channels.dq, scratch, lengths, share)
-    if not traits.by_tokens:
+    if not traits.by_query_lists:
         return DqSums(sizes, *others)
     num_tokens = traits.tokens_per_block
     return TokenSums((sizes[0] // num_tokens,), *others, num_tokens)
@@ -56,14 +56,14 @@ def sums_of(
 def queries_of(
     traits: BwdTraits,
     operands: BwdOperands,
-    tiles: Tiles,
+    tiles: BwdSmem,
     channels: Channels,
     stats: cute.Tensor,
     lengths: Lengths,
 ) -> QueryLoads:
     """Who loads Q, dO and their statistics."""
     given = (traits, operands, tiles, channels, stats, lengths)
-    return TokenLoads(*given) if traits.by_tokens else QueryLoads(*given)
+    return TokenLoads(*given) if traits.by_query_lists else QueryLoads(*given)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BwdLoads:
 
     traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     queries: QueryLoads
     sums: DqSums
@@ -156,7 +156,7 @@ class BwdLoads:
         readers of the stage have already released a Q whose place `first` has taken.
         """
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
-        side, copies = tma.Side.of_keys(self.lengths), []
+        side, copies = tma.RowSide.of_keys(self.lengths), []
         place = work.batch_idx, work.offset_k, work.seqlen_k
         head_idx = work.head_idx
         if self.group_splits is not None:

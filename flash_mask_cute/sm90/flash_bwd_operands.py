@@ -9,7 +9,7 @@ from cutlass import Int32
 from flash_mask_cute.core import clusters
 from flash_mask_cute.core.row_blocks import ColumnPart
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
 
 
 class Fragments(NamedTuple):
@@ -27,7 +27,7 @@ class Fragments(NamedTuple):
     peer_k: tuple[cute.Tensor, ...] | None = None
 
     @staticmethod
-    def create(traits: BwdTraits, tiles: Tiles) -> "Fragments":
+    def create(traits: BwdTraits, tiles: BwdSmem) -> "Fragments":
         """The operands of this warpgroup."""
         columns = traits.columns
         dq_k = tuple(_of_dq(traits, part, tiles.k, 0) for part in range(len(columns.parts_dq)))

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_scores import BlockScores, HalfSums
-from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Channels, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits, Channels
 from flash_mask_cute.sm90.gradient_stores import stage_nothing
 from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
@@ -153,7 +153,7 @@ class BlockProducts:
 
 
 @cute.jit
-def pass_over(tiles: Tiles, channels: Channels, scores: BlockScores, block: Int32, cut: Int32):
+def pass_over(tiles: BwdSmem, channels: Channels, scores: BlockScores, block: Int32, cut: Int32):
     """Skip a partial query block of a work tile without scores: it adds 0 to dQ."""
     # dO is released first, as after a block's products: the load warp may wait for that before
     # it takes a part of dQ
@@ -162,7 +162,7 @@ def pass_over(tiles: Tiles, channels: Channels, scores: BlockScores, block: Int3
     scores.discard_bits(cut)
     scores.publish_nothing(block)
     traits = scores.traits
-    if const_expr(traits.columns.in_turn):
+    if const_expr(traits.columns.alternating):
         if traits.sums_dq(block):
             stage_nothing(traits, tiles, channels.dq, block)
     else:

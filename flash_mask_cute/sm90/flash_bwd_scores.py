@@ -49,9 +49,9 @@ from flash_mask_cute.sm90.flash_bwd_chain import parts_of_products
 from flash_mask_cute.sm90.flash_bwd_traits import (
     NUM_MMA_WARPGROUPS,
     Barrier,
+    BwdSmem,
     BwdTraits,
     Channels,
-    Tiles,
 )
 from flash_mask_cute.sm90.warpgroups import (
     Role,
@@ -142,7 +142,7 @@ class BlockScores:
     """
 
     traits: cutlass.Constexpr[BwdTraits]
-    tiles: Tiles
+    tiles: BwdSmem
     channels: Channels
     chain: ScoreChain
     factors: Factors
@@ -155,7 +155,7 @@ class BlockScores:
     @staticmethod
     def create(
         traits: BwdTraits,
-        tiles: Tiles,
+        tiles: BwdSmem,
         channels: Channels,
         chain: ScoreChain,
         lengths: Lengths,
@@ -210,7 +210,7 @@ class BlockScores:
         # early, where registers are free
         self.acquire_summed(state.block)
         if self.traits.shares_keys:
-            self._compute_in_turn(kind, state)
+            self._compute_alternating(kind, state)
             self.channels.do.wait(state.block)
         elif sums is not None:
             self._compute_in_halves(kind, state, sums)
@@ -277,7 +277,7 @@ class BlockScores:
             if const_expr(first_visible is not None):
                 m_block = self.tiles.words[1, self.channels.q.index(state.block)]
                 is_hidden = is_hidden | (m_block < first_visible)
-        if const_expr(self.traits.own_lists):
+        if const_expr(self.traits.lists_per_warpgroup):
             is_hidden = is_hidden | (self._is_listed(state.block) == Boolean(False))
         return is_hidden
 
@@ -486,7 +486,7 @@ class BlockScores:
     # -- the keys of both -----------------------------------------------------------------------
 
     @cute.jit
-    def _compute_in_turn(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
+    def _compute_alternating(self, kind: cutlass.Constexpr[Kind], state: MainloopState) -> None:
         if const_expr(self.chain.by_parts):
             self._compute_in_first(kind, state)
         elif self.traits.warpgroup_idx() == 0:
@@ -593,7 +593,7 @@ class BlockScores:
         """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             m_block = self.tiles.words[1, self.channels.q.index(block)]
-            return replace(self.chain, takes_lines=is_mma_turn(m_block))
+            return replace(self.chain, reduces_diagonals=is_mma_turn(m_block))
         if not self.traits.tells_queries:
             return self.chain
         words = self.tiles.words[None, self.channels.q.index(block)].iterator + QUERY_WORDS
@@ -617,7 +617,7 @@ class BlockScores:
             first += half * num_queries
         layout = cute.make_layout((2, num_queries // 8), stride=(1, 8))
         row = self.tiles.stats[None, self.channels.q.index(block)].iterator
-        if self.traits.by_tokens:
+        if self.traits.by_query_lists:
             # the words of a query follow each other: LSE of all its heads, delta of all its heads
             heads, of_query = self.traits.packed_heads, self.traits.words_of_query
             # groups of 8 columns, of a query or of several

@@ -147,7 +147,7 @@ class SharedTraits(HeadColumns):
         return Storage
 
 
-class Sources(NamedTuple):
+class SharedSources(NamedTuple):
     """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads_q,
     row_blocks, words)."""
 
@@ -162,7 +162,7 @@ class Sources(NamedTuple):
     stats: cute.Tensor
 
 
-class Extents(NamedTuple):
+class SharedExtents(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     batch: Int32
@@ -172,7 +172,7 @@ class Extents(NamedTuple):
     n_tiles: Int32
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """The work of a CTA: a tile of a head, and the batch entries that it visits."""
 
     number: Int32
@@ -183,7 +183,7 @@ class Part(NamedTuple):
     count: Int32
 
 
-class Tiles(NamedTuple):
+class SharedSmem(NamedTuple):
     """s, dp: (64, columns, boxes); stats (words, halves * stages)."""
 
     s: cute.Tensor
@@ -200,7 +200,8 @@ class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
     :param traits: of dimensions that fit
-    :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
+    :param score_mod: adds a number that all batch entries share
+        (`ModReads.is_batch_invariant_bias`)
     :param wants_aux: numbers of the tensors to sum for, which are among `ModReads.shared`
     :param once: those of them whose sums are stored, of `ModReads.shared_once`
     :param is_causal, is_local: as in the main kernel
@@ -258,12 +259,12 @@ class SharedGradientsSm90:
         batch, seqlen_q, heads, _ = mQ.shape
         seqlen_k, heads_kv = mK.shape[1], mK.shape[2]
         m_tiles, n_tiles = cute.ceil_div(seqlen_q, TILE), cute.ceil_div(seqlen_k, TILE)
-        extents = Extents(seqlen_q, seqlen_k, batch, heads // heads_kv, m_tiles, n_tiles)
+        extents = SharedExtents(seqlen_q, seqlen_k, batch, heads // heads_kv, m_tiles, n_tiles)
         mask_bits = None
         if const_expr(mask_bit_tensors is not None):
             mask_bits = MaskBitsArgs(*mask_bit_tensors)
         self.kernel(
-            Sources(*operands, mStats),
+            SharedSources(*operands, mStats),
             extents,
             sums,
             aux_tensors,
@@ -280,8 +281,8 @@ class SharedGradientsSm90:
     @cute.kernel
     def kernel(
         self,
-        sources: Sources,
-        extents: Extents,
+        sources: SharedSources,
+        extents: SharedExtents,
         sums: tuple,
         aux_tensors: tuple,
         scales: ScoreScales,
@@ -300,7 +301,7 @@ class SharedGradientsSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         stats = cute.make_layout((traits.half_words, HALVES * for_s))
-        tiles = Tiles(
+        tiles = SharedSmem(
             swizzled(storage.s, traits.layout(0)),
             swizzled(storage.dp, traits.layout(1)),
             storage.stats.get_tensor(stats),
@@ -317,7 +318,7 @@ class SharedGradientsSm90:
             self.mma(part, extents, tiles, channels, sums, aux_tensors, scales, masks)
 
     @cute.jit
-    def _part(self, extents: Extents, window: WindowArgs) -> Part:
+    def _part(self, extents: SharedExtents, window: WindowArgs) -> SharedPart:
         tile, number, _ = cute.arch.block_idx()
         _, num_parts, _ = cute.arch.grid_dim()
         rest = tile // extents.n_tiles
@@ -332,16 +333,23 @@ class SharedGradientsSm90:
             _, hi = band.k_range(cutlass.min((m_tile + 1) * TILE, extents.seqlen_q) - 1)
             sees = (lo < (n_tile + 1) * TILE) & (hi > n_tile * TILE)
             count = cutlass.select_(sees, count, Int32(0))
-        return Part(number, head_idx, m_tile, n_tile, first, count)
+        return SharedPart(number, head_idx, m_tile, n_tile, first, count)
 
-    def _band(self, extents: Extents, window: WindowArgs) -> Band:
+    def _band(self, extents: SharedExtents, window: WindowArgs) -> Band:
         right = Int32(0) if self.is_causal else window.right
         return Band(extents.seqlen_q, extents.seqlen_k, window.left, right)
 
     # -- load -----------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, part: Part, sources: Sources, extents: Extents, tiles: Tiles, channels: tuple):
+    def load(
+        self,
+        part: SharedPart,
+        sources: SharedSources,
+        extents: SharedExtents,
+        tiles: SharedSmem,
+        channels: tuple,
+    ):
         """The load warp."""
         for_s, for_dp = channels
         bytes_s, bytes_dp = self.traits.box_bytes
@@ -362,7 +370,7 @@ class SharedGradientsSm90:
         smem: cute.Tensor,
         channel: Channel,
         number: Int32,
-        place: tuple[Part, Extents, Int32],
+        place: tuple[SharedPart, SharedExtents, Int32],
     ) -> None:
         """Two boxes of keys, and two of queries."""
         part, extents, batch_idx = place
@@ -386,7 +394,7 @@ class SharedGradientsSm90:
         smem: cute.Tensor,
         channel: Channel,
         number: Int32,
-        place: tuple[Part, Extents, Int32],
+        place: tuple[SharedPart, SharedExtents, Int32],
     ) -> None:
         part, extents, batch_idx = place
         tile_m, barrier = self.traits.tile_m, channel.barrier(number)
@@ -409,9 +417,9 @@ class SharedGradientsSm90:
     @cute.jit
     def mma(
         self,
-        part: Part,
-        extents: Extents,
-        tiles: Tiles,
+        part: SharedPart,
+        extents: SharedExtents,
+        tiles: SharedSmem,
         channels: tuple,
         sums: tuple,
         aux_tensors: tuple,
@@ -533,7 +541,7 @@ class SharedGradientsSm90:
 
     # -- what is the same for all entries -------------------------------------------------------
 
-    def _places(self, part: Part, extents: Extents, half: int) -> Places:
+    def _places(self, part: SharedPart, extents: SharedExtents, half: int) -> Places:
         thread = thread_in_warpgroup()
 
         def of(r: int, c: int) -> tuple[Int32, Int32]:
@@ -543,12 +551,12 @@ class SharedGradientsSm90:
 
         return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
 
-    def _key(self, part: Part, r: int) -> Int32:
+    def _key(self, part: SharedPart, r: int) -> Int32:
         line = mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread_in_warpgroup(), r)
         return part.n_tile * TILE + line
 
     def _evaluate(
-        self, part: Part, extents: Extents, aux_tensors: tuple, added: list[cute.Tensor]
+        self, part: SharedPart, extents: SharedExtents, aux_tensors: tuple, added: list[cute.Tensor]
     ) -> None:
         """What the score_mod adds to each score."""
         for half, acc in enumerate(added):
@@ -559,8 +567,8 @@ class SharedGradientsSm90:
 
     def _load_words(
         self,
-        part: Part,
-        extents: Extents,
+        part: SharedPart,
+        extents: SharedExtents,
         window: WindowArgs,
         mask_bits: MaskBitsArgs | None,
         number: Int32,
@@ -585,7 +593,7 @@ class SharedGradientsSm90:
                 words[half * wgmma.ROWS_PER_THREAD + r] = bits
 
     def _stored_bits(
-        self, part: Part, mask_bits: MaskBitsArgs, batch_idx: Int32, half: int, r: int
+        self, part: SharedPart, mask_bits: MaskBitsArgs, batch_idx: Int32, half: int, r: int
     ) -> Int32:
         tile_m, word = self.traits.tile_m, thread_in_warpgroup() % wgmma.COLUMNS.num_words
         first = part.m_tile * TILE + half * ROWS_PER_WARPGROUP

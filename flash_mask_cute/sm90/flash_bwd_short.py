@@ -39,7 +39,7 @@ from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.added_scores import (
+from flash_mask_cute.sm90.cached_bias_tile import (
     ScoreArgs,
     band_of,
     clear_marked,
@@ -75,7 +75,7 @@ class Barrier(IntEnum):
     SENT = 2
 
 
-class Sources(NamedTuple):
+class ShortSources(NamedTuple):
     """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads, row_blocks,
     words)."""
 
@@ -99,13 +99,13 @@ class Outputs(NamedTuple):
     sums: tuple
 
 
-class Extents(NamedTuple):
+class ShortExtents(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     batch: Int32
 
 
-class Part(NamedTuple):
+class ShortPart(NamedTuple):
     """The work of a CTA: the batch entries of a head that it visits."""
 
     number: Int32
@@ -118,7 +118,8 @@ class ShortBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
     :param traits: that fit
-    :param score_mod: adds a number that all batch entries share (`ModReads.adds_alike`)
+    :param score_mod: adds a number that all batch entries share
+        (`ModReads.is_batch_invariant_bias`)
     :param wants_aux, once: as in `SharedGradientsSm90`
     :param is_causal: as in the main kernel
     """
@@ -180,8 +181,8 @@ class ShortBackwardSm90:
             operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
         has_score_mod = self.summed is not None
         self.kernel(
-            Sources(*operands, mStats),
-            Extents(mQ.shape[1], mK.shape[1], mQ.shape[0]),
+            ShortSources(*operands, mStats),
+            ShortExtents(mQ.shape[1], mK.shape[1], mQ.shape[0]),
             Outputs(*(tma.key_rows(x, False) for x in (mdQ, mdK, mdV)), sums),
             ScoreArgs(
                 ScoreScales.create(softmax_scale, None, has_score_mod),
@@ -200,7 +201,9 @@ class ShortBackwardSm90:
         )
 
     @cute.kernel
-    def kernel(self, sources: Sources, extents: Extents, outputs: Outputs, score_args: ScoreArgs):
+    def kernel(
+        self, sources: ShortSources, extents: ShortExtents, outputs: Outputs, score_args: ScoreArgs
+    ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(traits.storage())
@@ -212,7 +215,7 @@ class ShortBackwardSm90:
         _, num_parts, _ = cute.arch.grid_dim()
         of_part = cute.ceil_div(extents.batch, num_parts)
         first = cutlass.min(number * of_part, extents.batch)
-        part = Part(number, head_idx, first, cutlass.min(of_part, extents.batch - first))
+        part = ShortPart(number, head_idx, first, cutlass.min(of_part, extents.batch - first))
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(HELPER_REGISTERS)
             if warp_idx == Role.LOAD:
@@ -225,7 +228,12 @@ class ShortBackwardSm90:
 
     @cute.jit
     def load(
-        self, part: Part, sources: Sources, extents: Extents, tiles: ShortTiles, channels: tuple
+        self,
+        part: ShortPart,
+        sources: ShortSources,
+        extents: ShortExtents,
+        tiles: ShortTiles,
+        channels: tuple,
     ):
         """The load warp."""
         traits, (for_s, for_dp) = self.traits, channels
@@ -267,7 +275,7 @@ class ShortBackwardSm90:
         self,
         stats: cute.Tensor,
         smem: cute.Tensor,
-        extents: Extents,
+        extents: ShortExtents,
         channel: Channel,
         number: Int32,
         place: tuple[Int32, Int32],
@@ -294,8 +302,8 @@ class ShortBackwardSm90:
     @cute.jit
     def mma(
         self,
-        part: Part,
-        extents: Extents,
+        part: ShortPart,
+        extents: ShortExtents,
         tiles: ShortTiles,
         channels: tuple,
         outputs: Outputs,
@@ -412,7 +420,7 @@ class ShortBackwardSm90:
         warpgroup.wait_group(0)
         return accs
 
-    def _places(self, part: Part, extents: Extents, b: int) -> Places:
+    def _places(self, part: ShortPart, extents: ShortExtents, b: int) -> Places:
         """Of a block of queries."""
         thread = thread_in_warpgroup()
 
@@ -431,7 +439,7 @@ class ShortBackwardSm90:
         return cute.local_tile(own, (4, groups), (0, b))
 
     def _evaluate(
-        self, part: Part, extents: Extents, tiles: ShortTiles, score_args: ScoreArgs
+        self, part: ShortPart, extents: ShortExtents, tiles: ShortTiles, score_args: ScoreArgs
     ) -> None:
         """Write what is added to each score of this thread."""
         if not self.traits.adds:
@@ -487,8 +495,8 @@ class ShortBackwardSm90:
     @cute.jit
     def _send(
         self,
-        part: Part,
-        extents: Extents,
+        part: ShortPart,
+        extents: ShortExtents,
         i: Int32,
         tiles: ShortTiles,
         outputs: Outputs,

@@ -180,7 +180,7 @@ class ShortTraits(HeadColumns):
         return mark_words(self.stats_m) if self.has_marks else 0
 
     @property
-    def added_words(self) -> int:
+    def cached_bias_words(self) -> int:
         return self.tile_m * self.tile_n if self.adds else 0
 
     @property
@@ -201,7 +201,7 @@ class ShortTraits(HeadColumns):
     def _bytes_without_operands(self) -> int:
         ds = self.rows_ds * self.num_warpgroups * ROWS_PER_WARPGROUP * 2
         stats = MOST_STAGES * self.bytes_stats
-        return ds + self.added_words * 4 + stats + SMEM_BOOKKEEPING
+        return ds + self.cached_bias_words * 4 + stats + SMEM_BOOKKEEPING
 
     @property
     def smem_bytes(self) -> int:
@@ -290,7 +290,7 @@ class ShortTraits(HeadColumns):
             do: elements(self.layout_queries(1))
             v: elements(self.layout_keys(1))
             ds: elements(self.layout_ds())
-            added: words(self.added_words)
+            added: words(self.cached_bias_words)
             stats: words(self.stats_words * for_s)
             s_barriers: cute.struct.MemRange[Int64, 2 * for_s]
             dp_barriers: cute.struct.MemRange[Int64, 2 * for_dp]

@@ -28,7 +28,7 @@ class ListedQueryTraits:
         raise NotImplementedError
 
     @property
-    def by_tokens(self) -> bool:
+    def by_query_lists(self) -> bool:
         """Whether blocks consist of listed queries."""
         return self.packed_heads > 1
 
@@ -45,7 +45,7 @@ class ListedQueryTraits:
     @property
     def tells_queries(self) -> bool:
         """Whether the words of a block tell its listed queries, which modified scores need."""
-        return self.by_tokens and self.has_reference
+        return self.by_query_lists and self.has_reference
 
     @property
     def query_words(self) -> int:
@@ -55,15 +55,15 @@ class ListedQueryTraits:
     @property
     def bytes_of_listed(self) -> int:
         """Bytes of the statistics and words of a block of listed queries."""
-        return self.bytes_stats + self.query_words * 4 if self.by_tokens else 0
+        return self.bytes_stats + self.query_words * 4 if self.by_query_lists else 0
 
     @property
     def bytes_tokens(self) -> int:
         """Bytes of the queries of a walk's blocks, if they are listed."""
-        return self.tokens_per_block * CHUNK * WALK_STAGES * 4 if self.by_tokens else 0
+        return self.tokens_per_block * CHUNK * WALK_STAGES * 4 if self.by_query_lists else 0
 
 
-def why_not_by_tokens(traits: Any) -> str | None:
+def why_not_by_query_lists(traits: Any) -> str | None:
     """The reason why a kernel with these `BwdTraits` cannot take listed queries, or None."""
     if traits.packed_heads not in TOKEN_HEADS:
         return f"listed queries have {TOKEN_HEADS} rows, got {traits.packed_heads}"
@@ -72,7 +72,7 @@ def why_not_by_tokens(traits: Any) -> str | None:
     columns, dims = traits.columns, (traits.head_dim, traits.head_dim_v)
     num_parts = max(map(len, (columns.dk, columns.dv, columns.parts_dq)))
     is_wide = max(dims) > MAX_TOKEN_DIM or num_parts > 1
-    if traits.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.in_turn:
+    if traits.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.alternating:
         given = f"head dimensions {dims[0]}/{dims[1]}, tile_m={traits.tile_m}"
         return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {given}"
     return None

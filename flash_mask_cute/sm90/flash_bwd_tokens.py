@@ -1,6 +1,6 @@
 """Blocks of listed queries in the Hopper backward: their loads, and their sums of dQ.
 
-A block has all heads of a few queries that chose the keys of a work tile (`core/token_lists.py`).
+A block has all heads of a few queries that chose the keys of a work tile (`core/query_lists.py`).
 Each of these queries is loaded by boxes of its own, and its sums go to a place of its own. Lane i
 has query i of a block (`WalkRing.tokens`). A block that is not filled gets its first query once
 more, of which the bits hide everything, and whose sums are not sent.
@@ -29,7 +29,7 @@ from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 MAX_UNROLLED = 16
 
 
-def by_tokens(traits: BwdTraits, scratch: Scratch) -> Scratch:
+def by_query_lists(traits: BwdTraits, scratch: Scratch) -> Scratch:
     """Scratch memory of row blocks as that of queries: (KV head, query, values of all heads)."""
     return scratch._replace(
         stats=_split_blocks(scratch.stats, traits), dq=_split_blocks(scratch.dq, traits)

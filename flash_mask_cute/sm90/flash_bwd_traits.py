@@ -29,7 +29,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import stats_words, sums_in_turn
+from flash_mask_cute.core.row_blocks import alternating_sums, stats_words
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
@@ -85,7 +85,7 @@ class Channels(NamedTuple):
     claims: Claims | None
 
 
-class Tiles(NamedTuple):
+class BwdSmem(NamedTuple):
     """The contents of shared memory: see `BwdTraits` for the layouts.
 
     p: P of a block, if the warpgroups share keys. peer_k, peer_ds: from the other CTA. dq: fp32
@@ -136,7 +136,7 @@ class BwdTraits(ListedQueryTraits):
     packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
     few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
     lie together. group_size: how many of a query's rows are heads, the first ones; 0: all.
-    shares_tile: narrower heads share keys, too. own_lists: block lists say of each
+    shares_tile: narrower heads share keys, too. lists_per_warpgroup: block lists say of each
     warpgroup's keys what they see (`BackwardMask.own_keys`).
     """
 
@@ -158,7 +158,7 @@ class BwdTraits(ListedQueryTraits):
     packed_heads: int = 1
     group_size: int = 0
     shares_tile: bool = False
-    own_lists: bool = False
+    lists_per_warpgroup: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
@@ -206,7 +206,7 @@ class BwdTraits(ListedQueryTraits):
             return next(cols for cols in PAIR_WIDTHS if cols >= self.head_dim)
         if self.num_row_groups > 1:
             return tile_columns(self.head_dim)
-        if not self.shares_keys and sums_in_turn(STEP_COLS * self.steps_d, self.num_ctas):
+        if not self.shares_keys and alternating_sums(STEP_COLS * self.steps_d, self.num_ctas):
             return STEP_COLS * self.steps_d
         return shared_width(self.head_dim)
 
@@ -305,7 +305,7 @@ class BwdTraits(ListedQueryTraits):
         if self.splits_keys:
             # S of a half beside P and dS of the other one in 16 bits, and its dP
             in_flight = self.tile_m * 3 // 4
-        if self.columns.in_turn:
+        if self.columns.alternating:
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
         return cols // 2 + in_flight
@@ -524,7 +524,7 @@ class BwdTraits(ListedQueryTraits):
     def staging_warps(self) -> int:
         """Warps that stage a product's sums of dQ: one warpgroup's if the other one has columns or
         blocks of its own."""
-        is_shared = self.own_warpgroup is None and not self.columns.in_turn
+        is_shared = self.own_warpgroup is None and not self.columns.alternating
         return self.num_mma_warps if is_shared else WARPS_PER_WARPGROUP
 
     def shape_dq(self, width: int) -> tuple[int, int, int, int]:
@@ -610,10 +610,10 @@ class BwdTraits(ListedQueryTraits):
 
         return Storage
 
-    def tiles(self, storage: Any) -> Tiles:
+    def tiles(self, storage: Any) -> BwdSmem:
         """The tensors in a CTA's `storage`."""
         tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_words > 0
-        return Tiles(
+        return BwdSmem(
             q=tensor(storage.q, self.layout_q()),
             do=tensor(storage.do, self.layout_do()),
             k=tensor(storage.k, self.layout_k()),
@@ -643,13 +643,13 @@ class BwdTraits(ListedQueryTraits):
         # of two warpgroups with the same keys one computes S
         bit_readers = mma_warps * self.key_groups // NUM_MMA_WARPGROUPS
         work_fields, tokens = lengths.work_fields, None
-        if self.by_tokens:
+        if self.by_query_lists:
             work_fields = (*work_fields, *SPLIT_FIELDS)
             shape = (self.tokens_per_block, CHUNK, WALK_STAGES)
             tokens = storage.tokens.get_tensor(cute.make_layout(shape))
-        own_fields = OWN_FIELDS[: self.key_groups] if self.own_lists else ()
+        own_fields = OWN_FIELDS[: self.key_groups] if self.lists_per_warpgroup else ()
         num_walkers = 1 + self.num_mask_warps
-        num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.in_turn else mma_warps
+        num_summing = mma_warps // NUM_MMA_WARPGROUPS if self.columns.alternating else mma_warps
         ring, walk = scheduler_rings(
             storage, (num_walkers, mma_warps), ascending=True, uncut_first=False,
             predecessors=predecessors, fields=work_fields,

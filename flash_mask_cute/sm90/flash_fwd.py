@@ -41,7 +41,8 @@ exponentials while another multiplies.
 The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
 for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
 it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf.
+case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
+compute each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -61,6 +62,7 @@ from flash_mask_cute.core.cta import (
     scheduler_rings,
     swizzled,
 )
+from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
@@ -69,9 +71,8 @@ from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
-from flash_mask_cute.core.segments import ONE_SEGMENT, ORDERED
-from flash_mask_cute.core.shares import DECODE_ROWS
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
+from flash_mask_cute.core.stream_k import DECODE_ROWS
 from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
@@ -86,15 +87,16 @@ from flash_mask_cute.rules.mask_rules import (
     check_given,
 )
 from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits
-from flash_mask_cute.rules.share_walks import schedule_forward
+from flash_mask_cute.rules.stream_k_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.cached_bias import CachedBiasRows
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import (
     BlockFacts,
     Channels,
+    FwdSmem,
     KeyBlocks,
     MainloopState,
-    Tiles,
 )
 from flash_mask_cute.sm90.flash_fwd_traits import (
     CONVERSION_REGISTERS,
@@ -102,7 +104,6 @@ from flash_mask_cute.sm90.flash_fwd_traits import (
     FwdTraits,
 )
 from flash_mask_cute.sm90.fp8_conversion import Codes, Conversion, Descales
-from flash_mask_cute.sm90.kept_rows import KeptRows
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
@@ -121,7 +122,7 @@ class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
     :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
-    :param head_dim, head_dim_v: multiples of 8 up to 512
+    :param head_dim, head_dim_v: multiples of 8 up to 512; in the host calls both equal above 256
     :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
     :param is_causal: bottom-right aligned causal masking
     :param is_local: the call's window sides apply
@@ -140,19 +141,18 @@ class FlashAttentionForwardSm90:
     :param num_sms: the most CTAs to launch
     :param cta_pair: False; pairs of CTAs are for Blackwell
     :param split: how work tiles are computed in splits: "rows", in a number of splits that the
-        launch gives, "slots", by equal shares of all key blocks (`rules/share_walks.py`), or None.
-        Those of `core/segments.py` fix the bits of a row
+        launch gives, "stream_k", by equal stream-K chunks of all key blocks
+        (`rules/stream_k_walks.py`), or None. Those of `core/fixed_splits.py` fix the bits of a row
     :param page_box: for keys in pages: keys that lie side by side in a page; a divisor of tile_n
         and of the page size of every launch
-    :param common_kv: all sequences have the keys and values of the only batch entry in common
+    :param shared_kv: all sequences have the keys and values of the only batch entry in common
     :param in_fp8: mK and mV hold codes of float8_e4m3fn, as bytes
     :param few_rows: work tiles have at most `shares.FEW_ROWS` rows
-    :param own_lists: blocks of block lists have a multiple of 64 queries, not of tile_m, and each
-        warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
+    :param lists_per_warpgroup: blocks of block lists have a multiple of 64 queries, not of tile_m,
+        and each warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :param shares_mask: mask_mod is the same for heads that share a tile
-    :param kept_bits: bits of a score, of all elements that score_mod reads in rows of keys, if
-        batch entries share them and lengths; a CTA then computes a query block of a head for many
-        entries, and keeps rows in shared memory
+    :param cached_bias_bits: bits of a score, of all elements that score_mod reads in rows of keys,
+        if batch entries share them and lengths; a CTA then keeps these rows for many entries
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -184,12 +184,12 @@ class FlashAttentionForwardSm90:
         cta_pair: bool = False,
         split: str | None = None,
         page_box: int | None = None,
-        common_kv: bool = False,
+        shared_kv: bool = False,
         in_fp8: bool = False,
         few_rows: bool = False,
-        own_lists: bool = False,
+        lists_per_warpgroup: bool = False,
         shares_mask: bool = False,
-        kept_bits: int = 0,
+        cached_bias_bits: int = 0,
     ):
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         traits = FwdTraits(
@@ -207,12 +207,12 @@ class FlashAttentionForwardSm90:
             page_box=page_box,
             in_fp8=in_fp8,
             few_rows=few_rows,
-            own_lists=own_lists,
-            kept_bits=kept_bits,
+            lists_per_warpgroup=lists_per_warpgroup,
+            cached_bias_bits=cached_bias_bits,
         )
-        if own_lists and not (mask_mod is score_mod is None):
+        if lists_per_warpgroup and not (mask_mod is score_mod is None):
             raise ValueError(
-                f"own_lists=True needs no mask_mod and no score_mod, got {mask_mod}, {score_mod}"
+                f"lists_per_warpgroup=True needs no mods, got {mask_mod} and {score_mod}"
             )
         if mask_mod is not None and num_threads != traits.num_threads:
             # if there are registers for it
@@ -246,7 +246,7 @@ class FlashAttentionForwardSm90:
         self.skip_blocks = skip_blocks
         self.num_sms = num_sms
         self.split = split
-        self.common_kv = common_kv
+        self.shared_kv = shared_kv
 
     @cute.jit
     def __call__(
@@ -281,7 +281,7 @@ class FlashAttentionForwardSm90:
         mPartials: tuple | None = None,
         mKvBatchIdx: cute.Tensor | None = None,
         mLeftpadK: cute.Tensor | None = None,
-        mCausals: cute.Tensor | None = None,
+        mCausalPerSeq: cute.Tensor | None = None,
         mKDescale: cute.Tensor | None = None,
         mVDescale: cute.Tensor | None = None,
     ):
@@ -305,15 +305,15 @@ class FlashAttentionForwardSm90:
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
         head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
-        mCausals (batch,) int32, beside window_size_right: where it is not 0, a sequence is causal.
-        mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
-        mPartials: destination of splits of work tiles: the tensors and the number of `Partials`. By
-        slots everything that `Combine` needs is written; by rows mO and mLSE are left to `Combine`.
-        Of segments in turn, the memory and the number of `RunningSums`; one segment has none.
+        mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
+        causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
+        mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
+        that `Combine` needs is written; by rows mO and mLSE are left to `Combine`. For fixed splits
+        in sequence: memory and number of `RunningSums`, for one none.
         """
         traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         self.loading_warps = self._num_loading_warps()
-        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.common_kv)
+        lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.shared_kv)
         pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
         if const_expr(pages is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
@@ -336,7 +336,7 @@ class FlashAttentionForwardSm90:
         scales = ScoreScales.create(softmax_scale, softcap, self.score_mod is not None)
         score_args = ScoreArgs(scales, learnable_sink)
         masks = MaskArgs.create(
-            self, WindowArgs(window_size_left, window_size_right, mCausals), column_tensors,
+            self, WindowArgs(window_size_left, window_size_right, mCausalPerSeq), column_tensors,
             schedule.num_heads,
             None if const_expr(blocksparse_tensors is None) else (blocksparse_tensors, block_size),
             block_bits, aux_tensors, mask_bits,
@@ -405,7 +405,7 @@ class FlashAttentionForwardSm90:
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
-        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_choice):
+        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
             walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
@@ -421,16 +421,16 @@ class FlashAttentionForwardSm90:
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
             codes = Codes.create(traits, storage_of_codes, loads)
-        kept = None
-        if const_expr(traits.kept_blocks > 0):
-            kept = KeptRows.create(traits, allocator.allocate(traits.kept_storage()))
+        cached_bias = None
+        if const_expr(traits.cached_bias_blocks > 0):
+            cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
             self._clear_queries(storage)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
         sync_ctas(traits)
 
-        tiles = self._tiles(storage, kept)
+        tiles = self._tiles(storage, cached_bias)
 
         # -- roles
         k, v = Buffer(tiles.k, channels.k), Buffer(tiles.v, channels.v)
@@ -452,7 +452,7 @@ class FlashAttentionForwardSm90:
                 rules, rings = self._rules(masks, lengths), (channels.ring, channels.walk)
                 schedule_forward(
                     self, rules, rings, lengths, schedule, tile_counter, partials,
-                    in_turn=traits.kept_blocks > 0, claims=claims,
+                    alternating=traits.cached_bias_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
                 self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
@@ -481,10 +481,10 @@ class FlashAttentionForwardSm90:
         if const_expr(half is not None):
             sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
-    def _tiles(self, storage: Any, kept: KeptRows | None) -> Tiles:
-        """The contents of shared memory. kept: rows of tables."""
+    def _tiles(self, storage: Any, cached_bias: CachedBiasRows | None) -> FwdSmem:
+        """The contents of shared memory. cached_bias: rows of tables."""
         traits = self.traits
-        return Tiles(
+        return FwdSmem(
             q=swizzled(storage.q, traits.layout_q()),
             k=swizzled(storage.k, traits.layout_k()),
             v=swizzled(storage.v, traits.layout_v()),
@@ -494,11 +494,11 @@ class FlashAttentionForwardSm90:
                 cute.make_layout((wgmma.COLUMNS.num_words, traits.tile_m))
             ),
             any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
-            kept=kept,
+            cached_bias=cached_bias,
         )
 
     def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
-        is_split = self.split not in (None, ONE_SEGMENT)
+        is_split = self.split not in (None, ONE_FIXED_SPLIT)
         return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
     @cute.jit
@@ -519,7 +519,7 @@ class FlashAttentionForwardSm90:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def load_and_mask(
-        self, loader: OperandLoads, mask_warp: Int32, tiles: Tiles, channels: Channels,
+        self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
         lengths: Lengths, masks: MaskArgs,
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
@@ -533,7 +533,12 @@ class FlashAttentionForwardSm90:
         return MaskWarpRows.create(mask_warp, traits.num_mask_warps, traits.tile_m, wgmma.COLUMNS)
 
     def mask(
-        self, mask_warp: Int32, tiles: Tiles, channels: Channels, lengths: Lengths, masks: MaskArgs
+        self,
+        mask_warp: Int32,
+        tiles: FwdSmem,
+        channels: Channels,
+        lengths: Lengths,
+        masks: MaskArgs,
     ):
         """A mask warp: the bits of its share of every tile's rows."""
         traits = self.traits
@@ -547,7 +552,7 @@ class FlashAttentionForwardSm90:
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # in full blocks, a score_mod gets rows without a test whether they exist
-        own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.own_lists else None
+        own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         return ForwardMask.from_kernel(
             *(self, wgmma.COLUMNS, masks, lengths),
             cuts_overhang=self.score_mod is not None,
@@ -559,7 +564,7 @@ class FlashAttentionForwardSm90:
     def mma(
         self,
         epilogue: Epilogue,
-        tiles: Tiles,
+        tiles: FwdSmem,
         channels: Channels,
         scales: ScoreScales,
         masks: MaskArgs,
@@ -583,8 +588,8 @@ class FlashAttentionForwardSm90:
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately
         probs, other_probs = blocks.make_probs(), blocks.make_probs()
         tile, state = Int32(0), MainloopState.start()
-        if const_expr(tiles.kept is not None):
-            tiles.kept.clear()
+        if const_expr(tiles.cached_bias is not None):
+            tiles.cached_bias.clear()
         blocks.start_scheduler_barrier()
         is_valid = ring.wait(tile)
         self._first_scores(blocks, first_S, tile, state.block, is_valid)

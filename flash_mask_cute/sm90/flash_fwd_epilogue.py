@@ -1,8 +1,8 @@
 """The end of a work tile of the Hopper forward: stores O and LSE of a warpgroup's rows.
 
 A whole tile is stored by TMA through shared memory. A split (`core/partials.py`), or a tile with
-rows of no query, is stored from registers, row by row. If a CTA computes the segments of a row one
-after the other (`core/segments.py`), its threads fold each into the sum of those before.
+rows of no query, is stored from registers, row by row. If a CTA computes the fixed splits of a row
+one after the other (`core/fixed_splits.py`), its threads reduce each into the sum of those before.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     thread_in_warpgroup,
 )
+from flash_mask_cute.core.fixed_splits import FIRST, LAST
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.ordered_sums import (
     VECTOR,
     RowSums,
     RunningSums,
-    folded,
     normalised,
     read_vectors,
+    reduced,
     write_vectors,
 )
 from flash_mask_cute.core.partials import OutputRows, Partials
-from flash_mask_cute.core.segments import FIRST, LAST
 from flash_mask_cute.core.softmax import RowResult
 from flash_mask_cute.core.value_halves import ValueHalf
 from flash_mask_cute.core.work_ring import Work
@@ -43,9 +43,10 @@ from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_
 class Epilogue:
     """The destination of O and LSE.
 
-    sink: logits (heads_q,), or None. partials: the destination of splits or of sums of segments, or
-    None. mO: the output, if threads store their rows themselves (`FwdTraits.stores_rows`), else
-    None. is_ordered: sums are of segments. half: the columns of this CTA, None: all.
+    sink: logits (heads_q,), or None. partials: the destination of splits or of sums of fixed
+    splits, or None. mO: the output, if threads store their rows themselves
+    (`FwdTraits.stores_rows`), else None. is_ordered: sums are of fixed splits. half: the columns of
+    this CTA, None: all.
     """
 
     traits: cutlass.Constexpr[FwdTraits]
@@ -65,9 +66,9 @@ class Epilogue:
         if const_expr(not self.is_ordered):
             self._finish(blocks, sO, work)
         elif const_expr(isinstance(self.partials, Partials)):
-            self._store_segment(blocks, work)
+            self._store_fixed_split(blocks, work)
         else:
-            self._fold_segment(blocks, sO, work)
+            self._reduce_fixed_split(blocks, sO, work)
 
     @cute.jit
     def _finish(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
@@ -113,7 +114,7 @@ class Epilogue:
                     self.lse.store_largest(lengths, work, heads[r], q_idx[r], largest)
         if const_expr(partials is None):
             self._store_output(sO, acc_O, work)
-        elif const_expr(partials.by_slots):
+        elif const_expr(partials.by_stream_k):
             if partials.is_split(work):
                 self._store_rows(output, work, partials)
             else:
@@ -121,7 +122,7 @@ class Epilogue:
         else:
             self._store_rows(output, work, partials)
 
-    # -- segments -------------------------------------------------------------------------------
+    # -- fixed splits ------------------------------------------------------------------------------
 
     @cute.jit
     def _results(self, blocks: KeyBlocks) -> tuple:
@@ -133,8 +134,8 @@ class Epilogue:
         return results
 
     @cute.jit
-    def _store_segment(self, blocks: KeyBlocks, work: Work):
-        """Store a segment for another kernel to fold (`kernels/fold.py`)."""
+    def _store_fixed_split(self, blocks: KeyBlocks, work: Work):
+        """Store a fixed split for another kernel to reduce (`kernels/reduce_splits.py`)."""
         traits, thread, partials = self.traits, thread_in_warpgroup(), self.partials
         is_packed = self.lengths.cu_seqlens_q is not None
         rows = tile_rows(traits, work, thread)
@@ -147,33 +148,35 @@ class Epilogue:
         self._store_rows(wgmma.rows_by_cols(blocks.acc_O), work, partials)
 
     @cute.jit
-    def _fold_segment(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
-        """Fold a segment into those before it, and store the rows after the last one."""
+    def _reduce_fixed_split(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
+        """Reduce a fixed split into those before it, and store the rows after the last one."""
         # `RowSums` of two rows in the first vector, the largest score of each in the second
         sums = cute.make_rmem_tensor((VECTOR, 2), Float32)
         for i in cutlass.range_constexpr(VECTOR):
             sums[i, 0] = -Float32.inf if const_expr(i % 2 == 0) else Float32(0.0)
             sums[i, 1] = -Float32.inf
         if const_expr(self.partials is None):
-            self._fold_rows(blocks, sums, None, work)
-            self._store_folded(blocks, sums, sO, work)
+            self._reduce_rows(blocks, sums, None, work)
+            self._store_reduced(blocks, sums, sO, work)
         else:
             memory = self.partials.of_thread(cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP)
-            self._fold_rows(blocks, sums, memory, work)
+            self._reduce_rows(blocks, sums, memory, work)
             if (work.place & LAST) == 0:
                 write_vectors(memory, 0, sums)
             else:
-                self._store_folded(blocks, sums, sO, work)
+                self._store_reduced(blocks, sums, sO, work)
 
     @cute.jit
-    def _fold_rows(
+    def _reduce_rows(
         self, blocks: KeyBlocks, sums: cute.Tensor, memory: cute.Tensor | None, work: Work
     ):
-        """Fold the accumulator into the output and `sums` of the segments before, which `memory`
-        has, unless this is the first one. `memory` gets the new ones, unless this is the last."""
+        """Reduce the accumulator into the output and `sums` of the fixed splits before, which
+        `memory` has, unless this is the first one. `memory` gets the new ones, unless this is the
+        last."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
-        total, at_once, factors = 2 * columns, self.traits.folded_at_once, []
+        total, at_once = self.traits.rows_of_thread * columns, self.traits.reduced_at_once
+        factors = []
         for first in cutlass.range_constexpr(0, total, at_once):
             of_part = min(at_once, total - first)
             before = cute.make_rmem_tensor((VECTOR, of_part // VECTOR), Float32)
@@ -188,7 +191,7 @@ class Epilogue:
                 factors = self._add_results(blocks, sums)
             for i in cutlass.range_constexpr(of_part):
                 r, c = divmod(first + i, columns)
-                value = folded(before[i], factors[r][0], output[r, c], factors[r][1])
+                value = reduced(before[i], factors[r][0], output[r, c], factors[r][1])
                 output[r, c], before[i] = value, value
             if const_expr(memory is not None):  # noqa: SIM102 (decided while tracing)
                 if (work.place & LAST) == 0:
@@ -209,8 +212,8 @@ class Epilogue:
         return factors
 
     @cute.jit
-    def _store_folded(self, blocks: KeyBlocks, sums: cute.Tensor, sO: cute.Tensor, work: Work):
-        """Normalise and store the rows of a work tile, all of whose segments were folded."""
+    def _store_reduced(self, blocks: KeyBlocks, sums: cute.Tensor, sO: cute.Tensor, work: Work):
+        """Normalise and store the rows of a work tile, all of whose fixed splits were reduced."""
         traits, lengths, thread = self.traits, self.lengths, thread_in_warpgroup()
         output = wgmma.rows_by_cols(blocks.acc_O)
         for r, row in enumerate(tile_rows(traits, work, thread)):

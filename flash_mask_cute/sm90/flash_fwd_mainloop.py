@@ -46,8 +46,8 @@ from flash_mask_cute.mods.table_rows import LoadedRows
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.cached_bias import CachedBiasRows
 from flash_mask_cute.sm90.flash_fwd_traits import HALF_KEYS, Barrier, FwdTraits
-from flash_mask_cute.sm90.kept_rows import KeptRows
 from flash_mask_cute.sm90.quad_tables import QUAD, QuadTableColumns
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
 
@@ -63,10 +63,10 @@ class Channels(NamedTuple):
     walk: WalkRing
 
 
-class Tiles(NamedTuple):
+class FwdSmem(NamedTuple):
     """The contents of shared memory: operands with stages, a word per key stage, one bit tile.
 
-    any_bits: for each 32 rows of the bit tile, whether any bit is set. kept: rows of tables.
+    any_bits: for each 32 rows of the bit tile, whether any bit is set. cached_bias: rows of tables.
     """
 
     q: cute.Tensor  # (64, tile_d, warpgroups * stages_q)
@@ -76,7 +76,7 @@ class Tiles(NamedTuple):
     block_flags: cute.Tensor  # (stages_k,)
     bits: cute.Tensor  # (4 words, tile_m)
     any_bits: cute.Tensor  # (tile_m / 32,)
-    kept: KeptRows | None = None
+    cached_bias: CachedBiasRows | None = None
 
 
 class MainloopState(NamedTuple):
@@ -127,7 +127,7 @@ class KeyBlocks:
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
     facts: cutlass.Constexpr[BlockFacts]
     score_traits: cutlass.Constexpr[ScoreModTraits]
-    tiles: Tiles
+    tiles: FwdSmem
     channels: Channels
     scales: ScoreScales
     aux_tensors: Any
@@ -140,7 +140,7 @@ class KeyBlocks:
     def create(
         traits: FwdTraits,
         score_mod: Callable[..., Any] | None,
-        tiles: Tiles,
+        tiles: FwdSmem,
         channels: Channels,
         scales: ScoreScales,
         aux_tensors: Any,
@@ -200,17 +200,17 @@ class KeyBlocks:
     @property
     def may_pass_over(self) -> bool:
         """Whether a warpgroup skips a block that a mask, or its own lists, hide from its rows."""
-        return self._has_any_bits or self.traits.own_lists
+        return self._has_any_bits or self.traits.lists_per_warpgroup
 
     @property
     def _has_any_bits(self) -> bool:
-        """Whether mask warps write `Tiles.any_bits`."""
+        """Whether mask warps write `FwdSmem.any_bits`."""
         return self.traits.passes_over and self.facts.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over a block of this kind writes P to other words than it reads."""
         traits = self.traits
-        if traits.own_lists:
+        if traits.lists_per_warpgroup:
             # after a skipped block, P would be in the words that the next step does not read
             return False
         return kind == Kind.FULL and traits.keeps_scores and not traits.values_first
@@ -325,7 +325,7 @@ class KeyBlocks:
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
             cut += 1
         channels.k.release(state.block)
-        if const_expr(self.traits.own_lists):
+        if const_expr(self.traits.lists_per_warpgroup):
             sees = sees & self._is_listed(flags)
         if sees:
             self.softmax.start(scores)
@@ -353,7 +353,7 @@ class KeyBlocks:
         """
         self.wait_for_keys(state.block + 1, state.k_ready)
         flags = self._block_flags(state.block + 1)
-        if const_expr(self.traits.own_lists):
+        if const_expr(self.traits.lists_per_warpgroup):
             state = self._multiply_listed(kind, tile, flags, state, probs)
         elif const_expr(kind == Kind.PARTIAL and self.may_pass_over):
             state = self._multiply_visible(tile, flags, state, probs, target)
@@ -453,7 +453,7 @@ class KeyBlocks:
         # registers again
         acc_S, fresh = wgmma.make_accumulator(traits.tile_n), target
         loaded = None
-        if const_expr(self.tiles.kept is not None):
+        if const_expr(self.tiles.cached_bias is not None):
             # no branches under products, and what is kept takes few clocks
             loaded = self._load_table_rows(tile, flags)
         if const_expr(half is not None):
@@ -480,7 +480,7 @@ class KeyBlocks:
             self.wait_for_values(state)
             self.issue_values(probs, state)
             self.arrive_scheduler_barrier()
-            if const_expr(self.tiles.kept is None):
+            if const_expr(self.tiles.cached_bias is None):
                 loaded = self._load_table_rows(tile, flags)
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
@@ -489,7 +489,7 @@ class KeyBlocks:
         self._modify(places, loaded, scores)
         if const_expr(kind == Kind.PARTIAL):
             bit_tile.hide_unset(scores, bits)
-        may_be_first = self.may_pass_over and (kind == Kind.PARTIAL or traits.own_lists)
+        may_be_first = self.may_pass_over and (kind == Kind.PARTIAL or traits.lists_per_warpgroup)
         factors = self._exponentials(may_be_first, scores, fresh)
         if const_expr(half is not None):
             wgmma.place_half(target, fresh, half)
@@ -644,7 +644,11 @@ class KeyBlocks:
         """The rows of tables that the score_mod reads in a key block, or in half of it."""
         if not self.score_traits.row_reads:
             return None
-        traits, work, kept = self.traits, self.channels.ring.read(tile), self.tiles.kept
+        traits, work, cached_bias = (
+            self.traits,
+            self.channels.ring.read(tile),
+            self.tiles.cached_bias,
+        )
         n_block, num_keys = flags >> N_BLOCK_SHIFT, traits.tile_n
         first_key = n_block * traits.tile_n
         if half is not None:
@@ -659,7 +663,7 @@ class KeyBlocks:
             num_keys // QUAD,
             QuadTableColumns(),
             traits.table_words,
-            None if kept is None else partial(kept.load, work, n_block),
+            None if cached_bias is None else partial(cached_bias.load, work, n_block),
         )
 
     # -- order of the warpgroups ----------------------------------------------------------------

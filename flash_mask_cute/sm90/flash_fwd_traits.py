@@ -31,7 +31,7 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.shares import FEW_ROWS
+from flash_mask_cute.core.stream_k import FEW_ROWS
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.limits import LEAST_BOX, ctas_of_tile
@@ -94,9 +94,10 @@ class FwdTraits(PackedHeads):
     that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
     memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
     They lie in groups of 8, each with 8 rows without queries behind it, so that a thread has one.
-    own_lists: each MMA warpgroup has block lists of its own, and passes over what these do not
-    have. Turns would make it wait for the others. kept_bits: of a score, of rows of tables that
-    stay in shared memory (`kept_rows.py`), in as many slots of a key block as have room.
+    lists_per_warpgroup: each MMA warpgroup has block lists of its own, and passes over what these
+    do not have. Turns would make it wait for the others. cached_bias_bits: of a score, of rows of
+    tables that stay in shared memory (`cached_bias.py`), in as many slots of a key block as have
+    room.
     """
 
     dtype: type[cutlass.Numeric]
@@ -114,8 +115,8 @@ class FwdTraits(PackedHeads):
     page_box: int | None = None
     in_fp8: bool = False
     few_rows: bool = False
-    own_lists: bool = False
-    kept_bits: int = 0
+    lists_per_warpgroup: bool = False
+    cached_bias_bits: int = 0
 
     @property
     def moves_registers(self) -> bool:
@@ -126,12 +127,12 @@ class FwdTraits(PackedHeads):
     @property
     def is_ordered(self) -> bool:
         """Whether MMA warpgroups issue their products in turn."""
-        return self.num_mma_warpgroups > 1 and not self.own_lists
+        return self.num_mma_warpgroups > 1 and not self.lists_per_warpgroup
 
     @property
     def chunk_fields(self) -> tuple[str, ...]:
         """Of `WalkRing`."""
-        return (*CHUNK_FIELDS, *OWN_FIELDS) if self.own_lists else CHUNK_FIELDS
+        return (*CHUNK_FIELDS, *OWN_FIELDS) if self.lists_per_warpgroup else CHUNK_FIELDS
 
     @property
     def cluster_tile_m(self) -> int:
@@ -242,7 +243,7 @@ class FwdTraits(PackedHeads):
         with each other's products, and need no second P. With block lists of their own they seldom
         compute at the same time.
         """
-        return self.num_mma_warpgroups > 2 and not self.own_lists
+        return self.num_mma_warpgroups > 2 and not self.lists_per_warpgroup
 
     @property
     def _registers_beside(self) -> int:
@@ -279,9 +280,9 @@ class FwdTraits(PackedHeads):
         return min(left // WORDS_PER_STEP, self.tile_d // 16)
 
     @property
-    def folded_at_once(self) -> int:
-        """Numbers of the output that a thread folds together: as many are read at once, since the
-        way to the L2 cache and back takes longer than the fold. More would spill."""
+    def reduced_at_once(self) -> int:
+        """Numbers of the output that a thread reduces together: as many are read at once, since the
+        way to the L2 cache and back takes longer than the reduction. More would spill."""
         has_room = self.num_mma_warpgroups < 3 and self.tile_d <= 128 and not self.mask_warpgroup
         return 64 if has_room else 16
 
@@ -434,27 +435,27 @@ class FwdTraits(PackedHeads):
         return self._smem_without_spare_key + spare + codes
 
     @property
-    def kept_words(self) -> int:
+    def cached_bias_words(self) -> int:
         """Words of a slot that a thread has, its rows one after the other."""
-        of_row = -(-self.tile_n // 4 * self.kept_bits // WORD)
+        of_row = -(-self.tile_n // 4 * self.cached_bias_bits // WORD)
         return -(-of_row * self.rows_of_thread // WORDS_OF_SLOT) * WORDS_OF_SLOT
 
     @property
     def _slot_bytes(self) -> int:
         """Of the words of all threads, and the tags of their warps."""
-        return 4 * self.num_mma_warps * (WARP * self.kept_words + 1)
+        return 4 * self.num_mma_warps * (WARP * self.cached_bias_words + 1)
 
     @property
-    def kept_blocks(self) -> int:
+    def cached_bias_blocks(self) -> int:
         """Key blocks of which rows of tables stay, the first ones. None, if a thread would not load
         them together, or not before products."""
-        if self.values_first or not 0 < self.kept_words <= self.table_words:
+        if self.values_first or not 0 < self.cached_bias_words <= self.table_words:
             return 0
         return (SMEM_CAPACITY - self._smem_without_slots) // self._slot_bytes
 
     @property
     def smem_bytes(self) -> int:
-        return self._smem_without_slots + self.kept_blocks * self._slot_bytes
+        return self._smem_without_slots + self.cached_bias_blocks * self._slot_bytes
 
     @property
     def overlaps_tiles(self) -> bool:
@@ -469,7 +470,7 @@ class FwdTraits(PackedHeads):
             return "cta_pair is not supported on Hopper"
         if self.mask_warpgroup and self.tile_m != 128:
             return f"a warpgroup of mask warps needs tile_m 128, got {self.tile_m}"
-        if self.own_lists and self.num_mma_warpgroups != len(OWN_FIELDS):
+        if self.lists_per_warpgroup and self.num_mma_warpgroups != len(OWN_FIELDS):
             return f"block lists of each warpgroup need tile_m 192, got {self.tile_m}"
         if self.in_fp8 and self.tile_m != ROWS_PER_WARPGROUP:
             return f"keys and values in fp8 need tile_m {ROWS_PER_WARPGROUP}, got {self.tile_m}"
@@ -604,17 +605,17 @@ class FwdTraits(PackedHeads):
 
         return CodeStorage
 
-    def kept_storage(self) -> cute.struct:
+    def bias_storage(self) -> cute.struct:
         """The shared memory for rows of tables that stay, behind that of `storage`."""
-        num_tags = self.kept_blocks * self.num_mma_warps
-        num_words = num_tags * WARP * self.kept_words
+        num_tags = self.cached_bias_blocks * self.num_mma_warps
+        num_words = num_tags * WARP * self.cached_bias_words
 
         @cute.struct
-        class KeptStorage:
+        class CachedBiasStorage:
             words: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, num_words], 16]
             tags: cute.struct.MemRange[cutlass.Int32, num_tags]
 
-        return KeptStorage
+        return CachedBiasStorage
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""

@@ -26,7 +26,7 @@ from flash_mask_cute.core.cta import (
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.fp8_codes import CODES, numbers_of
-from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, Place
+from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, HeadKeys
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.walk_ring import KIND_MASK, Kind
 from flash_mask_cute.core.warp_scan import WARP
@@ -119,7 +119,7 @@ class Conversion:
         tile, number = Int32(0), Int32(0)
         while ring.wait(tile):
             work = ring.read(tile)
-            place = Place(
+            place = HeadKeys(
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
             scales, is_last = Scales.none(), Boolean(False)
@@ -132,7 +132,9 @@ class Conversion:
             tile += 1
 
     @cute.jit
-    def _convert_block(self, place: Place, scales: Scales, number: Int32) -> tuple[Scales, Boolean]:
+    def _convert_block(
+        self, place: HeadKeys, scales: Scales, number: Int32
+    ) -> tuple[Scales, Boolean]:
         """Convert a block. scales: of the block that a walk usually visits after the one before.
         Returns those of the next one, and whether the walk is at its end."""
         codes = self.codes
@@ -167,25 +169,25 @@ class Conversion:
     def _has_scales_of_rows(self) -> bool:
         return _is_of_rows(self.descale)
 
-    def _look_up(self, place: Place, block: Int32, entry: Int32) -> Scales:
+    def _look_up(self, place: HeadKeys, block: Int32, entry: Int32) -> Scales:
         """Those of a block. entry: of the table of pages."""
         value = self._scale(place, block, entry)
         return Scales(value, block, self._entry(place, block - 1))
 
-    def _key(self, place: Place, block: Int32) -> Int32:
+    def _key(self, place: HeadKeys, block: Int32) -> Int32:
         """This lane's key of a block. A row behind the sequence's end is its last one, whose scale
         it takes, as its memory may hold anything."""
         key = block * self.traits.tile_n + cutlass.min(self._own_row(), self.traits.tile_n - 1)
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
-    def _entry(self, place: Place, block: Int32) -> Int32:
+    def _entry(self, place: HeadKeys, block: Int32) -> Int32:
         """What the table of pages has for this lane's key of a block: nobody waits for it yet."""
         if self.pages is None:
             return Int32(0)
         row = self.pages.row(place.batch_idx, self._key(place, block))
         return self.pages.entry(place.batch_idx, row)
 
-    def _scale(self, place: Place, block: Int32, entry: Int32) -> Float32:
+    def _scale(self, place: HeadKeys, block: Int32, entry: Int32) -> Float32:
         """The scale of this lane's row of a block. entry: of the table of pages."""
         key = self._key(place, block)
         if self.pages is None:
@@ -194,7 +196,7 @@ class Conversion:
         row = self.pages.place(page, row, place.length).row
         return self.descale[page, row, place.head]
 
-    def _prefetch_scale(self, place: Place, block: Int32) -> None:
+    def _prefetch_scale(self, place: HeadKeys, block: Int32) -> None:
         """Ask for the scale of this lane's row of a block to be brought into the L2 cache: memory
         takes longer than the conversion of a block, whose fence waits for loads."""
         key = self._key(place, cutlass.max(block, 0))

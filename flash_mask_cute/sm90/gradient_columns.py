@@ -5,11 +5,11 @@ from typing import TypeVar
 
 from flash_mask_cute.core.row_blocks import (
     ColumnPart,
+    alternating_sums,
     are_uneven,
     dq_columns,
     dq_parts,
     shared_parts,
-    sums_in_turn,
     uneven_parts,
 )
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -51,9 +51,9 @@ class GradientColumns:
         return are_uneven(self.tile_d, self.num_ctas)
 
     @property
-    def in_turn(self) -> bool:
+    def alternating(self) -> bool:
         """Whether a warpgroup sums dQ of every second block, and the other one does not."""
-        return self.tile_m == ROWS_PER_WARPGROUP and sums_in_turn(self.tile_d, self.num_ctas)
+        return self.tile_m == ROWS_PER_WARPGROUP and alternating_sums(self.tile_d, self.num_ctas)
 
     def _own(self, shares: tuple[Share, ...]) -> tuple[Share, ...]:
         """What this MMA warpgroup has of a share for each; of shares for both, all."""

@@ -12,7 +12,7 @@ from flash_mask_cute.core.row_blocks import ColumnPart, RowBlocks, by_lanes, by_
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits, Tiles
+from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
 
 
@@ -20,7 +20,7 @@ class KeyGradients(NamedTuple):
     """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
 
     If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in one of the
-    orders of `bwd_add_parts`, and `blocks` numbers the key blocks. With token lists there is one
+    orders of `bwd_add_parts`, and `blocks` numbers the key blocks. With query lists there is one
     part, to which CTAs add.
     """
 
@@ -64,7 +64,7 @@ def send_gradients(
     accs: list,
     columns: tuple[ColumnPart, ...],
     target: cute.Tensor,
-    tiles: Tiles,
+    tiles: BwdSmem,
     block: Int32,
     work: Work,
     has_sums: Boolean,
@@ -179,7 +179,7 @@ def store_sum_rows(
                     cute.autovec_copy(values, stored[None, at])
 
 
-def stage_nothing(traits: BwdTraits, tiles: Tiles, channel: Channel, block: Int32) -> None:
+def stage_nothing(traits: BwdTraits, tiles: BwdSmem, channel: Channel, block: Int32) -> None:
     """Write a dQ of 0 to the staging memory."""
     for i in range(len(traits.columns.parts_dq)):
         products = traits.columns.products_dq(i)
@@ -192,7 +192,7 @@ def stage_nothing(traits: BwdTraits, tiles: Tiles, channel: Channel, block: Int3
 @cute.jit
 def stage_dq(
     traits: cutlass.Constexpr[BwdTraits],
-    tiles: Tiles,
+    tiles: BwdSmem,
     channel: Channel,
     block: Int32,
     part: cutlass.Constexpr[int],
@@ -207,7 +207,7 @@ def stage_dq(
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
-        if const_expr(traits.by_tokens):
+        if const_expr(traits.by_query_lists):
             layout = by_queries(traits.packed_heads, columns.width)
             staged = cute.make_tensor(tiles.dq.iterator + first, layout)
             quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))

@@ -44,7 +44,7 @@ class Recorder:
             "partials",
             "kv_batch_idx",
             "leftpad_k",
-            "causals",
+            "causal_per_seq",
             "k_descale",
             "v_descale",
         )

@@ -28,8 +28,8 @@ INDEX_RULES = (
     "limits",
     "seqlen_info",
     "core.packed_heads",
-    "core.segments",
-    "core.shares",
+    "core.fixed_splits",
+    "core.stream_k",
     "core.tile_order",
     "rules.band",
     "rules.block_info",
@@ -138,7 +138,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "flash_bwd": ("sm90", "sm100", "kernels"),
     "utils": (),
     # the package and its doctor
-    "__main__": ("functional", "runtime", "integrations.hub", "parallel.command", ""),
+    "time_my_mask": ("flex", "runtime"),
+    "__main__": (
+        *("functional", "runtime", "integrations.hub", "parallel.command", "time_my_mask", ""),
+    ),
     "": (
         *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
@@ -152,14 +155,15 @@ DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
-    *("mods.read_analysis", "mods.walk_sums", "mods.line_sums", "mods.even_lines"),
+    *("mods.read_analysis", "mods.walk_sums", "mods.line_sums", "mods.diagonals"),
     "mods.score_elements",
     *("mods.difference_reads", "mods.difference_sums", "mods.difference_tables_kernel"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     "rules.token_mask",
-    *("rules.mask_warps", "rules.share_walks", "rules.choice_walk"),
+    *("rules.mask_warps", "rules.stream_k_walks", "rules.selection_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",
+    "integrations.triangle_mods",
 )
 # A kernel of mask_prep, beside the host half that it is named after.
 KERNEL_SUFFIX = "_kernel"
@@ -177,11 +181,11 @@ WITHOUT_TORCH = (
         "mods.ir_analysis",
         "mods.derivative",
         "mods.aux_gradients",
-        *("mods.read_analysis", "mods.walk_sums", "mods.line_sums", "mods.even_lines"),
+        *("mods.read_analysis", "mods.walk_sums", "mods.line_sums", "mods.diagonals"),
         "mods.score_elements",
         *("mods.difference_reads", "mods.difference_sums", "mods.difference_tables_kernel"),
     ),
-    *("mods.score_chain", "mods.read_classes", "mods.spans", "mods.exact_words"),
+    *("mods.score_chain", "mods.read_classes", "mods.spans", "mods.fixed_point_sums"),
 )
 THIRD_PARTY = {"torch", "cutlass", "cuda", "tvm_ffi"}
 # Type checkers have it with the standard library, so it may stand under TYPE_CHECKING.

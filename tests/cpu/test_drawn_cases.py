@@ -9,7 +9,7 @@ from pathlib import Path
 import drawn_blackwell
 import drawn_cases
 import pytest
-from drawn_blackwell import DRAWS, IN_TURN, NEEDED
+from drawn_blackwell import DRAWS, NEEDED, SEQUENTIAL_SPLITS
 from drawn_cases import ROOT, UNKNOWN, Row, read_rows, table
 
 KEPT = ROOT / "bench" / "results" / "blackwell_cases.txt"
@@ -58,7 +58,7 @@ def test_a_draw_that_fails_when_it_runs_again_loses_its_row(
     """The first one is right, the second one is not, and the third one ends its process."""
     draws = DRAWS[:3]
     names = [draw.id for draw in draws]
-    for name in ("DRAWS", "IN_TURN"):
+    for name in ("DRAWS", "SEQUENTIAL_SPLITS"):
         monkeypatch.setattr(drawn_blackwell, name, draws)
     (tests := tmp_path / "test_again.py").write_text(RERUN.format(names=names))
     monkeypatch.setattr(drawn_cases, "TESTS", f"{tests}::test_draw")
@@ -93,6 +93,6 @@ def test_kinds_of_draws(names: Iterable[str]) -> None:
 
 def test_what_is_needed_comes_first() -> None:
     needed = sum(NEEDED.values())
-    first = Counter(draw.kind for draw in IN_TURN[: needed + len(NEEDED)])
+    first = Counter(draw.kind for draw in SEQUENTIAL_SPLITS[: needed + len(NEEDED)])
     assert all(first[kind] >= count for kind, count in NEEDED.items())
-    assert Counter(draw.kind for draw in IN_TURN[: needed // 2]).keys() == NEEDED.keys()
+    assert Counter(draw.kind for draw in SEQUENTIAL_SPLITS[: needed // 2]).keys() == NEEDED.keys()

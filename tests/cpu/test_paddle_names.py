@@ -27,7 +27,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
 
 
-def kept_blocks(heads: int, seqlen_q: int, seqlen_k: int, batch: int = BATCH) -> Tensor:
+def cached_bias_blocks(heads: int, seqlen_q: int, seqlen_k: int, batch: int = BATCH) -> Tensor:
     g = torch.Generator().manual_seed(heads)
     shape = batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)
     return torch.randint(0, 2, shape, generator=g, dtype=torch.int32)
@@ -93,7 +93,7 @@ def test_values_of_dropout_are_refused(name: str, value: Any, words: str) -> Non
 def test_block_mask(heads: int, seqlen_q: int, seqlen_k: int) -> None:
     leaves = [x.requires_grad_() for x in operands(seqlen_q, seqlen_k)]
     for batch in (1, BATCH):
-        block_mask = kept_blocks(heads, seqlen_q, seqlen_k, batch)
+        block_mask = cached_bias_blocks(heads, seqlen_q, seqlen_k, batch)
         visible = visible_of(block_mask, seqlen_q, seqlen_k)
         out = flashmask_attention(*leaves, block_mask=block_mask)
         wanted = dense_attention(*leaves, visible)
@@ -106,7 +106,7 @@ def test_block_mask(heads: int, seqlen_q: int, seqlen_k: int) -> None:
 def test_block_mask_joins_the_others() -> None:
     q, k, v = operands()
     mask = builders.document([140, 160])
-    block_mask = kept_blocks(HEADS_KV, 300, 300)
+    block_mask = cached_bias_blocks(HEADS_KV, 300, 300)
     visible = visible_of(block_mask, 300, 300) & mask.dense(300)
     visible = visible & (torch.arange(300)[:, None] - torch.arange(300) <= 90)
     for given in (block_mask, block_mask.bool()):

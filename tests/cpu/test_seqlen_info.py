@@ -1,4 +1,4 @@
-"""Lengths and offsets per batch entry against slices of the packed token list."""
+"""Lengths and offsets per batch entry against slices of the packed query list."""
 
 import numpy as np
 import pytest

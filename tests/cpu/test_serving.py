@@ -145,7 +145,7 @@ def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) ->
     mask = builders.sink_window(131072, 4, 128)
     found = explain(q, k, k, startend_row_indices=mask, q_start="end")
     assert found.packed_heads == 8
-    assert "equal shares" in found.splits
+    assert "equal stream-K chunks" in found.splits
     assert found.full_key_tiles is not None and found.partial_key_tiles is not None
     assert 2 <= found.full_key_tiles + found.partial_key_tiles <= 3
     assert found.empty_key_tiles is not None and found.empty_key_tiles > 1000
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "qv": ({"qv": step()}, NotImplementedError, "qv is not supported, it must be None"),
     "attention_chunk": ({"attention_chunk": 4}, NotImplementedError, "attention_chunk .* got 4"),
     "q_descale": ({"q_descale": torch.ones(2, 1)}, NotImplementedError, "q_descale is not"),
-    "k_descale": ({"k_descale": torch.ones(2, 1)}, ValueError, "k_descale .* None beside k in"),
+    "k_descale": ({"k_descale": torch.ones(2, 1)}, ValueError, "k_descale .* None beside k_cache"),
     "sm_margin": ({"sm_margin": 8}, NotImplementedError, "sm_margin .* must be 0, got 8"),
     "num_splits": ({"num_splits": -1}, ValueError, "num_splits must be .* got -1"),
     "seqused_k": ({"seqused_k": int32(1, 1)}, TypeError, "seqused_k .* say cache_seqlens"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import drawn_share
 import pytest
 import simulator_needed
-from drawn_share import Deal, is_in_share
+from drawn_share import ON_SIMULATOR, Deal, is_daily, is_in_share
 from simulator_needed import READ, changed_files, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,13 +32,18 @@ def test_other(i):
 def simulator():
     pass
 
-@pytest.mark.parametrize("i", range(80))
+@pytest.mark.parametrize("i", range(SHARES * 4))
 def test_kernel(simulator, i):
     print(f"kernel {i}")
 
+@pytest.mark.daily(2)
+@pytest.mark.parametrize("i", range(7))
+def test_daily(simulator, i):
+    print(f"daily {i}")
+
 def test_quick():
     print("quick")
-"""
+""".replace("SHARES", str(ON_SIMULATOR.shares))
 
 
 def run(folder: Path, seed: str, *arguments: str) -> tuple[list[str], str]:
@@ -50,19 +55,22 @@ def run(folder: Path, seed: str, *arguments: str) -> tuple[list[str], str]:
     command = [sys.executable, "-m", "pytest", "-s", *(arguments or ("test_sample.py",))]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     lines = (line.removeprefix("test_sample.py ").lstrip(".") for line in done.stdout.splitlines())
-    ran = [x for x in lines if x.split(" ")[0] in ("slow", "other", "kernel", "quick")]
+    kinds = ("slow", "other", "kernel", "daily", "quick")
+    ran = [x for x in lines if x.split(" ")[0] in kinds]
     return ran, done.stdout + done.stderr
 
 
 def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
     ran, said = run(tmp_path, "5")
-    assert "FLASH_MASK_SIM_SEED=5 draws one share of 20" in said
-    counts = {kind: sum(x.startswith(kind) for x in ran) for kind in ("slow", "kernel", "quick")}
-    assert counts["slow"] in (2, 3) and counts["kernel"] == 4 and counts["quick"] == 1, ran
+    assert f"FLASH_MASK_SIM_SEED=5 draws one share of {ON_SIMULATOR.shares}" in said
+    kinds = ("slow", "kernel", "daily", "quick")
+    counts = {kind: sum(x.startswith(kind) for x in ran) for kind in kinds}
+    assert counts["slow"] in (2, 3), ran
+    assert [counts[kind] for kind in kinds[1:]] == [4, 2, 1], ran
     named, _ = run(tmp_path, "5", "test_sample.py::test_slow")
     assert len(named) == 7, "who names a test gets it"
     everything, _ = run(tmp_path, "all")
-    assert len(everything) == 7 + 2 + 80 + 1
+    assert len(everything) == 7 + 2 + ON_SIMULATOR.shares * 4 + 7 + 1
     _, said = run(tmp_path, "today")
     assert "FLASH_MASK_SIM_SEED=today is neither a number nor 'all'" in said
 
@@ -76,6 +84,13 @@ def test_consecutive_seeds_run_every_case_once(deal: Deal, first: int) -> None:
         assert all(sum(case) == 1 for case in zip(*drawn, strict=True))
         sizes = [sum(share) for share in drawn]
         assert max(sizes) - min(sizes) <= deal.together
+
+
+@pytest.mark.parametrize(("cases", "most"), [(7, 2), (4, 1), (3, 3), (2, 3)])
+def test_daily_cases_come_in_turn(cases: int, most: int) -> None:
+    drawn = [[i for i in range(cases) if is_daily(i, cases, most, seed)] for seed in range(20)]
+    assert all(len(each) == min(cases, most) for each in drawn)
+    assert {i for each in drawn[: -(-cases // most)] for i in each} == {*range(cases)}
 
 
 def test_functions_of_one_case_are_not_all_of_one_share() -> None:
@@ -217,6 +232,16 @@ def test_make_tells_them_apart() -> None:
     """3 is written in the Makefile."""
     makefile = (ROOT / "Makefile").read_text()
     assert f"0) $(MAKE) test-sim;; {simulator_needed.NOT_NEEDED}) ;;" in makefile
+
+
+@pytest.mark.parametrize(("python", "status"), [("true", 0), ("false", 2)])
+def test_make_says_what_runs_and_how_long_it_took(python: str, status: int) -> None:
+    """And fails where a part does."""
+    command = ["make", "test-cpu", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    first, last = (line for line in done.stdout.splitlines() if line.startswith("== "))
+    assert (done.returncode, last.startswith(f"{first}: ")) == (status, True)
+    assert re.search(r": \d+ s$", last)
 
 
 @pytest.mark.parametrize(("target", "seed"), [("test", "5"), ("test-all", "all")])

@@ -21,14 +21,18 @@ needs_engine("transformers")
 
 from transformers.utils import is_torchvision_available  # noqa: E402
 
-PAGE = (Path(__file__).parents[2] / "docs/integrations_more.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "integrations_more.md").read_text()
 # transformers remembers that it is not there
 is_torchvision_available()
 
 
 def blocks(library: str) -> list[str]:
+    """The modules that a section says to copy, and its lines."""
     (section,) = re.findall(rf"^## {re.escape(library)}\n(.*?)(?=^## |\Z)", PAGE, flags=re.S | re.M)
-    return re.findall(r"^```python\n(.*?)^```$", section, flags=re.S | re.M)
+    modules = re.findall(r"\]\((\.\./contrib/adapters/\w+\.py)\)", section)
+    lines = re.findall(r"^```python\n(.*?)^```$", section, flags=re.S | re.M)
+    return [*((DOCS / module).read_text() for module in modules), *lines]
 
 
 def run_lines(library: str, tmp_path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""A choice of key blocks for each query on a GPU, against the dense mask that it states."""
+"""A selection of key blocks for each query on a GPU, against the dense mask that it states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_choices import Drawn, dense_attention, draw, regroup
+from drawn_selections import Drawn, dense_attention, draw, regroup
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -86,8 +86,8 @@ def test_draws(seed: int) -> None:
         (6, 64, 128, 10),
     ],
 )
-def test_draws_by_token_lists(group: int, head_dim: int, block: int, seed: int) -> None:
-    """Groups and blocks that a backward takes as token lists."""
+def test_draws_by_query_lists(group: int, head_dim: int, block: int, seed: int) -> None:
+    """Groups and blocks that a backward takes as query lists."""
     regrouped = regroup(draw(1000 + seed, 8, (128,), 900), group, head_dim, block)
     drawn = on_gpu(regrouped, torch.bfloat16)
     exact = [x.double() for x in drawn[:3]]
@@ -103,11 +103,11 @@ def test_draws_by_token_lists(group: int, head_dim: int, block: int, seed: int) 
 
 
 @pytest.mark.parametrize("has_mod", [False, True])
-def test_token_lists_of_a_long_sequence(has_mod: bool) -> None:
+def test_query_lists_of_a_long_sequence(has_mod: bool) -> None:
     """Lists in many segments give the gradients that bits give."""
-    q, k, v, choice = family(8192)
-    choice[..., 0] = 0
-    more: dict[str, Any] = {"causal": True, "block_sparse_tensors": SelectedBlocks(choice, 128)}
+    q, k, v, selection = family(8192)
+    selection[..., 0] = 0
+    more: dict[str, Any] = {"causal": True, "block_sparse_tensors": SelectedBlocks(selection, 128)}
     if has_mod:
         more["mask_mod"] = lambda b, h, i, j: (i - j) % 64 != 1
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
@@ -124,8 +124,8 @@ def test_token_lists_of_a_long_sequence(has_mod: bool) -> None:
 
 @pytest.mark.parametrize("heads", [(16, 1), (12, 1), (4, 4)])
 def test_mods_by_head_with_gradients(heads: tuple[int, int]) -> None:
-    """By token lists as by bits: a mask_mod and a score_mod that use heads, a learned tensor."""
-    q, k, v, choice = family(2048, heads)
+    """By query lists as by bits: a mask_mod and a score_mod that use heads, a learned tensor."""
+    q, k, v, selection = family(2048, heads)
     slopes = torch.rand(heads[0], device="cuda", requires_grad=True)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
 
@@ -134,7 +134,7 @@ def test_mods_by_head_with_gradients(heads: tuple[int, int]) -> None:
         out = flash_attn_func(
             *leaves,
             causal=True,
-            block_sparse_tensors=SelectedBlocks(choice, 128),
+            block_sparse_tensors=SelectedBlocks(selection, 128),
             mask_mod=lambda b, h, i, j: (i + j) % 7 != h,
             score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j) * 0.01,
             **config,
@@ -149,9 +149,9 @@ def test_mods_by_head_with_gradients(heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("heads", "block"), [((16, 1), 128), ((16, 1), 64), ((8, 8), 512)])
 def test_a_fixed_order_has_equal_bits(heads: tuple[int, int], block: int) -> None:
     """In 20 runs, of which every second has fewer SMs than the GPU has."""
-    q, k, v, choice = family(8192, heads, block)
-    choice[..., 0] = 0
-    chosen = SelectedBlocks(choice, block)
+    q, k, v, selection = family(8192, heads, block)
+    selection[..., 0] = 0
+    chosen = SelectedBlocks(selection, block)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = flash_attn_func(*leaves, causal=True, block_sparse_tensors=chosen, deterministic=True)
     first = torch.autograd.grad(out, leaves, q, retain_graph=True)
@@ -167,8 +167,8 @@ def test_a_fixed_order_has_equal_bits(heads: tuple[int, int], block: int) -> Non
 
 
 def test_a_graph_of_a_backward_reads_the_choice_anew() -> None:
-    q, k, v, choice = family(1024)
-    chosen = SelectedBlocks(choice, 128)
+    q, k, v, selection = family(1024)
+    chosen = SelectedBlocks(selection, 128)
     leaf = k.detach().requires_grad_()
 
     def run() -> Tensor:
@@ -185,7 +185,7 @@ def test_a_graph_of_a_backward_reads_the_choice_anew() -> None:
         dk = run()
     for seed in range(3):
         torch.manual_seed(seed)
-        choice.copy_(torch.randint(-1, 9, choice.shape, device="cuda"))
+        selection.copy_(torch.randint(-1, 9, selection.shape, device="cuda"))
         graph.replay()
         again = run()
         # sums of dK have no order
@@ -199,35 +199,35 @@ def family(n: int, heads: tuple[int, int] = (16, 1), block: int = 128, k: int = 
         for h in (heads[0], heads[1], heads[1])
     )
     own = (torch.arange(n) // block)[:, None]
-    choice = torch.randint(0, n // block + 1, (n, k), generator=gen).minimum(own)
-    return q, key, v, choice.expand(1, heads[1], n, k).clone().cuda()
+    selection = torch.randint(0, n // block + 1, (n, k), generator=gen).minimum(own)
+    return q, key, v, selection.expand(1, heads[1], n, k).clone().cuda()
 
 
 def test_no_synchronization_and_no_compilation_for_other_contents() -> None:
     """Nor for other lengths and other numbers of chosen blocks."""
-    q, k, v, choice = family(1024)
+    q, k, v, selection = family(1024)
 
-    def step(choice: Tensor, n: int) -> None:
+    def step(selection: Tensor, n: int) -> None:
         leaf = q[:, :n].detach().requires_grad_()
-        chosen = SelectedBlocks(choice[:, :, :n], 128)
+        chosen = SelectedBlocks(selection[:, :, :n], 128)
         out = flash_attn_func(leaf, k[:, :n], v[:, :n], causal=True, block_sparse_tensors=chosen)
         out.sum().backward()
 
-    step(choice, 1024)
+    step(selection, 1024)
     before = compile_count()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(choice.flip(2), 1024)
-        step(choice[..., :3], 1024)
-        step(choice, 640)
+        step(selection.flip(2), 1024)
+        step(selection[..., :3], 1024)
+        step(selection, 640)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert compile_count() == before
 
 
 def test_a_graph_reads_the_choice_anew() -> None:
-    q, k, v, choice = family(1024)
-    chosen = SelectedBlocks(choice, 128)
+    q, k, v, selection = family(1024)
+    chosen = SelectedBlocks(selection, 128)
 
     def run() -> Tensor:
         return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen)
@@ -239,19 +239,19 @@ def test_a_graph_reads_the_choice_anew() -> None:
         out = run()
     for seed in range(3):
         torch.manual_seed(seed)
-        choice.copy_(torch.randint(-1, 9, choice.shape, device="cuda"))
+        selection.copy_(torch.randint(-1, 9, selection.shape, device="cuda"))
         graph.replay()
         assert torch.equal(out, run())
 
 
 def test_numbers_that_do_not_exist() -> None:
     """They stand for nothing, and never become an address."""
-    q, k, v, choice = family(512, k=4)
+    q, k, v, selection = family(512, k=4)
     wild = torch.tensor([2**62, -(2**62), 4, 1 << 31], device="cuda")
-    far = torch.cat((choice, wild.expand(*choice.shape[:3], 4)), -1)
+    far = torch.cat((selection, wild.expand(*selection.shape[:3], 4)), -1)
     outs = [
         flash_attn_func(q, k, v, causal=True, block_sparse_tensors=SelectedBlocks(x, 128))
-        for x in (choice, far)
+        for x in (selection, far)
     ]
     assert torch.equal(*outs)
 
@@ -271,15 +271,15 @@ def test_decoding_over_pages(page_size: int, queries: int) -> None:
         pool[table] = x.unflatten(1, (pages, page_size))
         pools.append(pool.cuda())
     q = torch.randn(batch, queries, 64, 128, generator=gen).bfloat16()
-    choice = torch.randint(-1, 17, (batch, 4, queries, 6), generator=gen).int()
+    selection = torch.randint(-1, 17, (batch, 4, queries, 6), generator=gen).int()
     given: dict[str, Any] = {"causal": True}
     in_pages = {
         "cache_seqlens": used.cuda(),
         "page_table": table.int().cuda(),
-        "block_sparse_tensors": SelectedBlocks(choice.cuda(), 128),
+        "block_sparse_tensors": SelectedBlocks(selection.cuda(), 128),
     }
     out = flash_attn_with_kvcache(q.cuda(), *pools, **given, **in_pages)
-    in_rows = {"cache_seqlens": used, "block_sparse_tensors": SelectedBlocks(choice, 128)}
+    in_rows = {"cache_seqlens": used, "block_sparse_tensors": SelectedBlocks(selection, 128)}
     wanted = flash_attn_with_kvcache(*(x.double() for x in (q, k, v)), **given, **in_rows)
     assert (out.cpu().double() - wanted).abs().amax() < 2e-2
 
@@ -293,7 +293,7 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
     new = torch.randn(2, 2, queries, 2, 128, generator=gen).bfloat16().cuda()
     table = torch.randperm(12, generator=gen).int().view(2, 6).cuda()
     lengths = torch.tensor([100, 7], dtype=torch.int32, device="cuda")
-    choice = torch.zeros(2, 2, queries, 3, dtype=torch.int32, device="cuda")
+    selection = torch.zeros(2, 2, queries, 3, dtype=torch.int32, device="cuda")
 
     def step(pool: Tensor, of: Any = lambda x: x) -> Tensor:
         out = flash_attn_with_kvcache(
@@ -304,7 +304,7 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
             cache_seqlens=of(lengths),
             page_table=of(table),
             causal=True,
-            block_sparse_tensors=SelectedBlocks(of(choice), 64),
+            block_sparse_tensors=SelectedBlocks(of(selection), 64),
         )
         assert isinstance(out, Tensor)
         return out
@@ -320,7 +320,7 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
     for seed in range(4):
         torch.manual_seed(seed)
         lengths.copy_(torch.randint(0, 380, (2,)))
-        choice.copy_(torch.randint(-1, 8, choice.shape))
+        selection.copy_(torch.randint(-1, 8, selection.shape))
         new.copy_(torch.randn(new.shape))
         left = exact(pool)
         graph.replay()
@@ -331,15 +331,15 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
 
 @pytest.mark.parametrize("block", [64, 128])
 def test_heads_that_share_a_tile_share_a_mask_mod(block: int) -> None:
-    q, k, v, choice = family(1024, block=block)
+    q, k, v, selection = family(1024, block=block)
     i, j = torch.arange(1024, device="cuda")[:, None], torch.arange(1024, device="cuda")
     out = flash_attn_func(
         *(q, k, v),
         causal=True,
         mask_mod=lambda b, h, i, j: (i - j) % 64 != 1,
-        block_sparse_tensors=SelectedBlocks(choice, block),
+        block_sparse_tensors=SelectedBlocks(selection, block),
     )
-    chosen = (choice[0, 0, :, :, None] == j // block).any(1)
+    chosen = (selection[0, 0, :, :, None] == j // block).any(1)
     visible = chosen & (j <= i) & ((i - j) % 64 != 1)
     scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * 128**-0.5
     probs = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)

@@ -2,12 +2,13 @@
 
 So its tests have a process of their own, `pytest tests/sim`; in any other run they are skipped. It
 is of one architecture, that of FLASH_MASK_SIM_ARCH (sm_90a if unset); test modules of the other,
-which say so by `ARCH`, are skipped too.
+as `ARCH` in them says, are not collected, unless the command names them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,19 @@ def _simulator_parent() -> Path:
     if not (parent / "software_gpu" / "__init__.py").is_file():
         raise pytest.UsageError(f"FLASH_MASK_SIM={parent} holds no package `software_gpu`")
     return parent
+
+
+def arch_of(text: str) -> str:
+    """The architecture of a test module, by its text."""
+    told = re.search(r'^ARCH = (ACTIVE_ARCH|"(\w+)")', text, re.M)
+    if told is None:
+        return HOPPER
+    return told[2] or ACTIVE_ARCH
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    is_module = collection_path.match("test_*.py")
+    return True if is_module and arch_of(collection_path.read_text()) != ACTIVE_ARCH else None
 
 
 def _is_worker(config: pytest.Config) -> bool:

@@ -32,7 +32,7 @@ from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.tiles.rows import FwdRow
 from flash_mask_cute.call.tiles.tables import SM90_FWD
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.rules import share_walks
+from flash_mask_cute.rules import stream_k_walks
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -428,6 +428,6 @@ def test_aux_tensors_of_four_strided_dimensions(
 
 def test_work_tiles_claimed_late(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As few long walks are; no other test has these head dimensions, so the kernel is new."""
-    monkeypatch.setattr(share_walks, "LATE_BLOCKS", 1)
+    monkeypatch.setattr(stream_k_walks, "LATE_BLOCKS", 1)
     case = Case("late", 2, 400, 400, 3, 3, head_dim=56, head_dim_v=24, causal=True)
     run_sim(simulator, make_inputs(case), seeds=DELAY_SEEDS[:2])

@@ -15,14 +15,14 @@ import pytest
 import simulated_backward
 import torch
 from cases import BF16, FP16, Case
-from common_keys import CommonKeys
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import make_inputs
 from quiet_runs import quiet_run
 from random_cases import small_case
+from shared_keys import CommonKeys
 from simulated_backward import assert_same_bits, launch_on_simulator, run_hostile, run_sim
-from test_common_keys_sim import run_backward
 from test_flash_bwd_pairs_sm100_sim import EMPTY, FUZZED, UNUSED
+from test_shared_keys_sim import run_backward
 from unseen_memory import INF, NAN, with_empty, with_unused_gradients
 
 from flash_mask_cute.call import prepare

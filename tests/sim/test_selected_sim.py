@@ -1,4 +1,4 @@
-"""A choice of key blocks for each query, on the software GPU, in both directions."""
+"""A selection of key blocks for each query, on the software GPU, in both directions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import ACTIVE_ARCH
-from drawn_choices import Drawn, dense_attention, dense_choice, draw, draw_choice
+from drawn_selections import Drawn, dense_attention, dense_selection, draw, draw_selection
 from planned import backward_call, forward_call
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
@@ -120,22 +120,22 @@ def test_bits(simulator: ModuleType, tiles: QueryTiles, num_blocks: int, dtype: 
     """Of rows and of tiles, also where a query lies in two tiles; of packed sequences, too."""
     g = torch.Generator().manual_seed(num_blocks)
     k = 7 if num_blocks <= 100 else 40
-    choice = torch.randint(-2, num_blocks + 40, (1, 3, 75, k), generator=g)
-    choice[0, 0, 0] = -1
-    choice[0, 0, 1] = torch.iinfo(getattr(torch, dtype)).max
-    choice[0, 1, 4:8] = choice[0, 1, 4]
-    choice = choice.to(getattr(torch, dtype)).transpose(2, 3).contiguous().transpose(2, 3)
+    selection = torch.randint(-2, num_blocks + 40, (1, 3, 75, k), generator=g)
+    selection[0, 0, 0] = -1
+    selection[0, 0, 1] = torch.iinfo(getattr(torch, dtype)).max
+    selection[0, 1, 4:8] = selection[0, 1, 4]
+    selection = selection.to(getattr(torch, dtype)).transpose(2, 3).contiguous().transpose(2, 3)
     for lengths in (None, [0, 21, 0, 1, 53]):
         starts = None if lengths is None else torch.tensor(lengths).cumsum(0).int()
-        made = empty_bits(choice, num_blocks, tiles, starts)
+        made = empty_bits(selection, num_blocks, tiles, starts)
         for x in made:
             x.fill_(7777)
         with quiet_run(simulator, 1, launches=1):
             function = compile_selected_bits(dtype, starts is not None, ACTIVE_ARCH).function
-            function(choice, *made, *tiles, starts)
-        by_torch = selected_bits(choice, num_blocks, tiles, starts)
+            function(selection, *made, *tiles, starts)
+        by_torch = selected_bits(selection, num_blocks, tiles, starts)
         found = bits_of(made.rows)
-        assert torch.equal(found, dense_choice(choice, 1, found.shape[-1]))
+        assert torch.equal(found, dense_selection(selection, 1, found.shape[-1]))
         assert torch.equal(made.rows, by_torch.rows)
         used = []
         for b, (start, end) in enumerate(pairwise(lengths_of(starts))):
@@ -164,13 +164,13 @@ def bits_of(words: Tensor) -> Tensor:
 
 
 class Composed(NamedTuple):
-    """A dense call beside a choice: operands in bfloat16, what each query sees, bool (batch,
+    """A dense call beside a selection: operands in bfloat16, what each query sees, bool (batch,
     heads_q, queries, keys), and what is added to scores, of that shape or smaller."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    choice: Tensor
+    selection: Tensor
     block: int
     visible: Tensor
     keywords: dict[str, Any]
@@ -181,18 +181,22 @@ class Composed(NamedTuple):
         shape: tuple[int, int, int], heads: tuple[int, int, int], block: int = 64, k: int = 2,
         seed: int = 0, **keywords: Any,
     ) -> Composed:  # fmt: skip
-        """shape: batch, queries, keys. heads: of q, of k, of the choice."""
+        """shape: batch, queries, keys. heads: of q, of k, of the selection."""
         gen = torch.Generator().manual_seed(seed)
         batch, n_q, n_k = shape
-        heads_q, heads_kv, heads_choice = heads
+        heads_q, heads_kv, heads_selection = heads
 
         def operand(n: int, heads: int) -> Tensor:
             return torch.randn(batch, n, heads, 64, generator=gen).to(BF16)
 
         q, key, v = operand(n_q, heads_q), operand(n_k, heads_kv), operand(n_k, heads_kv)
-        choice = draw_choice(gen, (batch, heads_choice, n_q, k), -(-n_k // block), torch.int32)
-        visible = dense_choice(choice, block, n_k).repeat_interleave(heads_q // heads_choice, 1)
-        return Composed(q, key, v, choice, block, visible, keywords)
+        selection = draw_selection(
+            gen, (batch, heads_selection, n_q, k), -(-n_k // block), torch.int32
+        )
+        visible = dense_selection(selection, block, n_k).repeat_interleave(
+            heads_q // heads_selection, 1
+        )
+        return Composed(q, key, v, selection, block, visible, keywords)
 
     def seen(self, also: Tensor, bias: Tensor | float = 0.0, **keywords: Any) -> Composed:
         """The same with one more mask, and with what is to be added to scores."""
@@ -209,7 +213,7 @@ class Composed(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        chosen = SelectedBlocks(self.choice, self.block)
+        chosen = SelectedBlocks(self.selection, self.block)
         return self.keywords | {"block_sparse_tensors_torch": chosen}
 
     def check(self, delay: int | None = 1, only_forward: bool = False, **of_forward: Any) -> None:
@@ -238,7 +242,7 @@ def positions(n_q: int, n_k: int, first: int) -> tuple[Tensor, Tensor]:
 
 
 def test_causal_with_a_window_and_a_first_position(simulator: ModuleType) -> None:
-    """The rows of the choice stay with the queries."""
+    """The rows of the selection stay with the queries."""
     i, j = positions(150, 300, 40)
     drawn = Composed.draw((2, 150, 300), (4, 2, 2))
     more: dict[str, Any] = {"causal": True, "window_size_left": 90, "q_start": 40}
@@ -258,7 +262,7 @@ def test_intervals(simulator: ModuleType) -> None:
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_a_mask_mod_and_a_score_mod(simulator: ModuleType, block: int) -> None:
-    """Beside a choice the mask_mod is not evaluated before attention."""
+    """Beside a selection the mask_mod is not evaluated before attention."""
     i, j = positions(140, 280, 0)
     mods = resolve_mods(
         lambda s, b, h, i, j: s - 0.02 * (i - j).abs(), lambda b, h, i, j: (i + 2 * j) % 7 != h,
@@ -309,8 +313,8 @@ def test_lengths_in_use(simulator: ModuleType) -> None:
 
 def test_tiles_that_nobody_chose_are_not_read(simulator: ModuleType) -> None:
     drawn = Composed.draw((1, 200, 640), (4, 2, 2), 128, 2)
-    chosen = drawn.choice.where(drawn.choice != 3, 0)
-    left = drawn._replace(choice=chosen, visible=drawn.visible.clone())
+    chosen = drawn.selection.where(drawn.selection != 3, 0)
+    left = drawn._replace(selection=chosen, visible=drawn.visible.clone())
     left.k[:, 384:512] = left.v[:, 384:512] = torch.nan
     with quiet_run(sys_simulator(), 1):
         out, _ = run_forward(forward_call(left.q, left.k, left.v, **left.arguments))
@@ -321,18 +325,18 @@ def test_tiles_that_nobody_chose_are_not_read(simulator: ModuleType) -> None:
 def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int) -> None:
     """Over more blocks than a warp holds bits of; what nobody chose holds NaN, in tiles of 128."""
     drawn = Composed.draw((1, 20, seqlen_k), (2, 1, 1), block, 2, seed=block, causal=True)
-    choice = drawn.choice.where(drawn.choice != 0, 1)
-    choice[:, :, 3:7] = -1
+    selection = drawn.selection.where(drawn.selection != 0, 1)
+    selection[:, :, 3:7] = -1
     used = torch.zeros(seqlen_k + 128, dtype=torch.bool)
-    for number in choice.unique().tolist():
+    for number in selection.unique().tolist():
         if 0 <= number * block < seqlen_k:
             first, end = number * block // 128 * 128, -(-(number + 1) * block // 128) * 128
             used[first:end] = True
     for x in (drawn.k, drawn.v):
         x[:, ~used[:seqlen_k]] = torch.nan
-    visible = dense_choice(choice, block, seqlen_k).repeat_interleave(2, 1)
+    visible = dense_selection(selection, block, seqlen_k).repeat_interleave(2, 1)
     i, j = positions(20, seqlen_k, seqlen_k - 20)
-    given = drawn._replace(choice=choice, visible=visible & (j <= i))
+    given = drawn._replace(selection=selection, visible=visible & (j <= i))
     clean = [drawn.q, *(x.nan_to_num(0.0) for x in (drawn.k, drawn.v))]
     wanted, eager = given.attend(*(x.double() for x in clean)), given.attend(*clean)
     for num_splits in (0, 1, 3):

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import drawn_share
 import pytest
 import simulated_backward
 import test_append_sim
@@ -15,23 +16,23 @@ import test_aux_order_sim as aux_order
 import test_block_lists_sim
 import test_block_scan_sim
 import test_bwd_prepost_sim as prepost
+import test_cached_bias_sim as cached_bias
 import test_column_bounds_sim
+import test_dequantise_sim as widened
 import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
-import test_kept_rows_sim as kept_rows
+import test_fixed_splits_sim as fixed_splits
+import test_lists_per_warpgroup_sim as lists_per_warpgroup
 import test_mask_bits_sim as mask_bits
-import test_own_lists_sim as own_lists
 import test_page_sizes_sim as page_sizes
-import test_segments_sim as segments
+import test_query_lists_sim
 import test_selected_sim
 import test_shared_sums_sim as shared_sums
 import test_short_sequences_sim as short
 import test_slow_roles_sm100_sim
-import test_token_backward_sim as by_tokens
-import test_token_lists_sim
+import test_token_backward_sim as by_query_lists
 import test_token_mods_sim as token_mods
-import test_widened_sim as widened
 from cases import Case
 from inputs import make_inputs
 from simulated_forward import run_sim
@@ -116,11 +117,13 @@ BACKWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])
@@ -142,6 +145,12 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         lambda sim: prepost.check_postprocess(sim, prepost.PACKED, 72, 64),
         ("kernels.bwd_postprocess.kernel",),
     ),
+    "zero-padding": (
+        lambda sim: simulated_backward.run_sim(
+            sim, make_inputs(Case("packed", lengths_q=(65, 0, 40), lengths_k=(70, 30, 65))), (SEED,)
+        ),
+        (ZERO_PADDING,),
+    ),
     "add-parts": (
         lambda sim: simulated_backward.run_sim(
             sim,
@@ -153,21 +162,23 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ("kernels.bwd_add_parts.kernel",),
     ),
     "lists-of-warpgroups": (
-        lambda sim: run_sim(sim, own_lists.make_gaps(), (SEED,), config={"num_stages": 2}),
+        lambda sim: run_sim(
+            sim, lists_per_warpgroup.make_gaps(), (SEED,), config={"num_stages": 2}
+        ),
         (FORWARD,),
     ),
     "lists-of-keys-of-warpgroups": (
-        lambda sim: simulated_backward.run_sim(sim, own_lists.make_gaps(), (SEED,)),
+        lambda sim: simulated_backward.run_sim(sim, lists_per_warpgroup.make_gaps(), (SEED,)),
         (BACKWARD,),
     ),
-    "kept-rows": (kept_rows.test_two_tables, (FORWARD,)),
+    "kept-rows": (cached_bias.test_two_tables, (FORWARD,)),
     "combine": (
         lambda sim: run_sim(sim, make_inputs(Case("q3", 1, 3, 400, 2, 1)), (SEED,), num_splits=3),
         ("kernels.combine.kernel",),
     ),
     "fold-of-segments": (
-        lambda sim: segments.test_against_oracle(sim, segments.ORACLE_CASES[0]),
-        ("kernels.fold.kernel",),
+        lambda sim: fixed_splits.test_against_oracle(sim, fixed_splits.ORACLE_CASES[0]),
+        ("kernels.reduce_splits.kernel",),
     ),
     "rows-of-pages": (
         lambda sim: page_sizes.test_against_oracle(sim, page_sizes.ROWS_OF_PAGES),
@@ -182,14 +193,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
         ("kernels.append_kv.kernel",),
     ),
     "token-lists": (
-        lambda sim: test_token_lists_sim.test_draws(sim, 3),
+        lambda sim: test_query_lists_sim.test_draws(sim, 3),
         tuple(
-            f"mask_prep.token_lists_kernel.{name}"
+            f"mask_prep.query_lists_kernel.{name}"
             for name in ("count", "add_up", "weigh", "cut", "fill")
         ),
     ),
     "queries-of-token-lists": (
-        lambda sim: patched(by_tokens.test_several_segments, sim, 40),
+        lambda sim: patched(by_query_lists.test_several_segments, sim, 40),
         (BACKWARD,),
     ),
     "queries-of-token-lists-with-mods": (
@@ -198,7 +209,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     ),
     "keys-in-16-bits": (
         lambda sim: patched(widened.test_the_bits_of_16, sim, widened.CASES[0]),
-        ("kernels.widen_codes.kernel",),
+        ("kernels.dequantise.kernel",),
     ),
     "difference-tables": (
         lambda sim: patched(tables.test_forward, sim, *tables.CASES[1]),
@@ -283,8 +294,40 @@ def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: st
     with_each_role_slow(simulator, monkeypatch, kernels, partial(run, simulator))
 
 
+def class_of(kernel: str) -> str:
+    """The module of a kernel, which has one class of kernels."""
+    return kernel.rpartition(".")[0]
+
+
+def classes() -> dict[str, list[str]]:
+    """Classes of kernels but for attention, which the cases above have: names in OTHERS."""
+    found: dict[str, list[str]] = {}
+    for name, (_, kernels) in OTHERS.items():
+        for told in dict.fromkeys(map(class_of, kernels)):
+            if told not in (class_of(FORWARD), class_of(BACKWARD)):
+                found.setdefault(told, []).append(name)
+    return found
+
+
+@pytest.mark.daily(len(classes()))
+@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.parametrize("of_class", classes())
+def test_each_class_of_kernels(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, of_class: str
+) -> None:
+    """Each day, by one of its cases, and with two sets of its warps slow."""
+    turn, names = drawn_share.seed() or 0, classes()[of_class]
+    run, kernels = OTHERS[names[turn % len(names)]]
+    own = [kernel for kernel in kernels if class_of(kernel) == of_class]
+    each = turn // len(names)
+    with_each_role_slow(simulator, monkeypatch, own, partial(run, simulator), each)
+    assert {class_of(kernel) for kernel in launched(simulator)} >= {of_class}
+
+
 def test_no_kernel_is_left_out() -> None:
     others = (kernel for _, kernels in OTHERS.values() for kernel in kernels)
     of_blackwell = {test_slow_roles_sm100_sim.FORWARD, test_slow_roles_sm100_sim.BACKWARD}
     known = {FORWARD, BACKWARD, ZERO_PADDING, *others} | of_blackwell
     assert known == kernels_of_package()
+    attention = {class_of(x) for x in (FORWARD, BACKWARD, *of_blackwell)}
+    assert {*classes()} | attention == {class_of(x) for x in known}

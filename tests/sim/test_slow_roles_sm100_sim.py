@@ -37,6 +37,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
@@ -97,6 +98,7 @@ BACKWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])

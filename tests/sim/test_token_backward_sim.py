@@ -1,4 +1,4 @@
-"""The backward by token lists, on the software GPU."""
+"""The backward by query lists, on the software GPU."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import ACTIVE_ARCH
-from drawn_choices import dense_choice, draw, regroup
+from drawn_selections import dense_selection, draw, regroup
 from planned import backward_call, planned
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
 from test_selected_sim import Composed, check_backward, positions
 
 from flash_mask_cute import SelectedBlocks
-from flash_mask_cute.call import token_lists as choose_lists
+from flash_mask_cute.call import query_lists as choose_lists
 from flash_mask_cute.lowering.pair import resolve_mods
-from flash_mask_cute.mask_prep import token_lists
+from flash_mask_cute.mask_prep import query_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.target import Target
 
@@ -91,7 +91,7 @@ def test_masks_that_all_heads_share(simulator: ModuleType, heads: tuple[int, int
 
 
 def uses_lists(call: Any) -> bool:
-    return planned(call, Target(ACTIVE_ARCH, num_sms=2)).problem.token_lists > 0
+    return planned(call, Target(ACTIVE_ARCH, num_sms=2)).problem.query_lists > 0
 
 
 def test_the_gradient_of_a_sink(simulator: ModuleType) -> None:
@@ -123,10 +123,10 @@ def test_key_tiles_that_nobody_chose_and_unused_rows_hold_nan(simulator: ModuleT
     """A query in a list sees something; the others, and what lies behind, reach no sum."""
     used_q, used_k = torch.tensor([130, 0, 77]).int(), torch.tensor([401, 300, 64]).int()
     drawn = Composed.draw((3, 130, 520), (8, 1, 1), 128, 3)
-    choice = drawn.choice.where(drawn.choice != 1, 0)
-    choice[:, :, 5:9] = -1
-    visible = dense_choice(choice, 128, 520).expand(-1, 8, -1, -1)
-    drawn = drawn._replace(choice=choice, visible=visible)
+    selection = drawn.selection.where(drawn.selection != 1, 0)
+    selection[:, :, 5:9] = -1
+    visible = dense_selection(selection, 128, 520).expand(-1, 8, -1, -1)
+    drawn = drawn._replace(selection=selection, visible=visible)
     drawn.q[:, 5:9] = torch.nan
     for x in (drawn.k, drawn.v):
         x[:, 128:256] = torch.nan
@@ -166,7 +166,7 @@ def test_several_segments(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, segment: int
 ) -> None:
     """Long lists, and lists that are cut at the same queries, of blocks of two key tiles."""
-    monkeypatch.setattr(token_lists, "SEGMENT", segment)
+    monkeypatch.setattr(query_lists, "SEGMENT", segment)
     monkeypatch.setattr(choose_lists, "L2_BYTES", 1)
     monkeypatch.setattr(choose_lists, "MOST_BYTES", 1)
     i, j = positions(300, 600, 300)
@@ -174,7 +174,7 @@ def test_several_segments(
 
 
 def test_first_positions(simulator: ModuleType) -> None:
-    """The rows of the choice stay with the queries."""
+    """The rows of the selection stay with the queries."""
     i, j = positions(150, 300, 0)
     starts = torch.tensor([140, -7], dtype=torch.int32)
     first = i + starts[:, None, None, None]
@@ -187,7 +187,7 @@ def test_faults_of_lists_are_noticed(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, spoils: str
 ) -> None:
     """An entry of another list, an entry twice, an item that is left out."""
-    made_rightly = token_lists.lists_by_torch
+    made_rightly = query_lists.lists_by_torch
 
     def made_wrongly(*given: Any) -> Any:
         made = made_rightly(*given)
@@ -199,7 +199,7 @@ def test_faults_of_lists_are_noticed(
             made.num_items[0] -= 1
         return made
 
-    monkeypatch.setattr(token_lists, "lists_by_torch", made_wrongly)
+    monkeypatch.setattr(query_lists, "lists_by_torch", made_wrongly)
     drawn = Composed.draw((1, 150, 300), (16, 1, 1), 128, 2)
     with pytest.raises(AssertionError):
         drawn.check()
@@ -207,10 +207,10 @@ def test_faults_of_lists_are_noticed(
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_nobody_chose_anything(simulator: ModuleType, k: int) -> None:
-    choice = torch.full((1, 1, 70, k), -1, dtype=torch.int32)
+    selection = torch.full((1, 1, 70, k), -1, dtype=torch.int32)
     q, key = torch.full((1, 70, 8, 64), torch.nan).to(BF16), torch.ones(1, 200, 1, 64).to(BF16)
     lse = torch.full((1, 8, 70), -torch.inf)
-    given = {"block_sparse_tensors_torch": SelectedBlocks(choice, 128)}
+    given = {"block_sparse_tensors_torch": SelectedBlocks(selection, 128)}
     call = backward_call(q, key, key, torch.zeros_like(q), q, lse, **given)
     assert uses_lists(call)
     with quiet_run(simulator, 1):

@@ -1,4 +1,4 @@
-"""The backward by token lists beside modified scores, sinks, and masks that differ by head, on the
+"""The backward by query lists beside modified scores, sinks, and masks that differ by head, on the
 software GPU, against float64."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_choices import dense_choice
+from drawn_selections import dense_selection
 from planned import backward_call
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
@@ -105,8 +105,10 @@ def test_modified_scores(
     """Position and head of each score, and gradients of what is read there."""
     i, j = positions(70, 300, 0)
     drawn = Composed.draw((2, 70, 300), heads, block, 2, q_start=0, causal=True)
-    drawn.choice[..., 0] = 0
-    visible = dense_choice(drawn.choice, block, 300).repeat_interleave(heads[0] // heads[2], 1)
+    drawn.selection[..., 0] = 0
+    visible = dense_selection(drawn.selection, block, 300).repeat_interleave(
+        heads[0] // heads[2], 1
+    )
     check(simulator, drawn._replace(visible=visible & (j <= i)), name, wants=wants)
 
 

@@ -65,7 +65,7 @@ def test_decoding(
     run_sim(simulator, inputs, (1,), sms=10, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("more", [{"num_splits": 3}, {"seqlen_k_per_split": 128}, {}], ids=str)
+@pytest.mark.parametrize("more", [{"num_splits": 3}, {"seqlen_k_per_split": 512}, {}], ids=str)
 def test_splits_of_many_queries(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:

@@ -33,12 +33,8 @@ def check_fp8(call: AttentionCall) -> bool:
     for name, tensor in given.items():
         refuse_other_format(name, tensor, x.q.dtype)
     if x.k.dtype != FP8 and x.v.dtype != FP8:
-        for name, descale in (("k_descale", scales.k_descale), ("v_descale", scales.v_descale)):
-            if descale is not None:
-                raise ValueError(
-                    f"{name} is a scale of {name[0]} in float8_e4m3fn, and must be None beside "
-                    f"{name[0]} in {given[name[0]].dtype}, got {brief(descale)}"
-                )
+        for name, descale in (("k", scales.k_descale), ("v", scales.v_descale)):
+            refuse_scale(f"{name}_descale", descale, name, given[name])
         return False
     if call.direction is Direction.BACKWARD:
         raise NotImplementedError(f"{NO_GRADIENTS}, got k in {x.k.dtype} and v in {x.v.dtype}")
@@ -64,10 +60,24 @@ def check_fp8(call: AttentionCall) -> bool:
     lists = None if call.masks is None else call.masks.block_sparse_tensors_torch
     if isinstance(lists, SelectedBlocks):
         raise NotImplementedError(
-            "block_sparse_tensors as a choice of blocks for each query is not supported with k and "
+            "block_sparse_tensors as a selection of blocks for each query is not supported with k "
+            "and "
             f"v in float8_e4m3fn, got {brief(lists)}"
         )
     return True
+
+
+def refuse_scale(name: str, descale: object, of: str, tensor: Tensor) -> None:
+    """Refuse a scale of a tensor, by name `of`, that is not in float8_e4m3fn.
+
+    Raises:
+        ValueError: naming the scale.
+    """
+    if descale is not None and tensor.dtype != FP8:
+        raise ValueError(
+            f"{name} is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
+            f"{tensor.dtype}, got {brief(descale)}"
+        )
 
 
 def refuse_other_format(name: str, tensor: Tensor, dtype_of_q: torch.dtype) -> None:
@@ -134,7 +144,7 @@ def check_places(call: AttentionCall, batch: int) -> None:
         NotImplementedError: several sequences have the keys of one batch entry.
     """
     x, of = call.tensors, call.tensors.optional
-    if x.have_common_keys:
+    if x.have_shared_keys:
         raise NotImplementedError(
             f"k in {x.k.dtype} of one batch entry for {batch} sequences is not supported, got "
             f"shape {tuple(x.k.shape)}"

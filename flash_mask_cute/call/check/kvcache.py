@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import Tensors
-from flash_mask_cute.call.check.lengths import check_batch_vector
+from flash_mask_cute.call.check.fp8 import refuse_scale
+from flash_mask_cute.call.check.lengths import check_batch_vector, check_index_vector
 from flash_mask_cute.call.check.pages import check_page_table
 from flash_mask_cute.limits import MAX_PAGE_SIZE
 from flash_mask_cute.runtime.checks import brief, check_dense, check_int, check_tensor
@@ -81,8 +82,11 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
     """
     if not torch.compiler.is_compiling():
         check_dense("q", q)
+        assert isinstance(q, Tensor)
         if cu_seqlens_q is not None:
             check_dense("cu_seqlens_q", cu_seqlens_q)
+            if cu_seqlens_q.dim() != 1 or cu_seqlens_q.device != q.device:
+                check_index_vector("cu_seqlens_q", cu_seqlens_q, q.device)
     assert isinstance(q, Tensor)
     if q.dim() != (4 if cu_seqlens_q is None else 3):
         raise ValueError(
@@ -151,6 +155,8 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
             f"k_cache and v_cache must agree in all but the last dimension, got {tuple(k.shape)} "
             f"and {tuple(v.shape)}"
         )
+    if k.dtype != v.dtype or not (cache.k_descale is cache.v_descale is None):
+        _check_format(cache)
     if cache.page_table is not None:
         check_page_table(k, cache.page_table)
     where = {"cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad}
@@ -166,6 +172,20 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
             f"k_cache must have batch {cache.batch}, as q has, or cache_batch_idx tells entries, "
             f"got shape {tuple(k.shape)}"
         )
+
+
+def _check_format(cache: Cache) -> None:
+    """Check that both caches are in fp8, or none is, and that a scale has such a cache."""
+    k, v = cache.k, cache.v
+    if k.dtype.itemsize != v.dtype.itemsize and FP8 in (k.dtype, v.dtype):
+        raise TypeError(
+            "k_cache and v_cache must both be in float8_e4m3fn, or both in the dtype of q, got "
+            f"{k.dtype} and {v.dtype}"
+        )
+    for name, tensor, descale in (("k", k, cache.k_descale), ("v", v, cache.v_descale)):
+        if descale is not None and not (tensor.dtype == FP8 and isinstance(descale, Tensor)):
+            refuse_scale(f"{name}_descale", descale, f"{name}_cache", tensor)
+            check_tensor(f"{name}_descale", descale)
 
 
 def check_contents(cache: Cache) -> None:
@@ -241,7 +261,7 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
     entries, rows = cache.k.shape[:2]
     if cache.k.device.type == "cpu":
         k, v = (_gathered(x, cache) for x in (cache.k, cache.v))
-        return CacheView(k, v, None, used, None, None)
+        return CacheView(k, v, None, used, None, None, None, None, *descales)
     # Every entry begins somewhere in one packed tensor, and its length is told.
     _refuse_gaps(cache)
     starts = cache.batch_idx
@@ -252,7 +272,7 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
         starts = starts + cache.leftpad
     starts = torch.nn.functional.pad(starts, (0, 1), value=entries * rows)
     k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-    return CacheView(k, v, starts, used, rows, None)
+    return CacheView(k, v, starts, used, rows, None, None, None, *descales)
 
 
 def _as_pages(cache: Cache) -> Cache:

@@ -15,7 +15,7 @@ from flash_mask_cute.limits import MAX_PACKED_SEQLEN
 from flash_mask_cute.runtime.checks import brief, check_device, check_int, check_tensor
 
 
-class Side(NamedTuple):
+class SideArguments(NamedTuple):
     """A call's arguments about its queries, or its keys. name: "q" or "k"; shape: of that
     tensor."""
 
@@ -56,15 +56,17 @@ class Side(NamedTuple):
         return self.rows[0] * self.rows[1]
 
 
-def check_lengths(queries: Side, keys: Side, head_dim_v: int, in_pages: bool) -> FwdShapes:
+def check_lengths(
+    queries: SideArguments, keys: SideArguments, head_dim_v: int, in_pages: bool
+) -> FwdShapes:
     """Check the lengths of both sides, and return the extents of the problem. in_pages: whether
     keys are."""
     sides = queries, keys
     for side in sides:
         if side.cu_seqlens is not None:
             check_cu_seqlens(f"cu_seqlens_{side.name}", side.cu_seqlens, side.device)
-    has_common_keys = queries.is_packed and not keys.is_packed and keys.batch == 1 and not in_pages
-    if queries.batch != keys.batch and not has_common_keys:
+    has_shared_keys = queries.is_packed and not keys.is_packed and keys.batch == 1 and not in_pages
+    if queries.batch != keys.batch and not has_shared_keys:
         raise ValueError(
             f"batch of q and k must be equal, got {queries.batch} from {queries.batch_source} and "
             f"{keys.batch} from {keys.batch_source}; only keys of one batch entry, beside "
@@ -134,7 +136,7 @@ def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
 
 
-def _check_packed_seqlen(side: Side) -> None:
+def _check_packed_seqlen(side: SideArguments) -> None:
     """Refuse packed sequences that may be longer than TMA's view of one (`tma.ragged_rows`)."""
     if side.is_packed and side.seqlen > MAX_PACKED_SEQLEN:
         raise NotImplementedError(
@@ -144,7 +146,7 @@ def _check_packed_seqlen(side: Side) -> None:
         )
 
 
-def _check_contents(side: Side, batch: int) -> None:
+def _check_contents(side: SideArguments, batch: int) -> None:
     """Check the contents of CPU length vectors against each other."""
     if side.cu_seqlens is None and side.seqused is None:
         return

@@ -152,7 +152,8 @@ def _check_numbers(
     """Check the numbers of the pages in use. Too large lengths are refused with the other
     lengths."""
     used = page_table
-    if isinstance(seqused_k, torch.Tensor) and seqused_k.shape == page_table.shape[:1]:
+    is_read = isinstance(seqused_k, torch.Tensor) and seqused_k.device == page_table.device
+    if seqused_k is not None and is_read and seqused_k.shape == page_table.shape[:1]:
         first_rows = torch.arange(page_table.shape[1], device="cpu") * page_size
         begin = torch.zeros_like(seqused_k) if leftpad_k is None else leftpad_k
         begin, end = begin[:, None].to("cpu"), (begin + seqused_k)[:, None].to("cpu")

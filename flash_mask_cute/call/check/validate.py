@@ -30,11 +30,11 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.call.check.fp8 import check_fp8, check_places
 from flash_mask_cute.call.check.inputs import inputs_of
-from flash_mask_cute.call.check.lengths import Side, check_batch_vector, check_lengths
+from flash_mask_cute.call.check.lengths import SideArguments, check_batch_vector, check_lengths
 from flash_mask_cute.call.check.mask_extents import CallExtents, check_q_starts
 from flash_mask_cute.call.check.pages import check_pages, paged_shape, refuse_without_pages
 from flash_mask_cute.call.problem import FwdShapes
-from flash_mask_cute.limits import LEAST_SEGMENT, MAX_WIDE_HEAD_DIM, MOST_SPLITS
+from flash_mask_cute.limits import LEAST_FIXED_SPLIT, MAX_WIDE_HEAD_DIM, MOST_SPLITS
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, check_rows
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor
@@ -47,10 +47,11 @@ from flash_mask_cute.runtime.checks import (
     check_fp32,
     check_int,
     check_like,
+    check_list,
     check_memory_layout,
     check_outputs_apart,
     check_own_memory,
-    check_real,
+    check_scale,
     check_shaped,
     check_tensor,
     dtype_names,
@@ -64,8 +65,6 @@ _DTYPES = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# kernels multiply it by log2(e) in float32
-_LARGEST_SCALE = 1e38
 _MIN_HEAD_DIM = 8
 _HEAD_DIM_STEP = 8
 CAUSALS_HAVE_NO_GRADIENTS = "there are no gradients beside causal as a tensor"
@@ -105,7 +104,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k, in_fp8)
     axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), of.page_table is not None)
     device = x.q.device
-    queries = Side(
+    queries = SideArguments(
         "q", tuple(x.q.shape), device, of.cu_seqlens_q, of.seqused_q, options.max_seqlen_q
     )
     shape_k = tuple(x.k.shape)
@@ -118,19 +117,21 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         shape_k = paged_shape(x.k, of.page_table, optional.kv_batch_idx)
     else:
         refuse_without_pages(kv_batch_idx=optional.kv_batch_idx, leftpad_k=optional.leftpad_k)
-    keys = Side("k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k)
+    keys = SideArguments(
+        "k", shape_k, x.k.device, of.cu_seqlens_k, of.seqused_k, options.max_seqlen_k
+    )
     in_pages = of.page_table is not None
     shapes = check_lengths(queries, keys, x.v.shape[-1], in_pages)
     if in_fp8:
         check_places(call, shapes.batch)
     if of.q_starts is not None:
         check_q_starts(of.q_starts, shapes.batch, device)
-    if optional.causals is not None:
-        check_batch_vector("causal", optional.causals, shapes.batch, device)
-        _check_beside_causals(call)
+    if optional.causal_per_seq is not None:
+        check_batch_vector("causal", optional.causal_per_seq, shapes.batch, device)
+        _check_beside_causal_per_seq(call)
     _check_options(options)
     if options.seqlen_k_per_split is not None:
-        _check_segments(call, options.seqlen_k_per_split, shapes.seqlen_k)
+        _check_fixed_splits(call, options.seqlen_k_per_split, shapes.seqlen_k)
     if x.learnable_sink is not None:
         _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
     extents = CallExtents(
@@ -148,17 +149,17 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     if call.direction is Direction.FORWARD:
         _check_outputs(call, shapes, masks.score_mod)
     else:
-        if of.seqused_k is not None and x.have_common_keys:
+        if of.seqused_k is not None and x.have_shared_keys:
             raise NotImplementedError(f"{NO_GRADIENTS_BY_COMMON_KEYS}, got {brief(of.seqused_k)}")
         _check_gradients(x, shapes, masks, call.backward)
     return shapes
 
 
-def _check_beside_causals(call: AttentionCall) -> None:
+def _check_beside_causal_per_seq(call: AttentionCall) -> None:
     """Refuse what a call has not whose sequences differ in being causal."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
-        given = brief(call.tensors.optional.causals)
+        given = brief(call.tensors.optional.causal_per_seq)
         raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
     if left is not None and left < 0:
         # which of the sequences then see nothing, kernels do not find out
@@ -183,7 +184,7 @@ def _check_options(options: Options) -> None:
 def _check_masks(
     masks: Masks,
     causal: bool,
-    keys: Side,
+    keys: SideArguments,
     shapes: FwdShapes,
     extents: CallExtents,
     device: torch.device,
@@ -268,25 +269,25 @@ def check_num_splits(num_splits: int) -> None:
         )
 
 
-def check_segment_keys(seqlen_k_per_split: int) -> None:
-    """Check the number of keys of a segment.
+def check_split_keys(seqlen_k_per_split: int) -> None:
+    """Check the number of keys of a fixed split.
 
     Raises:
         TypeError: it is no int.
         ValueError: it is too small.
     """
     given = check_int("seqlen_k_per_split", seqlen_k_per_split, "an int or None")
-    if given < LEAST_SEGMENT:
-        raise ValueError(f"seqlen_k_per_split must be at least {LEAST_SEGMENT}, got {given}")
+    if given < LEAST_FIXED_SPLIT:
+        raise ValueError(f"seqlen_k_per_split must be at least {LEAST_FIXED_SPLIT}, got {given}")
 
 
-def _check_segments(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int) -> None:
+def _check_fixed_splits(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int) -> None:
     """Refuse what contradicts the cut of sums at fixed keys. seqlen_k: keys of a sequence, or more.
 
     Raises:
         TypeError, ValueError: naming argument and value.
     """
-    check_segment_keys(seqlen_k_per_split)
+    check_split_keys(seqlen_k_per_split)
     if call.masks is not None and isinstance(call.masks.block_sparse_tensors_torch, SelectedBlocks):
         # what a row's neighbours chose decides about the order of its sums
         raise NotImplementedError(
@@ -441,17 +442,12 @@ def _check_softmax_scale(softmax_scale: float | None) -> None:
         raise TypeError(
             f"softmax_scale must be a real number, got {brief(softmax_scale)}; {BY_POSITION}"
         )
-    check_real("softmax_scale", softmax_scale)
+    check_scale("softmax_scale", softmax_scale)
     if softmax_scale == 0:
         warn_once(
             "softmax_scale=0",
             "softmax_scale is 0, so all visible keys have the same weight. If this is the "
             f"dropout_p=0.0 of flash-attn 2: {BY_POSITION}",
-        )
-    if not abs(softmax_scale) <= _LARGEST_SCALE:
-        raise ValueError(
-            f"softmax_scale must be finite, and at most {_LARGEST_SCALE} in magnitude, got "
-            f"{softmax_scale}"
         )
 
 
@@ -547,10 +543,9 @@ def _check_learnable_sink(sink: torch.Tensor, heads_q: int, device: torch.device
 
 
 def _check_aux_tensors(
-    value: object, device: torch.device, score_mod: object, mask_mod: object
+    value: Any, device: torch.device, score_mod: object, mask_mod: object
 ) -> None:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"aux_tensors must be a list or a tuple of tensors, got {brief(value)}")
+    check_list("aux_tensors", value)
     if score_mod is None and mask_mod is None:
         raise ValueError(
             f"aux_tensors are read by score_mod and mask_mod, which are both None, got {len(value)}"

@@ -40,10 +40,10 @@ class ForwardKernel(AttentionKernel):
     """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
     or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
     reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
-    computed by a polynomial. orders_sums: sums may be of segments (`core/segments.py`).
-    decodes_whole: tiles of decoding are also for one pass over keys in rows. owns_lists:
-    warpgroups may have block lists of their own. keeps_rows: rows of tables may stay in shared
-    memory. most_head_dim: of heads."""
+    computed by a polynomial. orders_sums: sums may be of fixed splits (`core/fixed_splits.py`).
+    decodes_whole: tiles of decoding are also for one pass over keys in rows.
+    has_lists_per_warpgroup: warpgroups may have block lists of their own. caches_bias: rows of
+    tables may stay in shared memory. most_head_dim: of heads."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -52,8 +52,8 @@ class ForwardKernel(AttentionKernel):
     has_polynomial: bool = False
     orders_sums: bool = False
     decodes_whole: bool = False
-    owns_lists: bool = False
-    keeps_rows: bool = False
+    has_lists_per_warpgroup: bool = False
+    caches_bias: bool = False
     most_head_dim: int = MAX_HEAD_DIM
 
 
@@ -75,10 +75,11 @@ class BackwardKernel(AttentionKernel):
     splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
-    where they come first. gathers_tokens: it takes each query's choice of key blocks as token
-    lists. owns_lists: block lists may say of each warpgroup's keys what they see. load_limits:
-    loads the module with the limits of its threads and shared memory. load_entry_kernels,
-    load_entry_traits: load `EntryKernels`. None: it has no such limits or kernels."""
+    where they come first. gathers_queries: it takes each query's selection of key blocks as query
+    lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
+    load_limits: loads the module with the limits of its threads and shared memory.
+    load_entry_kernels, load_entry_traits: load `EntryKernels`. None: it has no such limits or
+    kernels."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -86,8 +87,8 @@ class BackwardKernel(AttentionKernel):
     splits_keys: bool
     orders_aux: bool
     pairs_take_turns: bool
-    gathers_tokens: bool = False
-    owns_lists: bool = False
+    gathers_queries: bool = False
+    has_lists_per_warpgroup: bool = False
     load_limits: Callable[[], Any] | None = None
     load_entry_kernels: Callable[[], EntryKernels] | None = None
     load_entry_traits: Callable[[], EntryKernels] | None = None
@@ -217,8 +218,8 @@ SM90_BACKWARD = BackwardKernel(
     splits_keys=True,
     orders_aux=True,
     pairs_take_turns=False,
-    gathers_tokens=True,
-    owns_lists=True,
+    gathers_queries=True,
+    has_lists_per_warpgroup=True,
     load_limits=_limits_sm90,
     load_entry_kernels=_entry_kernels_sm90,
     load_entry_traits=_entry_traits_sm90,
@@ -236,8 +237,8 @@ SM90 = ArchSpec(
         reads_fp8=True,
         orders_sums=True,
         decodes_whole=True,
-        owns_lists=True,
-        keeps_rows=True,
+        has_lists_per_warpgroup=True,
+        caches_bias=True,
         most_head_dim=MAX_WIDE_HEAD_DIM,
     ),
     SM90_BACKWARD,

@@ -139,8 +139,10 @@ def select_fwd_config(
         sequences=shapes.batch * shapes.heads_q,
         num_sms=num_sms,
         selected_block=walk.selected_block,
-        own_lists=walk.block_size if kernel.owns_lists and problem.may_own_lists else None,
-        keeps_rows=problem.kept_bits > 0,
+        lists_per_warpgroup=walk.block_size
+        if kernel.has_lists_per_warpgroup and problem.may_have_lists_per_warpgroup
+        else None,
+        caches_bias=problem.cached_bias_bits > 0,
     )
     rows = list(rows_for(kernel.rows, call))
     row = rows[0]
@@ -151,7 +153,7 @@ def select_fwd_config(
         row = next(x for x in rows if x.tile_n == tile_n)
     in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
     more: dict[str, Any] = {"in_fp8": True} if in_fp8 else {}
-    more |= {"kept_bits": problem.kept_bits} if problem.kept_bits else {}
+    more |= {"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}
     tiles, smem_bytes, reason = _fit(
         kernel, row, *dims, override, problem.is_ordered, tuple(more.items())
     )
@@ -369,12 +371,12 @@ class BwdChoice:
 
 
 class BwdWalkFacts(NamedTuple):
-    """What a backward knows of its walks beside its problem's class. window, has_lists, own_lists:
-    see `CallFacts`."""
+    """What a backward knows of its walks beside its problem's class. window, has_lists,
+    lists_per_warpgroup: see `CallFacts`."""
 
     window: int | None = None
     has_lists: bool = False
-    own_lists: tuple[int, int] | None = None
+    lists_per_warpgroup: tuple[int, int] | None = None
 
 
 NO_BWD_WALK_FACTS = BwdWalkFacts()
@@ -393,7 +395,7 @@ def select_bwd_config(
     kernel: BackwardKernel = SM90_BACKWARD,
     walk: BwdWalkFacts = NO_BWD_WALK_FACTS,
     listed_rows: int = 1,
-    token_lists: int = 0,
+    query_lists: int = 0,
 ) -> BwdChoice:
     """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
     keys.
@@ -401,7 +403,7 @@ def select_bwd_config(
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
     modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. listed_rows,
-    token_lists: as in `AttentionProblem`. The split of a group of heads is not decided here.
+    query_lists: as in `AttentionProblem`. The split of a group of heads is not decided here.
 
     Raises:
         ValueError: the override asks for what cannot run.
@@ -428,8 +430,8 @@ def select_bwd_config(
         is_ordered=deterministic,
         window=walk.window,
         has_lists=walk.has_lists,
-        token_lists=token_lists,
-        own_lists=walk.own_lists,
+        query_lists=query_lists,
+        lists_per_warpgroup=walk.lists_per_warpgroup,
     )
     rows = list(rows_for(kernel.rows, call))
     if not rows:
@@ -444,10 +446,10 @@ def select_bwd_config(
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             has_score_mod = modifier == "score_mod"
-            of_lists = {"packed_heads": listed_rows, "shares_tile": token_lists == 64}
+            of_lists = {"packed_heads": listed_rows, "shares_tile": query_lists == 64}
             traits = _bwd_traits(
                 *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
-                of_lists if token_lists else {},
+                of_lists if query_lists else {},
             )
             why_not = traits.infeasible()
             if why_not is None:

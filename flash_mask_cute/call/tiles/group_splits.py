@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
 from flash_mask_cute.call.tiles.config import BwdChoice
-from flash_mask_cute.core.tile_order import MANY, heads_in_turn
+from flash_mask_cute.core.tile_order import MANY, alternating_heads
 from flash_mask_cute.runtime.named_tuples import replaced
 
 # Costs in query blocks that a CTA computes: of a work tile, which waits for its keys and stores its
@@ -53,14 +53,14 @@ def split_group(
         )
     if wanted is None:
         walks = list(_walks(choice, problem, shapes, window))
-        if problem.common_kv:
+        if problem.shared_kv:
             # one walk over the queries of all sequences
             walks = [shapes.batch * walk for walk in walks]
             shapes = replaced(shapes, batch=1)
         takers = num_sms // (choice.cluster_tile_n // choice.tile_n)
         masks = replace(problem, score_mod=None).tuning_class
-        in_turn = masks is TuningClass.CAUSAL and not problem.deterministic
-        costs = {n: _estimate(walks, shapes, group, n, takers, in_turn) for n in splits}
+        alternating = masks is TuningClass.CAUSAL and not problem.deterministic
+        costs = {n: _estimate(walks, shapes, group, n, takers, alternating) for n in splits}
         wanted = min(splits, key=lambda n: costs[n])
         if costs[1] <= LEAST_GAIN * costs[wanted]:
             wanted = 1
@@ -104,10 +104,10 @@ def _walks(
 
 
 def _estimate(
-    walks: list[int], shapes: FwdShapes, group: int, splits: int, takers: int, in_turn: bool
+    walks: list[int], shapes: FwdShapes, group: int, splits: int, takers: int, alternating: bool
 ) -> float:
     """Query blocks of the busiest SM, in the order in which `takers` CTAs, or pairs of CTAs, take
-    work tiles. in_turn: those of some heads block by block (`heads_in_turn`)."""
+    work tiles. alternating: those of some heads block by block (`alternating_heads`)."""
     heads = shapes.batch * shapes.heads_kv * splits
     if not heads:
         return 0.0
@@ -118,11 +118,13 @@ def _estimate(
         return heads * sum(tiles) / takers + max(tiles, default=0.0) / 4 + adding
     busy = [0.0] * takers
     together = 1
-    if in_turn:
-        together = heads_in_turn(max(len(tiles), 1), heads, takers, lambda x, y, z: y if x else z)
+    if alternating:
+        together = alternating_heads(
+            max(len(tiles), 1), heads, takers, lambda x, y, z: y if x else z
+        )
     for first in range(0, heads, together):
         for tile in tiles:
             for _ in range(first, min(first + together, heads)):
                 heapq.heapreplace(busy, busy[0] + tile)
-    longest = SLOWEST * max(tiles, default=0.0) if in_turn else 0.0
+    longest = SLOWEST * max(tiles, default=0.0) if alternating else 0.0
     return max(*busy, longest) + adding

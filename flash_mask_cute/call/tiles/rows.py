@@ -21,10 +21,10 @@ class CallFacts(NamedTuple):
     may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
     is_ordered: sums have an order (deterministic). sequences: the number of sequences of
     `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
-    of a block of each query's choice, 0 if there is none. has_lists: block lists or choices leave
-    out blocks. token_lists: as in the problem. own_lists: the size of blocks of lists that the
-    warpgroups of a tile may have of their own. asks_pair: the config has cta_pair=True. keeps_rows:
-    rows of tables may stay in shared memory.
+    of a block of each query's selection, 0 if there is none. has_lists: block lists or selections
+    leave out blocks. query_lists: as in the problem. lists_per_warpgroup: the size of blocks of
+    lists that the warpgroups of a tile may have of their own. asks_pair: the config has
+    cta_pair=True. caches_bias: rows of tables may stay in shared memory.
     """
 
     head_dim: int
@@ -43,10 +43,10 @@ class CallFacts(NamedTuple):
     num_sms: int = 1
     selected_block: int = 0
     has_lists: bool = False
-    token_lists: int = 0
-    own_lists: tuple[int, int] | None = None
+    query_lists: int = 0
+    lists_per_warpgroup: tuple[int, int] | None = None
     asks_pair: bool = False
-    keeps_rows: bool = False
+    caches_bias: bool = False
 
     @property
     def splits_sectors(self) -> bool:
@@ -89,10 +89,10 @@ class FwdRow(NamedTuple):
     only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
     which keeps the special function units busy. for_decode: only if the rows that share keys fit a
-    tile, and `decode_rows` are told. max_selected: for choices of blocks of at most so many keys.
-    own_lists: only with block lists of an odd multiple of 64 queries, of which each warpgroup reads
-    its own. polynomial: see `FwdConfig`. keeps_rows: only if rows of tables may stay in shared
-    memory.
+    tile, and `decode_rows` are told. max_selected: for selections of blocks of at most so many
+    keys. lists_per_warpgroup: only with block lists of an odd multiple of 64 queries, of which each
+    warpgroup reads its own. polynomial: see `FwdConfig`. caches_bias: only if rows of tables may
+    stay in shared memory.
     """
 
     max_dim: int
@@ -117,9 +117,9 @@ class FwdRow(NamedTuple):
     splits_sectors: bool = False
     max_selected: int | None = None
     polynomial: int = 0
-    own_lists: bool = False
+    lists_per_warpgroup: bool = False
     max_seqlen_k: int | None = None
-    keeps_rows: bool = False
+    caches_bias: bool = False
 
     @property
     def is_general(self) -> bool:
@@ -178,18 +178,18 @@ class FwdRow(NamedTuple):
                     and call.block_size[1] % self.tile_n == 0
                 ),
             )
-        if self.own_lists:
+        if self.lists_per_warpgroup:
             yield Condition(
                 f"block lists of an odd multiple of 64 queries, and of a multiple of {self.tile_n} "
                 "keys",
                 lambda call: (
-                    call.own_lists is not None
-                    and call.own_lists[0] % 128 == 64
-                    and call.own_lists[1] % self.tile_n == 0
+                    call.lists_per_warpgroup is not None
+                    and call.lists_per_warpgroup[0] % 128 == 64
+                    and call.lists_per_warpgroup[1] % self.tile_n == 0
                 ),
             )
-        if self.keeps_rows:
-            yield Condition("tables that batch entries share", lambda call: call.keeps_rows)
+        if self.caches_bias:
+            yield Condition("tables that batch entries share", lambda call: call.caches_bias)
         if self.cta_pair:
             yield Condition("CTAs may form pairs", lambda call: call.may_pair)
 
@@ -202,13 +202,13 @@ class BwdRow(NamedTuple):
     masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
     max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
     cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums, except those
-    of token lists. Rows with cta_pair or splits_keys are also only for unmodified scores, those
+    of query lists. Rows with cta_pair or splits_keys are also only for unmodified scores, those
     with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
     min_window: of windows that are closed on both sides, those with at least so many keys.
-    without_lists: no block lists or choices leave out blocks. token_lists: only for choices that
-    are taken as token lists, with so many keys of a work tile. own_lists: only with block lists of
-    a multiple of tile_m queries and an odd multiple of 64 keys, of which each warpgroup has its
-    own.
+    without_lists: no block lists or selections leave out blocks. query_lists: only for selections
+    that are taken as query lists, with so many keys of a work tile. lists_per_warpgroup: only with
+    block lists of a multiple of tile_m queries and an odd multiple of 64 keys, of which each
+    warpgroup has its own.
     """
 
     max_dim: int
@@ -228,9 +228,9 @@ class BwdRow(NamedTuple):
     splits_keys: bool = False
     min_window: int = 0
     without_lists: bool = False
-    token_lists: int = 0
+    query_lists: int = 0
     if_asked: bool = False
-    own_lists: bool = False
+    lists_per_warpgroup: bool = False
 
     def conditions(self) -> Iterator[Condition]:
         yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
@@ -241,9 +241,9 @@ class BwdRow(NamedTuple):
             yield _keys_at_least(self.min_seqlen_k)
         if self.max_seqlen_k is not None:
             yield _keys_at_most(self.max_seqlen_k)
-        if self.token_lists:
-            keys = self.token_lists
-            yield Condition(f"token lists of {keys} keys", lambda call: call.token_lists == keys)
+        if self.query_lists:
+            keys = self.query_lists
+            yield Condition(f"query lists of {keys} keys", lambda call: call.query_lists == keys)
         elif self.clears_dq:
             yield Condition("sums without an order", lambda call: not call.is_ordered)
         if self.min_window:
@@ -254,13 +254,13 @@ class BwdRow(NamedTuple):
             )
         if self.without_lists:
             yield Condition("no block lists", lambda call: not call.has_lists)
-        if self.own_lists:
+        if self.lists_per_warpgroup:
             yield Condition(
                 f"block lists of a multiple of {self.tile_m} queries and an odd one of 64 keys",
                 lambda call: (
-                    call.own_lists is not None
-                    and call.own_lists[0] % self.tile_m == 0
-                    and call.own_lists[1] % 128 == 64
+                    call.lists_per_warpgroup is not None
+                    and call.lists_per_warpgroup[0] % self.tile_m == 0
+                    and call.lists_per_warpgroup[1] % 128 == 64
                 ),
             )
         if self.cta_pair:

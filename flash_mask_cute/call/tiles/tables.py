@@ -57,30 +57,30 @@ SM90_FWD = (
     ),
     FwdRow(
         *(128, 128, 128, 64, 3, 2, False),
-        "a tile of keys has one block of a choice, and few queries a tile have few blocks together",
+        "a tile of keys has one selected block, and few queries a tile have few blocks together",
         max_selected=64,
     ),
     FwdRow(
         *(128, 128, 128, 128, 2, 2, False),
-        "few queries a tile have few blocks of their choices together",
+        "few queries a tile have few blocks of their selections together",
         max_selected=4096,
     ),
     FwdRow(
         *(192, 192, 128, 64, 2, 1, True),
-        "a block of a choice consists of whole tiles; the output takes the query's place",
+        "a block of a selection consists of whole tiles; the output takes the query's place",
         max_selected=4096,
     ),
     FwdRow(
         *(64, 64, 192, 64, 6, 2, False),
         "each warpgroup passes over what its own lists do not have, and three share keys",
         min_seqlen_q=129,
-        own_lists=True,
+        lists_per_warpgroup=True,
     ),
     FwdRow(
         *(128, 128, 192, 64, 5, 1, True),
         "each warpgroup passes over what its own lists do not have, and three share keys",
         min_seqlen_q=129,
-        own_lists=True,
+        lists_per_warpgroup=True,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
@@ -101,13 +101,13 @@ SM90_FWD = (
         *(32, 32, 128, 128, 3, 2, False),
         "rows of tables stay in shared memory, and two warpgroups can load a block of them",
         masks=(TuningClass.SCORE_MOD,),
-        keeps_rows=True,
+        caches_bias=True,
     ),
     FwdRow(
         *(64, 64, 128, 96, 2, 2, False),
         "as above, with room for two blocks of rows in fp32",
         masks=(TuningClass.SCORE_MOD,),
-        keeps_rows=True,
+        caches_bias=True,
     ),
     FwdRow(
         *(64, 64, 192, 80, 4, 2, False),
@@ -273,19 +273,19 @@ SM90_BWD = (
         *(64, 64, 64, 2, 2, 1, 64),
         "a few listed queries, all values in registers",
         clears_dq=True,
-        token_lists=128,
+        query_lists=128,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
         "a few listed queries, with registers left for those who look them up",
         clears_dq=True,
-        token_lists=128,
+        query_lists=128,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 0),
         "a few listed queries; both warpgroups have the same keys, and half of the columns each",
         clears_dq=True,
-        token_lists=64,
+        query_lists=64,
     ),
     *(
         BwdRow(
@@ -294,7 +294,7 @@ SM90_BWD = (
             masks,
             above_dim=64,
             clears_dq=True,
-            own_lists=True,
+            lists_per_warpgroup=True,
         )
         for d, value_cols, masks in (
             (96, 96, (TuningClass.OTHER,)),

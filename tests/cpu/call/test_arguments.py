@@ -14,9 +14,9 @@ from flash_mask_cute.call.arguments import (
     NO_LENGTHS,
     NO_OPTIONAL,
     AttentionCall,
+    CallLengths,
     Direction,
     Gradients,
-    Lengths,
     OptionalTensors,
     Options,
     Tensors,
@@ -30,7 +30,7 @@ from flash_mask_cute.call.settings import FwdConfig
 
 def test_tensors_come_back_from_their_other_forms() -> None:
     """A distinct value in every place."""
-    kinds: Any = Tensors, Lengths, OptionalTensors, Gradients
+    kinds: Any = Tensors, CallLengths, OptionalTensors, Gradients
     names = (name for kind in kinds for name in kind._fields)
     given: dict[str, Any] = {
         name: object() for name in names if name not in ("lengths", "optional", "gradients")
@@ -43,10 +43,10 @@ def test_tensors_come_back_from_their_other_forms() -> None:
 def test_a_call_without_lengths_has_always_the_same() -> None:
     """By which its key needs no look at them."""
     assert lengths_of(None, None, None, None, None, None) is NO_LENGTHS
-    for i, name in enumerate(Lengths._fields):
-        given: list[Any] = [None] * len(Lengths._fields)
+    for i, name in enumerate(CallLengths._fields):
+        given: list[Any] = [None] * len(CallLengths._fields)
         given[i] = object()
-        assert lengths_of(*given)._asdict() == dict.fromkeys(Lengths._fields) | {name: given[i]}
+        assert lengths_of(*given)._asdict() == dict.fromkeys(CallLengths._fields) | {name: given[i]}
     assert optional_of([None] * len(OptionalTensors._fields)) is NO_OPTIONAL
 
 

@@ -23,15 +23,15 @@ def test_a_row_runs_as_written(row: Any) -> None:
     num_sms = 2 if row.cta_pair else 1
     seqlen_k = row.min_seqlen_k or row.max_seqlen_k or 8192
     more: dict[str, Any] = {}
-    if row.token_lists:
-        more = {"token_lists": row.token_lists, "listed_rows": 16}
-    elif row.own_lists:
-        more = {"walk": BwdWalkFacts(has_lists=True, own_lists=(64, 64))}
+    if row.query_lists:
+        more = {"query_lists": row.query_lists, "listed_rows": 16}
+    elif row.lists_per_warpgroup:
+        more = {"walk": BwdWalkFacts(has_lists=True, lists_per_warpgroup=(64, 64))}
     choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **more)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
     assert row.reason in choice.reason and "because" not in choice.reason
-    assert not row.token_lists or choice.tile_n == row.token_lists
+    assert not row.query_lists or choice.tile_n == row.query_lists
 
 
 def test_lists_of_warpgroups_have_rows_of_their_own() -> None:
@@ -47,7 +47,7 @@ def test_lists_of_warpgroups_have_rows_of_their_own() -> None:
             choice = select_bwd_config(
                 *(dim, dim, "other"),
                 deterministic=is_ordered,
-                walk=BwdWalkFacts(has_lists=True, own_lists=size),
+                walk=BwdWalkFacts(has_lists=True, lists_per_warpgroup=size),
             )
             assert choice.tiles.clears_dq == is_own
             assert choice.own_keys_nest_in(size) or not is_own
@@ -216,10 +216,10 @@ def test_columns_of_heads_whose_dq_is_summed_in_turn() -> None:
         choice = select_bwd_config(dim, dim, "full")
         assert (choice.tiles.tile_m, choice.tile_d) == (64, cols)
         traits = BwdTraits(BFloat16, dim, dim, 64)
-        assert traits.columns.in_turn and traits.columns.sizes_dq == (64 * cols,)
+        assert traits.columns.alternating and traits.columns.sizes_dq == (64 * cols,)
         assert traits.staging_warps == 4
-        assert not BwdTraits(BFloat16, dim, dim, 128).columns.in_turn
-    assert not any(BwdTraits(BFloat16, dim, dim, 64).columns.in_turn for dim in (64, 104, 128))
+        assert not BwdTraits(BFloat16, dim, dim, 128).columns.alternating
+    assert not any(BwdTraits(BFloat16, dim, dim, 64).columns.alternating for dim in (64, 104, 128))
 
 
 def test_products_end_with_the_head_dims() -> None:
@@ -263,7 +263,7 @@ ALONE = {
 
 
 # what pairs of Blackwell do, whose CTAs have turns of their own
-IN_TURN = "deterministic=True", "clears_dq=False"
+SEQUENTIAL_SPLITS = "deterministic=True", "clears_dq=False"
 
 
 @pytest.mark.parametrize("what", ALONE)
@@ -330,7 +330,7 @@ def test_pairs_of_blackwell() -> None:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
 
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
-    alone = {what: more for what, more in ALONE.items() if what not in IN_TURN}
+    alone = {what: more for what, more in ALONE.items() if what not in SEQUENTIAL_SPLITS}
     for kind in ("full", "causal", "other", "edges", "mask_mod"):
         assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
         assert all(takes_pairs(d, 72, kind=kind, override=asks) for d in (136, 192))
@@ -352,7 +352,7 @@ def test_pairs_of_blackwell() -> None:
                 assert takes_pairs(d, 128, override=asks, **given)
     assert takes_pairs(256, 256, walk=BwdWalkFacts(window=100, has_lists=True))
     for dims in ((128, 128), (192, 128), (256, 256)):
-        for what in IN_TURN:
+        for what in SEQUENTIAL_SPLITS:
             assert takes_pairs(*dims, **long, **ALONE[what])
         for more in alone.values():
             given = {"kind": more.get("tuning_class", "full")} | more

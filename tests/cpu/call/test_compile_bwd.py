@@ -103,7 +103,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "deterministic": True,
     },
     **{
-        f"common-keys{name}": {"varlen_q": True, "common_kv": True, "q_start": "each"} | fields
+        f"common-keys{name}": {"varlen_q": True, "shared_kv": True, "q_start": "each"} | fields
         for name, fields in {
             "-causal": {"is_causal": True},
             "-window-in-order": {"has_window_left": True, "deterministic": True},

@@ -249,7 +249,7 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
 
 def _blocks_of(row: FwdRow) -> tuple[int, int] | None:
     """The size of blocks of the lists that a row is for."""
-    if row.own_lists:
+    if row.lists_per_warpgroup:
         return 64, row.tile_n
     return (row.tile_m, row.tile_n) if row.native_block_lists else None
 
@@ -268,7 +268,7 @@ def test_a_row_runs_as_written_at_its_own_head_dims(row: Any) -> None:
         block_size=_blocks_of(row),
         decode_rows=row.tile_m if row.for_decode else None,
         selected_block=row.max_selected or 0,
-        row_bits=32 * row.keeps_rows,
+        bias_bits=32 * row.caches_bias,
         **{kind: "key" for kind in ("mask_mod", "score_mod") if kind in row.masks},
     )
     for field in ("tile_m", "tile_n", "num_stages", "stages_q", "share_qo", "cta_pair"):
@@ -286,7 +286,7 @@ def test_rows_are_reachable() -> None:
             and (not before.masks or (row.masks and set(row.masks) <= set(before.masks)))
             and before.max_window is None
             and not before.native_block_lists
-            and not before.own_lists
+            and not before.lists_per_warpgroup
             and not before.needs_sfu
             and before.min_seqlen_k <= row.min_seqlen_k
             and before.gain is None
@@ -295,7 +295,7 @@ def test_rows_are_reachable() -> None:
             and _serves_choices_of(before, row)
             and before.above_dim <= row.above_dim
             and not before.splits_sectors
-            and not before.keeps_rows
+            and not before.caches_bias
             for before in SM90_FWD[:position]
         )
         assert not covered, row
@@ -477,8 +477,10 @@ def test_which_kernels_have_lists_of_warpgroups(
         call = call_of(case, direction)
         for arch in ("sm_90a", "sm_100a"):
             problem = planned(call, Target.named(arch)).problem
-            assert problem.own_lists == (expected and arch == "sm_90a")
-            assert not (problem.own_lists and direction is Direction.FORWARD and problem.has_bits)
+            assert problem.lists_per_warpgroup == (expected and arch == "sm_90a")
+            assert not (
+                problem.lists_per_warpgroup and direction is Direction.FORWARD and problem.has_bits
+            )
 
 
 def test_other_blocks_change_no_tiles() -> None:

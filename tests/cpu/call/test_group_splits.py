@@ -11,7 +11,7 @@ import flash_mask_cute as fmc
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tiles.config import BwdChoice, select_bwd_config
 from flash_mask_cute.call.tiles.group_splits import split_group
-from flash_mask_cute.core.tile_order import heads_in_turn
+from flash_mask_cute.core.tile_order import alternating_heads
 from flash_mask_cute.interface import _flash_attn_bwd
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
@@ -92,7 +92,7 @@ def test_heads_in_turn_leave_no_tail(heads: int, blocks: int) -> None:
     """Of causal walks, an SM more than the average is busy with at most a tenth, or with the
     longest walk alone. One head after the other, that was up to 0.6."""
     walks = [2 * (blocks - i) for i in range(blocks)]
-    together = heads_in_turn(blocks, heads, SMS, lambda x, y, z: y if x else z)
+    together = alternating_heads(blocks, heads, SMS, lambda x, y, z: y if x else z)
     assert 1 < together <= heads
     total = heads * sum(walks) / SMS
     ends = longest([walks] * heads, together, SMS)
@@ -100,7 +100,7 @@ def test_heads_in_turn_leave_no_tail(heads: int, blocks: int) -> None:
 
 
 def test_many_work_tiles_keep_their_order() -> None:
-    assert heads_in_turn(64, 64, SMS, lambda x, y, z: y if x else z) == 1
+    assert alternating_heads(64, 64, SMS, lambda x, y, z: y if x else z) == 1
 
 
 def test_no_split_is_estimated_slower_than_none() -> None:

@@ -14,9 +14,9 @@ from flash_mask_cute.autograd import torch_ops
 from flash_mask_cute.call import lookup
 from flash_mask_cute.call.arguments import (
     BackwardOptions,
+    CallLengths,
     Direction,
     Gradients,
-    Lengths,
     Masks,
     OptionalTensors,
     Options,
@@ -102,7 +102,7 @@ def unpacked(function: Callable[..., Any]) -> list[list[str]]:
 )
 def test_tensors_are_unpacked_in_their_order(function: Callable[..., Any]) -> None:
     seen = 0
-    for bundle in (Tensors, Lengths, OptionalTensors, Gradients):
+    for bundle in (Tensors, CallLengths, OptionalTensors, Gradients):
         fields = ["sink" if name == "learnable_sink" else name for name in bundle._fields]
         for names in unpacked(function):
             is_bundle = len(names) == len(fields) and not set(names).isdisjoint(fields)
@@ -134,7 +134,7 @@ def test_host_calls_take_what_the_bundles_hold(
 def test_operators_take_every_argument_of_a_call() -> None:
     """As it is, in another form, or by position before them."""
     bundles = {
-        "lengths": Lengths,
+        "lengths": CallLengths,
         "optional": OptionalTensors,
         "options": Options,
         "backward": BackwardOptions,

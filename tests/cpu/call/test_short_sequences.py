@@ -102,7 +102,7 @@ def test_products_read_what_is_there() -> None:
                 fields = adds, adds, False, False, False
                 traits = ShortTraits(cutlass.BFloat16, 32, 32, tile_m, tile_n, 64, *fields)
                 behind = (traits.stats_rows - traits.rows_ds) * 64 * 2
-                assert 0 <= behind <= traits.added_words * 4
+                assert 0 <= behind <= traits.cached_bias_words * 4
 
 
 def test_explanation_and_scratch() -> None:

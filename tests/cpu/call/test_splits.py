@@ -16,8 +16,8 @@ import flash_mask_cute
 from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
 from flash_mask_cute.call.execution_plan import ExecutionPlan
-from flash_mask_cute.call.splits import aligned_shares
-from flash_mask_cute.core.shares import BY_ROWS, BY_SLOTS, TILE_COST, Shares
+from flash_mask_cute.call.splits import aligned_chunks
+from flash_mask_cute.core.stream_k import BY_ROWS, BY_STREAM_K, TILE_COST, StreamKChunks
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -62,7 +62,7 @@ def test_arguments_on_their_way_have_the_same_default() -> None:
 @pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
 def test_few_work_tiles(shape: tuple[int, ...], target: Target) -> None:
-    assert plan_of(shape, target).problem.split == BY_SLOTS
+    assert plan_of(shape, target).problem.split == BY_STREAM_K
     assert plan_of(shape, target, num_splits=1).splits is None
     assert plan_of(shape, target, num_splits=2).problem.split == BY_ROWS
 
@@ -90,7 +90,7 @@ def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None
     pairs = plan_of((512, 8192, 8, 8), BLACKWELL, config={"cta_pair": True})
     assert pairs.splits is None and pairs.fwd_choice.tiles.cta_pair
     # a config that leaves all to the library chooses nothing
-    assert plan_of(shape, config={"tile_m": None}).problem.split == BY_SLOTS
+    assert plan_of(shape, config={"tile_m": None}).problem.split == BY_STREAM_K
 
 
 def test_mask_bits_rather_than_splits() -> None:
@@ -98,9 +98,9 @@ def test_mask_bits_rather_than_splits() -> None:
     prefill, decode = FEW["prefill"], (1, 8192, 8, 8)
     assert plan_of(prefill, mask_mod=below).mask_bits is not None
     assert plan_of(prefill, mask_mod=below) == plan_of(prefill, mask_mod=below, num_splits=1)
-    assert plan_of(decode, mask_mod=below).problem.split == BY_SLOTS
+    assert plan_of(decode, mask_mod=below).problem.split == BY_STREAM_K
     # too few heads to share mask bits
-    assert plan_of((512, 8192, 2, 2), mask_mod=below).problem.split == BY_SLOTS
+    assert plan_of((512, 8192, 2, 2), mask_mod=below).problem.split == BY_STREAM_K
 
 
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
@@ -187,12 +187,12 @@ def add_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 )
 def test_equal_tiles_fill_whole_shares(tiles: int, heads: int, expected: int) -> None:
     """If that leaves at most 5 % of the CTAs idle."""
-    assert aligned_shares(tiles, heads, 132, 64) == expected
-    assert aligned_shares(tiles, heads, 132, 128) == 132
+    assert aligned_chunks(tiles, heads, 132, 64) == expected
+    assert aligned_chunks(tiles, heads, 132, 128) == 132
     places_of_tile = 64 + TILE_COST
-    shares = Shares.create(tiles * places_of_tile, heads, expected, 64)
+    chunks = StreamKChunks.create(tiles * places_of_tile, heads, expected, 64)
     if expected < 132:
-        assert shares == (heads, tiles // (expected // heads) * places_of_tile)
+        assert chunks == (heads, tiles // (expected // heads) * places_of_tile)
     q = torch.zeros(tiles, 1, 12 * heads, 256, dtype=torch.bfloat16)
     cache = torch.zeros(1, dtype=torch.bfloat16).expand(tiles, 4096, heads, 256)
     used = torch.full((tiles,), 4096, dtype=torch.int32)

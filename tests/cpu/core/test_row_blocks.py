@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flash_mask_cute.core.row_blocks import (
+    alternating_sums,
     are_uneven,
     column_parts,
     dq_columns,
     dq_parts,
     shared_parts,
-    sums_in_turn,
     uneven_parts,
 )
 
@@ -66,6 +66,6 @@ def test_halves_of_the_columns_are_a_product_each() -> None:
 
 def test_a_warpgroup_sums_blocks_in_turn_where_halves_are_several_products() -> None:
     for cols in (80, 96):
-        assert sums_in_turn(cols, 1) and dq_parts(cols, 1) == ((0, cols, 1),)
-    assert not any(sums_in_turn(cols, 1) for cols in WIDTHS if cols != 96)
-    assert not any(sums_in_turn(cols, 2) for cols in WIDTHS)
+        assert alternating_sums(cols, 1) and dq_parts(cols, 1) == ((0, cols, 1),)
+    assert not any(alternating_sums(cols, 1) for cols in WIDTHS if cols != 96)
+    assert not any(alternating_sums(cols, 2) for cols in WIDTHS)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.call.arguments import AttentionCall
-from flash_mask_cute.core.shares import BY_SLOTS
+from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -106,7 +106,7 @@ def test_every_width_has_tiles(head_dim: int) -> None:
     assert (many.tiles.tile_m, many.tiles.share_qo) == (128, True)
     few = planned(wide_call(head_dim, seqlen_q=1, seqlen_k=4096), HOPPER)
     assert few.fwd_choice.tiles.tile_m == 64
-    assert few.splits is not None and few.splits.kind == BY_SLOTS
+    assert few.splits is not None and few.splits.kind == BY_STREAM_K
     assert few.splits.number <= HOPPER.num_sms // 2
 
 

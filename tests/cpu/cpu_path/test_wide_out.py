@@ -12,7 +12,7 @@ from planned import planned
 from wide_outputs import CASES, assert_wide, new_out
 
 from flash_mask_cute import builders, explain
-from flash_mask_cute.core.shares import BY_ROWS
+from flash_mask_cute.core.stream_k import BY_ROWS
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 

@@ -28,6 +28,8 @@ FUNCTIONS: dict[str, Of] = {
     "sine and cosine": lambda s, x, y: torch.sin(s) * torch.cos(x) - torch.sin(y),
     "powers": lambda s, x, y: (s.abs() + 1) ** 1.5 + x**3 - (y**2 + 1) ** -0.5,
     "erf": lambda s, x, y: torch.erf(s) + torch.erf(x * y),
+    "of two numbers": lambda s, x, y: torch.hypot(s, x + 2) + torch.atan2(x, y.abs() + 0.5),
+    "copysign and asinh": lambda s, x, y: torch.copysign(x, s + 0.1) * torch.asinh(s * y),
     "gelu": lambda s, x, y: F.gelu(s + x) + F.gelu(y, approximate="tanh"),
     "silu and softplus": lambda s, x, y: F.silu(s) * x + F.softplus(s + y),
     "exponentials": lambda s, x, y: torch.exp2(0.2 * s) + torch.exp(-x.abs()) * torch.expm1(y / 4),

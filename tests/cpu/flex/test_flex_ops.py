@@ -114,6 +114,14 @@ CLOSE: dict[str, Callable[..., Tensor]] = {
     "dot": lambda s, b, h, q, k: s + torch.dot(ROWS[q], ROWS[k]) + ROWS[q] @ ROWS[k],
     "sum, mean": lambda s, b, h, q, k: s + ROWS[q].sum() + ROWS[k].mean() + ROWS[q][:2].prod(),
     "by decomposition": lambda s, b, h, q, k: nnf.softplus(s) + torch.logaddexp(s, k) + nnf.elu(s),
+    "of two numbers": lambda s, b, h, q, k: (
+        torch.atan2(s, k - 9) + torch.hypot(s, q * 0.5) + torch.copysign(s, k - 5.5)
+    ),
+    "of a number and a score": lambda s, b, h, q, k: (
+        torch.copysign(torch.tensor(2.0), s)
+        * (torch.atan2(torch.tensor(1.0), s) + torch.hypot(s, torch.tensor(3.0)))
+    ),
+    "asinh": lambda s, b, h, q, k: torch.asinh(s) + torch.asinh(s * 1e-4) + torch.asinh(s * 1e30),
     "softmax of a row": lambda s, b, h, q, k: s + ROWS[q].softmax(0)[3],
 }
 
@@ -256,6 +264,26 @@ def _sort(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s + torch.sort(ROWS[q])[0][0]
 
 
+def _decimals(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.round(s, decimals=2)
+
+
+def _nextafter(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.nextafter(s, s + 1)
+
+
+def _lgamma(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(s)
+
+
+def _erfinv(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.erfinv(s)
+
+
+def _unknown(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.special.bessel_j0(s)
+
+
 def _long_row(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s + torch.zeros(4, 1000)[0].mul(q).sum()
 
@@ -297,7 +325,12 @@ def _numpy(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (_and, "decides by a value.*& for `and`"),
         (_random, "aten.rand.*random numbers"),
         (_write, "aten.add_.*writes into a tensor"),
-        (_sort, "aten.sort.*gives several results"),
+        (_sort, "aten.sort.*gives several results: compute it before the call"),
+        (_decimals, r"aten.round.*rounds to decimals: write torch.round.x"),
+        (_nextafter, "aten.nextafter.*no CuTe text: nothing replaces it: a score is rounded"),
+        (_lgamma, "aten.lgamma.*no CuTe text: nothing replaces it for a score; for what takes few"),
+        (_erfinv, "aten.erf_?inv.*no CuTe text: read a table: table = torch.linspace"),
+        (_unknown, "aten.*no CuTe text: nothing replaces it for a score; if it is not of scores"),
         (_long_row, "1000 elements.*at most 256"),
         (_numpy, "leaves torch for numpy"),
         (_many_edges, "aten.bucketize.*searches 65 edges, and at most 64.*a table of the bins"),
@@ -314,6 +347,45 @@ def test_what_has_no_text_is_refused_by_name_and_line(mod: Callable[..., Any], s
         lower_mod(mod, kind)
     assert mod.__name__ in str(caught.value)
     assert f"test_flex_ops.py:{first + 1}" in str(caught.value)
+
+
+INVERSE = torch.linspace(-1, 1, 4097)[1:-1].erfinv()
+# what refusals say, beside the operator itself, of x in (-1, 1)
+INSTEAD: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "acosh": (torch.acosh, lambda x: torch.log(x + torch.sqrt(x * x - 1))),
+    "atanh": (torch.atanh, lambda x: 0.5 * torch.log((1 + x) / (1 - x))),
+    "erfc": (torch.erfc, lambda x: 1 - torch.erf(x)),
+    "erfinv": (
+        torch.erfinv,
+        lambda x: INVERSE[((x + 1) * 2048).round().int().clamp(1, 4095) - 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_a_refusal_says_to_write_runs(name: str) -> None:
+    function, instead = INSTEAD[name]
+    with pytest.raises(
+        NotImplementedError, match=f"aten.{name.replace('inv', '_?inv')}.*no CuTe text"
+    ):
+        lower_mod(lambda s, b, h, q, k: function(s), "score_mod")
+    scores = (SCORE.nan_to_num(0, 0, 0) / 12).clamp(-0.98, 0.98) + (2.0 if name == "acosh" else 0)
+    lowered = lower_mod(lambda s, b, h, q, k: instead(s), "score_mod")
+    found = by_cute(lowered, SHAPE, scores)
+    # the table of erfinv has steps
+    limit = 1e-2 if name == "erfinv" else 1e-5
+    torch.testing.assert_close(found, function(scores), rtol=limit, atol=limit / 4)
+
+
+def test_hypot_and_asinh_neither_overflow_nor_lose_small_numbers() -> None:
+    x = torch.tensor([0.0, 1e-30, 3e-5, 0.7, 9999.0, 10001.0, 3e38, math.inf, math.nan])
+    row, cols = torch.zeros(1, dtype=torch.int32), torch.arange(x.numel(), dtype=torch.int32)
+    for function in (torch.asinh, lambda x: torch.hypot(x, x * 0.75), lambda x: torch.hypot(x, x)):
+        lowered = lower_mod(lambda s, b, h, q, k, f=function: f(s), "score_mod")
+        for sign in (1, -1):
+            got = eval_score_mod(lowered.mod, sign * x[None], None, 0, 0, row, cols)[0]
+            wanted = function(sign * x.double()).float()
+            torch.testing.assert_close(got, wanted, rtol=4e-7, atol=0, equal_nan=True)
 
 
 def test_a_nested_tensor_is_refused_by_name() -> None:

@@ -298,7 +298,7 @@ def block_lists(draws: Draws) -> Subject:
     return Subject(lists, new, in_flex(mask), (None, listed(lists, mod)), after)
 
 
-def own_lists(draws: Draws) -> Subject:
+def lists_per_warpgroup(draws: Draws) -> Subject:
     """Block lists of `flash_attn_func`."""
     lists = draw_lists(draws, True)
     given = BlockSparseTensorsTorch(*lists, (BLOCK, BLOCK))
@@ -355,7 +355,7 @@ SUBJECTS: dict[str, Callable[[Draws], Subject]] = {
     x.__name__: x
     for x in (
         documents, causal_documents, a_number, prefixes, valid_keys, in_a_table, a_bias,
-        block_lists, own_lists, column_mask, torch_mod_elsewhere,
+        block_lists, lists_per_warpgroup, column_mask, torch_mod_elsewhere,
     )
 }  # fmt: skip
 MODES = ("eager", "eager", "eager", "inference", "inference", "compiled")

@@ -15,7 +15,7 @@ from lab.calls import Call, Machine, WrongResult, _hold, check_forward
 
 
 def test_steps_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "first_run.md").read_text()
+    page = (ROOT / "lab" / "README.md").read_text()
     assert first_run.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
     assert names[0] == "one-cta-64" and len(names) == len(set(names)) == 12

@@ -1,4 +1,5 @@
-"""A choice of key blocks for each query, on the CPU path, against the dense mask that it states."""
+"""A selection of key blocks for each query, on the CPU path, against the dense mask that it
+states."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_choices import Drawn, dense_attention, dense_choice, draw
+from drawn_selections import Drawn, dense_attention, dense_selection, draw
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -53,8 +54,8 @@ def small(heads: int = 2, k: int = 2, dtype: torch.dtype = torch.int64) -> tuple
     gen = torch.Generator().manual_seed(3)
     q = torch.randn(2, 40, 4, 8, generator=gen, dtype=torch.float64)
     key, v = torch.randn(2, 2, 70, 2, 8, generator=gen, dtype=torch.float64).unbind()
-    choice = torch.randint(-1, 6, (2, heads, 40, k), generator=gen).to(dtype)
-    return q, key, v, SelectedBlocks(choice, 16)
+    selection = torch.randint(-1, 6, (2, heads, 40, k), generator=gen).to(dtype)
+    return q, key, v, SelectedBlocks(selection, 16)
 
 
 def by_mask(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 def seen_by(selected: SelectedBlocks, heads_q: int, seqlen_k: int) -> Tensor:
-    seen = dense_choice(selected.indices, selected.block_size, seqlen_k)
+    seen = dense_selection(selected.indices, selected.block_size, seqlen_k)
     return seen.repeat_interleave(heads_q // selected.heads, 1)
 
 
@@ -110,9 +111,9 @@ def test_tiles_do_not_change_the_result(pack_gqa: bool, skip_blocks: bool) -> No
 
 def test_nothing_is_chosen() -> None:
     q, k, v, selected = small()
-    for choice in (selected.indices[..., :0], torch.full_like(selected.indices, -1)):
+    for selection in (selected.indices[..., :0], torch.full_like(selected.indices, -1)):
         out, lse = flash_attn_func(
-            q, k, v, block_sparse_tensors=SelectedBlocks(choice, 16), return_lse=True
+            q, k, v, block_sparse_tensors=SelectedBlocks(selection, 16), return_lse=True
         )
         assert not out.any() and (lse == -torch.inf).all()
 
@@ -140,20 +141,20 @@ def test_over_a_cache_in_pages(page_size: int) -> None:
     )
     q = torch.randn(2, 4, 4, 8, generator=gen, dtype=torch.float64)
     lengths = torch.tensor([57, 30], dtype=torch.int32)
-    choice = torch.randint(-1, 5, (2, 2, 4, 3), generator=gen)
+    selection = torch.randint(-1, 5, (2, 2, 4, 3), generator=gen)
     pools = [torch.empty(2 * pages, page_size, 2, 8, dtype=torch.float64) for _ in range(2)]
     for pool, x in zip(pools, (k, v), strict=True):
         pool[table.long()] = x.unflatten(1, (pages, page_size))
     out = flash_attn_with_kvcache(
         q, *pools, k=new_k, v=new_v, cache_seqlens=lengths, page_table=table, causal=True,
-        block_sparse_tensors=SelectedBlocks(choice, 16),
+        block_sparse_tensors=SelectedBlocks(selection, 16),
     )  # fmt: skip
     for b, n in enumerate(lengths.tolist()):
         keys, values = (
             torch.cat((x[b : b + 1, :n], new[b : b + 1]), 1) for x, new in ((k, new_k), (v, new_v))
         )
         causal = torch.arange(n + 4) <= torch.arange(4)[:, None] + n
-        seen = seen_by(SelectedBlocks(choice[b : b + 1], 16), 4, n + 4) & causal
+        seen = seen_by(SelectedBlocks(selection[b : b + 1], 16), 4, n + 4) & causal
         torch.testing.assert_close(out[b : b + 1], by_mask(q[b : b + 1], keys, values, seen))
 
 
@@ -175,13 +176,13 @@ def test_a_compiled_call(device: str = "cpu") -> None:
     q, k, v, selected = small()
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
-    def call(q: Tensor, k: Tensor, v: Tensor, choice: Tensor) -> Tensor:
-        chosen = SelectedBlocks(choice, 16)
+    def call(q: Tensor, k: Tensor, v: Tensor, selection: Tensor) -> Tensor:
+        chosen = SelectedBlocks(selection, 16)
         return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for choice in (selected.indices, selected.indices.flip(2)):
-        out, wanted = compiled(q, k, v, choice), call(q, k, v, choice)
+    for selection in (selected.indices, selected.indices.flip(2)):
+        out, wanted = compiled(q, k, v, selection), call(q, k, v, selection)
         torch.testing.assert_close(out, wanted)
         got = torch.autograd.grad(out.sum(), inputs)
         for x, y in zip(got, torch.autograd.grad(wanted.sum(), inputs), strict=True):
@@ -235,7 +236,7 @@ def test_flex_attention_names_the_function_to_call() -> None:
         flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=selected)  # type: ignore
 
 
-def test_segments_are_refused_beside_a_choice() -> None:
+def test_fixed_splits_are_refused_beside_a_selection() -> None:
     q, k, v, selected = small()
     with pytest.raises(NotImplementedError, match="seqlen_k_per_split=512 .* SelectedBlocks"):
         flash_attn_func(q, k, v, seqlen_k_per_split=512, block_sparse_tensors=selected)
@@ -243,9 +244,9 @@ def test_segments_are_refused_beside_a_choice() -> None:
 
 def test_the_largest_score_and_a_mixed_batch() -> None:
     q, k, v, selected = small()
-    causals = torch.tensor([1, 0], dtype=torch.int32)
+    causal_per_seq = torch.tensor([1, 0], dtype=torch.int32)
     out, largest = flash_attn_varlen_func(
-        q, k, v, causal=causals, block_sparse_tensors=selected, return_max_logit=True
+        q, k, v, causal=causal_per_seq, block_sparse_tensors=selected, return_max_logit=True
     )
     seen = seen_by(selected, 4, 70)
     seen[0] &= torch.arange(70) <= torch.arange(40)[:, None] + 30
@@ -264,7 +265,7 @@ def test_pack_gqa_is_refused_for_a_choice_by_query_head() -> None:
 # -- what is said of it ---------------------------------------------------------------------------
 
 
-def causal_choice(n: int, block: int, k: int) -> Tensor:
+def causal_selection(n: int, block: int, k: int) -> Tensor:
     """Of each query the last k blocks up to its own: int32 (n, k)."""
     own = torch.arange(n) // block
     return (own[:, None] - torch.arange(k)).int()
@@ -273,29 +274,29 @@ def causal_choice(n: int, block: int, k: int) -> Tensor:
 def test_explain_counts_blocks_of_tiles() -> None:
     q = torch.zeros(1, 512, 16, 128, dtype=torch.bfloat16)
     k = torch.zeros(1, 512, 1, 128, dtype=torch.bfloat16)
-    choice = causal_choice(512, 64, 2)
-    choice[4, 0] = 5  # of a tile of 8 queries, one has a third block
-    chosen = SelectedBlocks(choice[None, None], 64)
+    selection = causal_selection(512, 64, 2)
+    selection[4, 0] = 5  # of a tile of 8 queries, one has a third block
+    chosen = SelectedBlocks(selection[None, None], 64)
     told = explain(q, k, k, block_sparse_tensors=chosen, target="sm_90a")
     assert told.packed_heads == 16 and (told.tiles.tile_m, told.tiles.tile_n) == (128, 64)
     # 64 tiles of 8 queries: the first 8 have the own block, the others two; and the third one
     assert (told.work_tiles, told.full_key_tiles, told.partial_key_tiles) == (64, 119, 2)
     assert told.empty_key_tiles == 64 * 8 - 121
-    assert "tiles of 8 queries x 16 heads" in told.choice
-    assert f"{4 * 512} bytes of bits" in told.choice
-    assert "1.9 blocks a query, 1.9 a tile (1.01 times as many), 98% of these" in told.choice
-    assert "advice" not in told.choice and "2 selected blocks of 64 keys" in told.masks
-    assert "choice" in str(told)
+    assert "tiles of 8 queries x 16 heads" in told.selection
+    assert f"{4 * 512} bytes of bits" in told.selection
+    assert "1.9 blocks a query, 1.9 a tile (1.01 times as many), 98% of these" in told.selection
+    assert "advice" not in told.selection and "2 selected blocks of 64 keys" in told.masks
+    assert "selection" in str(told)
 
 
 def test_the_kernel_reads_the_entries_of_one_query() -> None:
     """Not where a tile has more than one block, or a mask_mod decides as well."""
     q, k = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 512, 2, 64).bfloat16()
-    choice = torch.tensor([0, 3]).expand(1, 2, 1, 2)
+    selection = torch.tensor([0, 3]).expand(1, 2, 1, 2)
 
     def told(block: int = 128, **more: Any) -> str:
-        chosen = SelectedBlocks(choice, block)
-        return explain(q, k, k, block_sparse_tensors=chosen, target="sm_90a", **more).choice
+        chosen = SelectedBlocks(selection, block)
+        return explain(q, k, k, block_sparse_tensors=chosen, target="sm_90a", **more).selection
 
     assert "reads the entries of the only query" in told()
     assert "reads the entries" in told(256, causal=True)
@@ -314,27 +315,27 @@ def test_decoding_in_whole_tiles_where_all_choose_as_much() -> None:
         given: Any = {"block_sparse_tensors": chosen, "seqused_k": used, "target": "sm_90a"}
         return explain(q, keys, keys, **given).splits
 
-    assert not told(16) and "equal shares" in told(48)
+    assert not told(16) and "equal stream-K chunks" in told(48)
 
 
 def test_explain_advises_where_neighbours_share_little() -> None:
     q = torch.zeros(1, 512, 4, 64, dtype=torch.bfloat16)
-    choice = (torch.arange(512) % 8).view(1, 1, 512, 1)
-    told = explain(q, q, q, block_sparse_tensors=SelectedBlocks(choice, 64), target="sm_90a")
-    assert "1.0 blocks a query, 8.0 a tile (8.00 times as many)" in told.choice
-    assert "advice: neighbouring queries share little" in told.choice
+    selection = (torch.arange(512) % 8).view(1, 1, 512, 1)
+    told = explain(q, q, q, block_sparse_tensors=SelectedBlocks(selection, 64), target="sm_90a")
+    assert "1.0 blocks a query, 8.0 a tile (8.00 times as many)" in told.selection
+    assert "advice: neighbouring queries share little" in told.selection
 
 
 def test_bits_of_more_than_two_gigabytes_are_refused_by_their_number() -> None:
     q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16).expand(1, 1 << 20, 4, 64)
-    choice = torch.zeros(1, 1, 1, 1, dtype=torch.int32).expand(1, 4, 1 << 20, 16)
+    selection = torch.zeros(1, 1, 1, 1, dtype=torch.int32).expand(1, 4, 1 << 20, 16)
     with pytest.raises(NotImplementedError, match="8589934592 bytes as bits .* block_size 64"):
-        explain(q, q, q, block_sparse_tensors=SelectedBlocks(choice, 64), target="sm_90a")
+        explain(q, q, q, block_sparse_tensors=SelectedBlocks(selection, 64), target="sm_90a")
 
 
 def test_a_picture_has_the_pairs_of_the_choice() -> None:
     pytest.importorskip("matplotlib")
-    chosen = SelectedBlocks(causal_choice(128, 16, 2)[None, None], 16)
+    chosen = SelectedBlocks(causal_selection(128, 16, 2)[None, None], 16)
     axes = plot(chosen, seqlen_k=128, tile_m=16, tile_n=16)
     assert "64 tiles of 16 x 16: 49 empty, 0 partial, 15 full" in axes.get_title()
     with pytest.raises(ValueError, match="seqlen_k=None of a SelectedBlocks"):

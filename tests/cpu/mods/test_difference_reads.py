@@ -300,7 +300,7 @@ def in_window(size: int, of_rows: int) -> Index:
     return index
 
 
-def test_sums_between_cuts() -> None:
+def test_sums_within_rectangles() -> None:
     """By MMA warps and mask warps in turn."""
     for index in (rows_of_grid(30), in_window(30, 0)):
         for factor in (1.0, -0.5):
@@ -309,7 +309,7 @@ def test_sums_between_cuts() -> None:
     assert summed_in(rows_of_grid(16), n=2500) == [(512, "turns")]
 
 
-def test_who_sums_between_cuts() -> None:
+def test_who_sums_within_rectangles() -> None:
     """Mask warps have dS, and no gradients of what a soft cap takes; some differences have room in
     mask warps alone."""
     assert summed_in(rows_of_grid(30), softcap=20.0) == [(256, "lines")]

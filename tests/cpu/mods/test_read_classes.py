@@ -151,31 +151,31 @@ def test_between_which_cuts_elements_are_the_same_along_a_diagonal() -> None:
 
 
 def test_which_elements_one_score_reads() -> None:
-    def is_once(*indices: Callable[..., Any], dims: int) -> bool:
+    def read_once(*indices: Callable[..., Any], dims: int) -> bool:
         def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
             for index in indices:
                 score = score + aux[0][index(b[0], h[0], q[0], k[0])]
             return score
 
         reads = reads_of(score_mod, [torch.zeros((8,) * dims)], (0,))
-        assert reads.of_many == (() if reads.tensors[0].is_once else (0,))
-        return reads.tensors[0].is_once
+        assert reads.multi_reader == (() if reads.tensors[0].read_once else (0,))
+        return reads.tensors[0].read_once
 
     everything: Callable[..., Any] = lambda b, h, q, k: (b, k, q, h)  # noqa: E731
 
     def of_entry(index: Callable[..., Any]) -> bool:
         mod = adds(lambda b, h, q, k, ids: index(b, h, q, k))
         tables = [torch.zeros(8, 8, 8), torch.zeros(8, dtype=torch.int32)]
-        return reads_of(mod, tables, (0,)).tensors[0].is_once_an_entry
+        return reads_of(mod, tables, (0,)).tensors[0].read_once_an_entry
 
     assert of_entry(lambda b, h, q, k: (k, q, h))
     assert not of_entry(lambda b, h, q, k: (b, q, k))
     assert not of_entry(lambda b, h, q, k: (0, q, k))
-    assert is_once(everything, dims=4)
-    assert not is_once(everything, everything, dims=4)
-    assert not is_once(lambda b, h, q, k: (h, q, k), dims=3)
-    assert not is_once(lambda b, h, q, k: (b, 0, q, k), dims=4)
-    assert not is_once(lambda b, h, q, k: (b, h, q, k // 2), dims=4)
+    assert read_once(everything, dims=4)
+    assert not read_once(everything, everything, dims=4)
+    assert not read_once(lambda b, h, q, k: (h, q, k), dims=3)
+    assert not read_once(lambda b, h, q, k: (b, 0, q, k), dims=4)
+    assert not read_once(lambda b, h, q, k: (b, h, q, k // 2), dims=4)
 
 
 def test_values_that_look_alike_are_told_apart() -> None:

@@ -24,7 +24,7 @@ INT = torch.int32
 class MixedCall:
     """`flash_attn_varlen_func(x.q, x.k, x.v, **x.keywords)`, with its sequences one by one.
 
-    causals: of each sequence, as numbers.
+    causal_per_seq: of each sequence, as numbers.
     """
 
     name: str
@@ -33,14 +33,14 @@ class MixedCall:
     v: Tensor
     keywords: dict[str, Any]
     sequences: list[tuple[Tensor, Tensor, Tensor]]
-    causals: list[int]
+    causal_per_seq: list[int]
 
     def attend(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out, lse) of tensors of a dtype, laid out as those of the call."""
         given, results = self.keywords, []
         left, right = given["window_size"]
         dense = None if given.get("mask_mod") is None else NeverFifth()
-        for is_causal, qkv in zip(self.causals, self.sequences, strict=True):
+        for is_causal, qkv in zip(self.causal_per_seq, self.sequences, strict=True):
             rule = Rule(
                 self.q.shape[-1] ** -0.5, is_causal != 0, left, right,
                 sink=given.get("learnable_sink"),
@@ -59,10 +59,10 @@ class MixedCall:
 
     def turned(self) -> MixedCall:
         """The same, where causal sequences are not and the others are."""
-        causals = [0 if x else 1 for x in self.causals]
-        keywords = self.keywords | {"causal": torch.tensor(causals, dtype=INT)}
+        causal_per_seq = [0 if x else 1 for x in self.causal_per_seq]
+        keywords = self.keywords | {"causal": torch.tensor(causal_per_seq, dtype=INT)}
         return MixedCall(
-            self.name, self.q, self.k, self.v, keywords, self.sequences, causals
+            self.name, self.q, self.k, self.v, keywords, self.sequences, causal_per_seq
         )  # fmt: skip
 
     def host_keywords(self) -> dict[str, Any]:
@@ -85,15 +85,15 @@ def draw_mixed(rng: random.Random, dtype: torch.dtype, head_dim: int, longest: i
     if not packs_q:
         lengths_q = [lengths_q[0]] * batch
     lengths_k = [rng.randint(0, longest) for _ in range(batch)]
-    causals = [rng.choice((0, 1, -3)) for _ in range(batch)]
-    causals[:2] = rng.sample((0, 1), 2)
+    causal_per_seq = [rng.choice((0, 1, -3)) for _ in range(batch)]
+    causal_per_seq[:2] = rng.sample((0, 1), 2)
     sequences = [
         (normal(n, heads_q, head_dim), *(normal(m, heads_kv, head_dim) for _ in "kv"))
         for n, m in zip(lengths_q, lengths_k, strict=True)
     ]
     of_q = [x for x, _, _ in sequences]
     q = torch.cat(of_q) if packs_q else torch.stack(of_q)
-    keywords: dict[str, Any] = {"causal": torch.tensor(causals, dtype=INT)}
+    keywords: dict[str, Any] = {"causal": torch.tensor(causal_per_seq, dtype=INT)}
     if packs_q:
         keywords["cu_seqlens_q"] = torch.tensor([0, *accumulate(lengths_q)], dtype=INT)
         keywords["max_seqlen_q"] = max(1, *lengths_q)
@@ -121,5 +121,7 @@ def draw_mixed(rng: random.Random, dtype: torch.dtype, head_dim: int, longest: i
         keywords |= {"mask_mod": never_fifth, "q_start": "end"}
     if rng.random() < 0.3:
         keywords["learnable_sink"] = torch.randn(heads_q, generator=generator)
-    name = f"{lengths_q} queries, {lengths_k} keys, page {page}, {causals}, {sorted(keywords)}"
-    return MixedCall(name, q, *pools, keywords, sequences, causals)
+    name = (
+        f"{lengths_q} queries, {lengths_k} keys, page {page}, {causal_per_seq}, {sorted(keywords)}"
+    )
+    return MixedCall(name, q, *pools, keywords, sequences, causal_per_seq)

@@ -28,14 +28,14 @@ def check_claims(found: EvaluatedReads, told: str) -> None:
     told = f"{told}: {found.told}"
     if found.told.is_shift:
         assert (found.slopes == 1.0).all(), told
-    if found.told.adds_alike:
+    if found.told.is_batch_invariant_bias:
         assert (found.values == found.values[:, :1]).all(), told
     for number, tensor in found.told.tensors.items():
         own = [x for x in found.terms if x.number == number]
         assert tensor.read_class is not ReadClass.UNREAD or not own, told
         for term in own:
             _check_term(tensor, term, told)
-        if tensor.is_once or tensor.is_once_an_entry:
+        if tensor.read_once or tensor.read_once_an_entry:
             _check_once(tensor, own, told)
     for difference in found.differences:
         _check_difference(difference, f"{told}: {difference.read}")
@@ -67,7 +67,7 @@ def _check_once(tensor: TensorReads, terms: list[EvaluatedTerm], told: str) -> N
         elements = of_entry.reshape(-1, rank)
         assert len(elements.unique(dim=0)) == len(elements), told
     elements = term.coordinates[0].reshape(-1, rank)
-    assert not tensor.is_once or len(elements.unique(dim=0)) == len(elements), told
+    assert not tensor.read_once or len(elements.unique(dim=0)) == len(elements), told
 
 
 def _check_difference(found: EvaluatedDifference, told: str) -> None:

@@ -186,4 +186,4 @@ def _draws() -> Iterator[Draw]:
 
 DRAWS = tuple(_draws())
 # So that the kinds come near what is needed together, however many draws there is time for.
-IN_TURN = tuple(sorted(DRAWS, key=lambda draw: draw.number / NEEDED[draw.kind]))
+SEQUENTIAL_SPLITS = tuple(sorted(DRAWS, key=lambda draw: draw.number / NEEDED[draw.kind]))

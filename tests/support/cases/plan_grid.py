@@ -251,7 +251,7 @@ BACKWARD_ONLY: Mapping[str, Callable[[Shape], Options]] = {
     "given-dq": lambda x: {"dq": empty(*x.q)},
     "strided-dk": lambda x: {"dk": empty(*x.k[:3], x.head_dim + 4)[..., : x.head_dim]},
     "no-daux": lambda x: {"daux": None},
-    "common-keys": lambda x: {**_lengths("q", x), "common_keys": True},
+    "common-keys": lambda x: {**_lengths("q", x), "shared_keys": True},
     "group-splits": lambda x: {"config": {"group_splits": 2}},
 }
 
@@ -267,7 +267,7 @@ def _packed(name: str, given: Any) -> Any:
 
 def make_call(shape: Shape, direction: Direction, options: list[Options]) -> AttentionCall:
     """The call with these keywords; of a backward, all aux tensors of a score_mod are trained.
-    dtype, dtype_kv, page_size, common_keys and is_recorded say how the tensors are made."""
+    dtype, dtype_kv, page_size, shared_keys and is_recorded say how the tensors are made."""
     keywords: Options = {}
     for option in options:
         keywords |= option
@@ -284,7 +284,7 @@ def make_call(shape: Shape, direction: Direction, options: list[Options]) -> Att
     if "cu_seqlens_q" in keywords:
         q = q.flatten(0, 1)
         keywords = {name: _packed(name, given) for name, given in keywords.items()}
-    if keywords.pop("common_keys", False):
+    if keywords.pop("shared_keys", False):
         k, v = k[:1], v[:1]
     elif "cu_seqlens_k" in keywords and size is None:
         k, v = k.flatten(0, 1), v.flatten(0, 1)

@@ -8,8 +8,8 @@ from cases import BF16, FP32, Case
 
 
 class SplitCase(NamedTuple):
-    """num_splits: of the call, 0 for equal shares. sms: as many shares as the host takes the GPU to
-    have SMs; few of the work tiles are then in one share."""
+    """num_splits: of the call, 0 for equal stream-K chunks. sms: as many shares as the host takes
+    the GPU to have SMs; few of the work tiles are then in one share."""
 
     case: Case
     num_splits: int = 0

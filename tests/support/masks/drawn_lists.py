@@ -1,14 +1,14 @@
-"""Drawn calls for token lists: a choice, lengths and masks of each sequence."""
+"""Drawn calls for query lists: a selection, lengths and masks of each sequence."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from drawn_choices import draw_choice
+from drawn_selections import draw_selection
 from torch import Tensor
 
-from flash_mask_cute.mask_prep.token_lists import ListExtents, ListFacts, ListLengths, MadeLists
+from flash_mask_cute.mask_prep.query_lists import ListExtents, ListFacts, ListLengths, MadeLists
 
 
 class DrawnLists(NamedTuple):
@@ -41,10 +41,12 @@ def draw_lists(seed: int, most: int = 700) -> DrawnLists:
     keys = sum(lens_k) if is_packed else lens_k[0]
     entries = 1 if is_packed else pick(1, batch)
     num_blocks = -(-max(lens_k) // block)
-    choice = draw_choice(gen, (entries, heads, rows, k), num_blocks, pick(torch.int32, torch.int64))
+    selection = draw_selection(
+        gen, (entries, heads, rows, k), num_blocks, pick(torch.int32, torch.int64)
+    )
     if pick(True, False):
         # a list that is cut
-        choice[..., 0] = 0
+        selection[..., 0] = 0
     band = pick("full", "causal", "left", "both")
     left = number(0, 90) if band in ("left", "both") else None
     right = number(0, 90) if band == "both" else None
@@ -76,12 +78,12 @@ def draw_lists(seed: int, most: int = 700) -> DrawnLists:
     extents = ListExtents(
         batch, rows, keys, most[0], heads, k, block, tile_n, most[1], pick(256, 512)
     )
-    return DrawnLists(choice, facts, extents, lengths)
+    return DrawnLists(selection, facts, extents, lengths)
 
 
 def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
-    """Hold lists to the dense mask that the choice and the other masks state."""
-    choice, facts, extents, x = drawn
+    """Hold lists to the dense mask that the selection and the other masks state."""
+    selection, facts, extents, x = drawn
     size, tile_n = extents.block_size, extents.tile_n
     for head in range(extents.heads):
         count = int(made.num_items[head])
@@ -99,7 +101,7 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
             of_tiles.setdefault((b, tile), []).append(queries)
         for b in range(extents.batch):
             offset_q, n_q, n_k = extents_of(drawn, b)
-            own = choice[min(b, len(choice) - 1), head, offset_q : offset_q + n_q]
+            own = selection[min(b, len(selection) - 1), head, offset_q : offset_q + n_q]
             query, key = torch.arange(n_q)[:, None], torch.arange(n_k)
             visible = (own[..., None] == key // size).any(-2) if n_k else own.new_zeros(n_q, 0)
             visible = visible.bool()
@@ -121,7 +123,7 @@ def check_lists(drawn: DrawnLists, made: MadeLists, segment: int) -> None:
 
 
 def extents_of(drawn: DrawnLists, b: int) -> tuple[int, int, int]:
-    """Of a sequence: its first query in a line of the choice, queries and keys in use."""
+    """Of a sequence: its first query in a line of the selection, queries and keys in use."""
     x, extents = drawn.lengths, drawn.extents
     offset_q, n_q, n_k = 0, extents.rows, extents.keys
     if x.cu_seqlens_q is not None and x.cu_seqlens_k is not None:

@@ -1,0 +1,120 @@
+"""Which backwards take each query's selection of key blocks as query lists; explain tells why
+not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planned import backward_call, planned
+
+from flash_mask_cute import SelectedBlocks, explain
+from flash_mask_cute.call import query_lists
+from flash_mask_cute.runtime.target import Target
+
+pytestmark = pytest.mark.usefixtures("explained_without_compiling")
+
+
+def selection_of(
+    heads: tuple[int, int, int] = (16, 2, 2),
+    dims: tuple[int, int] = (64, 64),
+    block: int = 128,
+    target: str = "sm_90a",
+    **more: Any,
+) -> str:
+    """What explain says. heads: of q, of k, of the selection."""
+    n, (heads_q, heads_kv, heads_selection), (d, d_v) = 300, heads, dims
+    q, k, v = (
+        torch.zeros(1, n, h, x, dtype=torch.bfloat16)
+        for h, x in ((heads_q, d), (heads_kv, d), (heads_kv, d_v))
+    )
+    chosen = SelectedBlocks(torch.zeros(1, heads_selection, n, 2, dtype=torch.int32), block)
+    told = explain(q, k, v, target=target, block_sparse_tensors=chosen, **more)
+    assert told.backward is not None
+    return told.backward.selection
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "block"),
+    [
+        ((16, 2, 2), (64, 64), 128),
+        ((32, 2, 1), (128, 128), 64),
+        ((64, 2, 2), (40, 104), 256),
+        ((64, 1, 1), (128, 128), 4096),
+        ((2, 2, 2), (64, 64), 512),
+        ((24, 2, 2), (128, 128), 128),
+    ],
+)
+def test_lists(heads: tuple[int, int, int], dims: tuple[int, int], block: int) -> None:
+    more: dict[str, Any] = {"causal": True, "softcap": 3.0}
+    assert selection_of(heads, dims, block, **more).startswith("query lists")
+
+
+def test_lists_beside_a_window_a_sink_and_a_first_position() -> None:
+    sink = torch.zeros(16)
+    told = selection_of(window_size=(100, None), learnable_sink=sink, q_start=5, causal=True)
+    assert told.startswith("query lists")
+
+
+def ends(heads: int) -> torch.Tensor:
+    return torch.full((1, heads, 300, 1), 300, dtype=torch.int32)
+
+
+def test_lists_beside_masks_that_all_heads_share() -> None:
+    assert selection_of(mask_mod=lambda b, h, i, j: i >= j).startswith("query lists")
+    assert selection_of(causal=True, startend_row_indices=ends(2)).startswith("query lists")
+    told = selection_of((16, 2, 1), causal=True, startend_row_indices=ends(1))
+    assert told.startswith("query lists")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask_mod": lambda b, h, i, j: i >= j + h},
+        {"mask_mod": lambda b, h, i, j: i >= j, "learnable_sink": torch.zeros(16)},
+        {"score_mod": lambda s, b, h, i, j: s * 2.0},
+        {"causal": True, "startend_row_indices": ends(16)},
+        {"heads": (16, 2, 1), "causal": True, "startend_row_indices": ends(2)},
+    ],
+)
+def test_lists_beside_what_differs_by_head_or_modifies_scores(given: dict[str, Any]) -> None:
+    assert selection_of(**given).startswith("query lists")
+
+
+@pytest.mark.parametrize(
+    ("why", "given"),
+    [
+        ("on Blackwell", {"target": "sm_100a"}),
+        ("sums in a fixed order", {"deterministic": True}),
+        ("groups of 65 query heads", {"heads": (65, 1, 1)}),
+        ("a selection by query head", {"heads": (16, 2, 16)}),
+        ("blocks of 32 keys", {"block": 32}),
+        ("head dimensions 80/80", {"dims": (80, 80)}),
+        ("head dimensions 64/96", {"dims": (64, 96)}),
+        ("head dimensions 192/128", {"dims": (192, 128)}),
+    ],
+)
+def test_bits(why: str, given: dict[str, Any]) -> None:
+    assert selection_of(**given).startswith(f"bits: {why}")
+
+
+def test_bits_where_the_heads_of_a_choice_are_too_many_for_a_grid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert query_lists.MOST_CTAS == 65535
+    monkeypatch.setattr(query_lists, "MOST_CTAS", 1)
+    assert selection_of((16, 2, 1)).startswith("query lists")
+    assert selection_of((16, 2, 2)) == "bits: a selection by 2 heads, more than 1"
+
+
+@pytest.mark.parametrize(("queries", "tile_n"), [(262_080, 0), (262_079, 128)])
+def test_bits_where_32_bits_do_not_number_sums(queries: int, tile_n: int) -> None:
+    """Sums of dQ of 64 heads with 128 columns."""
+    of_row = torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16).expand(-1, queries, -1, -1)
+    keys = torch.zeros(1, 128, 1, 128, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 64, 1).expand(-1, -1, queries)
+    chosen = SelectedBlocks(torch.zeros(1, 1, queries, 1, dtype=torch.int32), 128)
+    given = {"block_sparse_tensors_torch": chosen}
+    call = backward_call(of_row, keys, keys, of_row, of_row, lse, **given)
+    assert planned(call, Target("sm_90a", 132)).problem.query_lists == tile_n

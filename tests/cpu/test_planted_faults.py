@@ -1,0 +1,47 @@
+"""The planted faults: each is still a change of one place of the package."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import planted_faults
+import pytest
+from planted_faults import FAULTS, HOST, KERNEL, KNOWN, PACKAGE, ROOT, Fault, NotFoundError, plant
+
+
+def test_there_are_twenty() -> None:
+    kinds = Counter(fault.kind for fault in FAULTS)
+    assert kinds == {KNOWN: 8, KERNEL: 6, HOST: 6}
+    assert len(planted_faults.BY_NAME) == len(FAULTS)
+    for fault in FAULTS:
+        assert bool(fault.archs) == (fault.kind != HOST)
+        assert fault.whole and all((ROOT / tests).exists() for tests in fault.whole), fault.name
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_changes_one_place(fault: Fault, tmp_path: Path) -> None:
+    """In a copy, and what comes out is Python. Where this fails, write the fault anew for the code
+    that took the place of what it changed."""
+    path = planted_faults.place_of(fault, ROOT)
+    (copy := tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True)
+    copy.write_text(path.read_text())
+    assert plant(fault, tmp_path) == copy
+    changed = {*copy.read_text().splitlines()} ^ {*path.read_text().splitlines()}
+    assert len(changed) <= 3
+    (moved := tmp_path / PACKAGE / "elsewhere.py").write_text(path.read_text())
+    copy.unlink()
+    assert plant(fault, tmp_path) == moved, "found where the file has moved to"
+    moved.write_text("")
+    with pytest.raises(NotFoundError, match=f"{fault.name}: .* must be once in {PACKAGE}"):
+        plant(fault, tmp_path)
+
+
+def test_a_table_names_who_noticed() -> None:
+    name = FAULTS[0].name
+    found = planted_faults.Outcome(name, "1", "tests/sim/test_a.py::test_b", 1.0, "")
+    lines = list(
+        planted_faults.table([found, found._replace(seed="2", failed="")], ["1", "2", "3"])
+    )
+    cells = "tests/sim/test_a.py::test_b | **not noticed** | not run"
+    assert lines[2] == f"| {name} | {KNOWN} | {cells} |"
