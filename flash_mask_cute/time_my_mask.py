@@ -74,7 +74,7 @@ class Problem(NamedTuple):
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(line + "\n")
 
 
 def load_mods(path: Path) -> Mods:
