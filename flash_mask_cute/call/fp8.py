@@ -19,7 +19,7 @@ from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.forward import current_device
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -84,14 +84,7 @@ def compile_dequantise(
     facts: DequantiseFacts, target: Target, cache: CompileCache = CACHE
 ) -> Compiled:
     """The compiled kernel. `function` takes the arguments of `Dequantise`, by position."""
-    return cache.get(
-        KERNEL_NAME,
-        facts._asdict,
-        lambda: build_dequantise(facts, target),
-        arch=target.arch,
-        options=options_of(target),
-        token=facts,
-    )
+    return by_facts(KERNEL_NAME, facts, build_dequantise, target, cache)
 
 
 def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:

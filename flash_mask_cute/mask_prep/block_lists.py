@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "ordered_lists"
@@ -70,14 +70,7 @@ def compile_ordered_lists(has_full: bool, arch: str, cache: CompileCache = CACHE
     (the last two None unless has_full), the visible and the full bits. Extents and strides are
     run-time values.
     """
-    return cache.get(
-        KERNEL_NAME,
-        lambda: {"has_full": has_full},
-        lambda: _build(has_full, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=has_full,
-    )
+    return by_names(KERNEL_NAME, {"has_full": has_full}, _build, arch, cache)
 
 
 def _build(has_full: bool, arch: str) -> Compiled:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "column_bounds"
@@ -48,14 +48,8 @@ def compile_column_bounds(
     `function` takes, by position: indices, bounds, tile_n, cu_seqlens_k; None for the last one
     unless is_packed. Extents, strides and tile_n are run-time values.
     """
-    return cache.get(
-        KERNEL_NAME,
-        lambda: {"num_vectors": num_vectors, "is_packed": is_packed},
-        lambda: _build(num_vectors, is_packed, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=(num_vectors, is_packed),
-    )
+    facts = {"num_vectors": num_vectors, "is_packed": is_packed}
+    return by_names(KERNEL_NAME, facts, _build, arch, cache)
 
 
 def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:

@@ -16,7 +16,7 @@ from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blo
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "document_split"
@@ -91,15 +91,11 @@ def compile_split(
     num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
 ) -> Compiled:
     """The compiled kernels, from the cache or built now; extents and strides are run-time values.
-    `function` takes, by position: indices, and the tensors of a `DocumentTensors`."""
-    return cache.get(
-        KERNEL_NAME,
-        lambda: {"num_vectors": num_vectors, "causal": causal},
-        lambda: _build(num_vectors, causal, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=(num_vectors, causal),
-    )
+
+    `function` takes, by position: indices, and the tensors of a `DocumentTensors`.
+    """
+    facts = {"num_vectors": num_vectors, "causal": causal}
+    return by_names(KERNEL_NAME, facts, _build, arch, cache)
 
 
 def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:

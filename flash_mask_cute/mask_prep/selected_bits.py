@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import Target
 
@@ -92,14 +92,8 @@ def compile_selected_bits(
     `function` takes, by position: the entries, the three tensors of `SelectionBits`, tile_m, pack,
     and cu_seqlens_q, None unless is_packed. Extents and strides are run-time values.
     """
-    return cache.get(
-        KERNEL_NAME,
-        lambda: {"dtype": dtype, "is_packed": is_packed},
-        lambda: _build(dtype, is_packed, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=(dtype, is_packed),
-    )
+    facts = {"dtype": dtype, "is_packed": is_packed}
+    return by_names(KERNEL_NAME, facts, _build, arch, cache)
 
 
 def _build(dtype: str, is_packed: bool, arch: str) -> Compiled:

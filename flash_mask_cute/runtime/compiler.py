@@ -66,6 +66,26 @@ def by_facts(
     )
 
 
+def by_names(
+    name: str,
+    facts: dict[str, Any],
+    build: Callable[..., Compiled],
+    arch: str,
+    cache: CompileCache = CACHE,
+) -> Compiled:
+    """The kernel `name` that these facts and an architecture determine, from the cache or built now
+    by `build(*facts, arch)`."""
+    values = tuple(facts.values())
+    return cache.get(
+        name,
+        lambda: facts,
+        lambda: build(*values, arch),
+        arch=arch,
+        options=options_for(arch),
+        token=values,
+    )
+
+
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
     """Compile a kernel object now, for stand-ins of its arguments.
 

@@ -1,11 +1,12 @@
-"""What the backwards that walk over batch entries have in shared memory, and how statistics get
-there."""
+"""What the backwards that walk over batch entries read, write, and have in shared memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.sm90 import wgmma
@@ -28,6 +29,38 @@ class HeadColumns:
     def steps(self) -> tuple[int, int]:
         """Steps of 16 columns, without those that are zeros."""
         return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
+
+
+class EntrySources(NamedTuple):
+    """first, second: of two operands each that are loaded together, the TMA atom with its
+    ((head, row), d, batch) tensor, as (atom, tensor, atom, tensor). stats: the statistics (heads,
+    row_blocks, words)."""
+
+    first: tuple
+    second: tuple
+    stats: cute.Tensor
+
+    @staticmethod
+    def create(stats: cute.Tensor, *operands: tuple[cute.Tensor, Any, int]) -> "EntrySources":
+        """operands: four dense tensors, each with its layout in shared memory and the rows of a
+        box."""
+        load, atoms = cpasync.CopyBulkTensorTileG2SOp(), []
+        for tensor, layout, rows in operands:
+            in_box = tma.one_stage(layout)
+            box = (1, rows), cute.size(in_box, mode=[1])
+            view = tma.sequence_rows(tensor, False)
+            atoms += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        return EntrySources(tuple(atoms[:4]), tuple(atoms[4:]), stats)
+
+
+class EntryOutputs(NamedTuple):
+    """dq (row, d, head, batch), or sums (heads, row_blocks, 64 * columns) that start as zeros; dk,
+    dv (row, d, head, batch), and the sums of the gradients of aux tensors."""
+
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    sums: tuple | None
 
 
 def load_words(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
@@ -43,6 +43,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     mma_warp,
     statistic,
 )
+from flash_mask_cute.sm90.entry_loads import EntryOutputs, EntrySources
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.flash_bwd_entries_traits import (
     HELPER_REGISTERS,
@@ -66,30 +67,6 @@ class Barrier(IntEnum):
 
     BOTH = 1
     OWN = 2
-
-
-class EntrySources(NamedTuple):
-    """TMA atoms, tensors ((head, row), d, batch), statistics (heads, row_blocks, words)."""
-
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    do_atom: cute.CopyAtom
-    do: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-    stats: cute.Tensor
-
-
-class Outputs(NamedTuple):
-    """dq: sums (heads, row_blocks, 64 * columns), which start as zeros. dk, dv (row, d, head,
-    batch), and the sums of the gradients of aux tensors."""
-
-    dq: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
-    sums: tuple | None
 
 
 class EntryExtents(NamedTuple):
@@ -179,20 +156,16 @@ class EntryBackwardSm90:
         :param window_size_left, window_size_right: as in the main kernel
         """
         traits = self.traits
-        load, operands = cpasync.CopyBulkTensorTileG2SOp(), []
-        for tensor, layout in zip((mQ, mdO, mK, mV), traits.layouts()[:4], strict=True):
-            in_box = tma.one_stage(layout)
-            box = (1, ROWS_PER_WARPGROUP), cute.size(in_box, mode=[1])
-            view = tma.sequence_rows(tensor, False)
-            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        tensors = zip((mQ, mdO, mK, mV), traits.layouts()[:4], strict=True)
+        sources = EntrySources.create(mStats, *((*x, ROWS_PER_WARPGROUP) for x in tensors))
         batch, seqlen_q, heads, _ = mQ.shape
         n_tiles = cute.ceil_div(mK.shape[1], ROWS_PER_WARPGROUP)
         window = WindowArgs(window_size_left, window_size_right)
         scales = ScoreScales.create(softmax_scale, None, True)
         self.kernel(
-            EntrySources(*operands, mStats),
+            sources,
             EntryExtents(seqlen_q, mK.shape[1], batch, n_tiles, heads),
-            Outputs(mdQaccum, tma.key_rows(mdK, False), tma.key_rows(mdV, False), sums),
+            EntryOutputs(mdQaccum, tma.key_rows(mdK, False), tma.key_rows(mdV, False), sums),
             ScoreArgs(scales, scale_dq, softmax_scale, window, aux_tensors),
         ).launch(
             grid=(num_ctas, 1, 1),
@@ -203,7 +176,11 @@ class EntryBackwardSm90:
 
     @cute.kernel
     def kernel(
-        self, sources: EntrySources, extents: EntryExtents, outputs: Outputs, score_args: ScoreArgs
+        self,
+        sources: EntrySources,
+        extents: EntryExtents,
+        outputs: EntryOutputs,
+        score_args: ScoreArgs,
     ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -275,7 +252,7 @@ class EntryBackwardSm90:
                 row = stretch.n_tile * ROWS_PER_WARPGROUP
                 place = stretch.head_idx, row, batch_idx
                 stage, barrier = of_keys.index(entry), of_keys.barrier(entry)
-                self._load_rows(sources[4:8], (tiles.k, tiles.v), stage, barrier, place)
+                self._load_rows(sources.second, (tiles.k, tiles.v), stage, barrier, place)
                 for slot in cutlass.range(traits.num_blocks, unroll=1):
                     block = self._block(stretch, slot)
                     fill = entry * traits.num_blocks + slot
@@ -285,7 +262,7 @@ class EntryBackwardSm90:
                     row = cutlass.min(block * traits.block_m, extents.seqlen_q - 1)
                     place = stretch.head_idx, row, batch_idx
                     stage, barrier = of_blocks.index(fill), of_blocks.barrier(fill)
-                    self._load_rows(sources[:4], (tiles.q, tiles.do), stage, barrier, place)
+                    self._load_rows(sources.first, (tiles.q, tiles.do), stage, barrier, place)
                     of_entry = extents.blocks_of_entry
                     row_block = batch_idx * of_entry + cutlass.min(block, of_entry - 1)
                     stats = sources.stats[stretch.head_idx, row_block, None]
@@ -318,7 +295,7 @@ class EntryBackwardSm90:
         extents: EntryExtents,
         tiles: EntryTiles,
         channels: tuple,
-        outputs: Outputs,
+        outputs: EntryOutputs,
         score_args: ScoreArgs,
     ):
         """MMA warpgroup: every second block of queries."""
@@ -510,7 +487,7 @@ class EntryBackwardSm90:
     @cute.jit
     def _store(
         self,
-        outputs: Outputs,
+        outputs: EntryOutputs,
         tiles: EntryTiles,
         place: tuple,
         extents: EntryExtents,

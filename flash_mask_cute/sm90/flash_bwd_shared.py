@@ -30,7 +30,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core import tma
@@ -51,7 +51,7 @@ from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD
 from flash_mask_cute.rules.mask_rules import MaskBitsArgs, WindowArgs
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.entry_loads import HeadColumns, load_words
+from flash_mask_cute.sm90.entry_loads import EntrySources, HeadColumns, load_words
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -147,20 +147,6 @@ class SharedTraits(HeadColumns):
         return Storage
 
 
-class SharedSources(NamedTuple):
-    """TMA atoms, tensors ((head, row), d, batch), statistics (heads_q, row_blocks, words)."""
-
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-    do_atom: cute.CopyAtom
-    do: cute.Tensor
-    stats: cute.Tensor
-
-
 class SharedExtents(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
@@ -249,12 +235,11 @@ class SharedGradientsSm90:
         :param window_size_left, window_size_right, mask_bit_tensors: as in the main kernel
         """
         traits = self.traits
-        load, operands = cpasync.CopyBulkTensorTileG2SOp(), []
-        for tensor, i in ((mK, 0), (mQ, 0), (mV, 1), (mdO, 1)):
-            box = (1, ROWS_PER_WARPGROUP), traits.cols[i]
-            in_box = tma.one_stage(traits.layout(i))
-            view = tma.sequence_rows(tensor, False)
-            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        sources = EntrySources.create(
+            mStats,
+            *((x, traits.layout(i), ROWS_PER_WARPGROUP)
+              for x, i in ((mK, 0), (mQ, 0), (mV, 1), (mdO, 1))),
+        )  # fmt: skip
         batch, seqlen_q, heads, _ = mQ.shape
         seqlen_k, heads_kv = mK.shape[1], mK.shape[2]
         m_tiles, n_tiles = cute.ceil_div(seqlen_q, TILE), cute.ceil_div(seqlen_k, TILE)
@@ -263,7 +248,7 @@ class SharedGradientsSm90:
         if const_expr(mask_bit_tensors is not None):
             mask_bits = MaskBitsArgs(*mask_bit_tensors)
         self.kernel(
-            SharedSources(*operands, mStats),
+            sources,
             extents,
             sums,
             aux_tensors,
@@ -280,7 +265,7 @@ class SharedGradientsSm90:
     @cute.kernel
     def kernel(
         self,
-        sources: SharedSources,
+        sources: EntrySources,
         extents: SharedExtents,
         sums: tuple,
         aux_tensors: tuple,
@@ -344,7 +329,7 @@ class SharedGradientsSm90:
     def load(
         self,
         part: SharedPart,
-        sources: SharedSources,
+        sources: EntrySources,
         extents: SharedExtents,
         tiles: SharedSmem,
         channels: tuple,
@@ -356,11 +341,11 @@ class SharedGradientsSm90:
             place = part, extents, part.first + i
             for_s.acquire(i)
             for_s.expect(i, BOXES * bytes_s + self.traits.bytes_stats)
-            self._load_boxes(0, sources[:4], tiles.s, for_s, i, place)
+            self._load_boxes(0, sources.first, tiles.s, for_s, i, place)
             self._load_stats(sources.stats, tiles.stats, for_s, i, place)
             for_dp.acquire(i)
             for_dp.expect(i, BOXES * bytes_dp)
-            self._load_boxes(1, sources[4:8], tiles.dp, for_dp, i, place)
+            self._load_boxes(1, sources.second, tiles.dp, for_dp, i, place)
 
     def _load_boxes(
         self,

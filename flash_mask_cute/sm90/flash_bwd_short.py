@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
@@ -49,7 +49,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     mma_warp,
     statistic,
 )
-from flash_mask_cute.sm90.entry_loads import load_words
+from flash_mask_cute.sm90.entry_loads import EntryOutputs, EntrySources, load_words
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.flash_bwd_short_traits import (
     HELPER_REGISTERS,
@@ -73,29 +73,6 @@ class Barrier(IntEnum):
 
     ALL = 1
     SENT = 2
-
-
-class ShortSources(NamedTuple):
-    """TMA atoms, tensors ((head, row), d, batch), statistics (heads, row_blocks, words)."""
-
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    do_atom: cute.CopyAtom
-    do: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-    stats: cute.Tensor
-
-
-class Outputs(NamedTuple):
-    """dq, dk, dv (row, d, head, batch), and the sums of the gradients of aux tensors."""
-
-    dq: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
-    sums: tuple
 
 
 class ShortExtents(NamedTuple):
@@ -167,22 +144,18 @@ class ShortBackwardSm90:
         :param window_size_left, window_size_right: as in the main kernel
         """
         traits = self.traits
-        load, operands = cpasync.CopyBulkTensorTileG2SOp(), []
-        for tensor, layout, rows in (
+        sources = EntrySources.create(
+            mStats,
             (mQ, traits.layout_queries(0), traits.tile_m),
             (mK, traits.layout_keys(0), ROWS_PER_WARPGROUP),
             (mdO, traits.layout_queries(1), traits.tile_m),
             (mV, traits.layout_keys(1), ROWS_PER_WARPGROUP),
-        ):
-            in_box = tma.one_stage(layout)
-            box = (1, rows), cute.size(in_box, mode=[1])
-            view = tma.sequence_rows(tensor, False)
-            operands += cpasync.make_tiled_tma_atom(load, view, in_box, box)
+        )
         has_score_mod = self.summed is not None
         self.kernel(
-            ShortSources(*operands, mStats),
+            sources,
             ShortExtents(mQ.shape[1], mK.shape[1], mQ.shape[0]),
-            Outputs(*(tma.key_rows(x, False) for x in (mdQ, mdK, mdV)), sums),
+            EntryOutputs(*(tma.key_rows(x, False) for x in (mdQ, mdK, mdV)), sums),
             ScoreArgs(
                 ScoreScales.create(softmax_scale, None, has_score_mod),
                 scale_dq,
@@ -201,7 +174,11 @@ class ShortBackwardSm90:
 
     @cute.kernel
     def kernel(
-        self, sources: ShortSources, extents: ShortExtents, outputs: Outputs, score_args: ScoreArgs
+        self,
+        sources: EntrySources,
+        extents: ShortExtents,
+        outputs: EntryOutputs,
+        score_args: ScoreArgs,
     ):
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -229,7 +206,7 @@ class ShortBackwardSm90:
     def load(
         self,
         part: ShortPart,
-        sources: ShortSources,
+        sources: EntrySources,
         extents: ShortExtents,
         tiles: ShortTiles,
         channels: tuple,
@@ -241,11 +218,11 @@ class ShortBackwardSm90:
             place = part.head_idx, part.first + i
             for_s.acquire(i)
             for_s.expect(i, bytes_s + traits.bytes_stats)
-            self._load_operands(0, sources[:4], (tiles.q, tiles.k), for_s, i, place)
+            self._load_operands(0, sources.first, (tiles.q, tiles.k), for_s, i, place)
             self._load_stats(sources.stats, tiles.stats, extents, for_s, i, place)
             for_dp.acquire(i)
             for_dp.expect(i, bytes_dp)
-            self._load_operands(1, sources[4:8], (tiles.do, tiles.v), for_dp, i, place)
+            self._load_operands(1, sources.second, (tiles.do, tiles.v), for_dp, i, place)
 
     def _load_operands(
         self,
@@ -305,7 +282,7 @@ class ShortBackwardSm90:
         extents: ShortExtents,
         tiles: ShortTiles,
         channels: tuple,
-        outputs: Outputs,
+        outputs: EntryOutputs,
         score_args: ScoreArgs,
     ):
         """MMA warpgroup: 64 keys."""
@@ -497,7 +474,7 @@ class ShortBackwardSm90:
         extents: ShortExtents,
         i: Int32,
         tiles: ShortTiles,
-        outputs: Outputs,
+        outputs: EntryOutputs,
         score_args: ScoreArgs,
         accs: tuple,
     ):

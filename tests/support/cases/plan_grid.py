@@ -69,6 +69,9 @@ SHAPES = {
     "pairs": Shape(192, 384, 384, 4, 4, 32, 32),
     "empty": Shape(2, 0, 64, 4, 4, 64, 64),
 }
+# So long that a call looks for documents, in column intervals or in the bits of a mask_mod.
+LONG = {"long": Shape(1, 32768, 32768, 32, 8, 64, 64)}
+OF_LONG = ((), ("columns",), ("four-columns",), ("mask-mod",), ("ids",), ("causal", "ids"))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -306,7 +309,7 @@ def make_call(shape: Shape, direction: Direction, options: list[Options]) -> Att
 
 def _planned(direction: Direction, shape: str, *names: str) -> PlannedCall:
     known = {**COMMON, **(FORWARD_ONLY if direction is Direction.FORWARD else BACKWARD_ONLY)}
-    extents = SHAPES[shape]
+    extents = (SHAPES | LONG)[shape]
     return PlannedCall(
         *(shape, names, direction),
         lambda: make_call(extents, direction, [known[name](extents) for name in names]),
@@ -337,6 +340,8 @@ def grid() -> Iterator[PlannedCall]:
         for i, pair in enumerate(combinations(options, 2)):
             turns = (i, i + 3) if is_forward else (i,)
             yield from (_planned(direction, shapes[turn % len(shapes)], *pair) for turn in turns)
+    for direction, names in product(Direction, OF_LONG):
+        yield _planned(direction, "long", *names)
     # at least three of them
     for chosen in product(*((None, *names) for names in DECODING)):
         names = tuple(name for name in chosen if name is not None)
