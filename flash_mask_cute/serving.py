@@ -207,11 +207,7 @@ def flash_attn_with_kvcache(
 
 
 def _attend_and_name(
-    cache: Cache,
-    cache_seqlens: int | Tensor | None,
-    new: NewRows,
-    call: AttentionCall,
-    returns: tuple[bool, bool],
+    cache: Cache, cache_seqlens: Any, new: NewRows, call: AttentionCall, returns: tuple[bool, bool]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`_attend_over`, whose errors name what a mod of the caller captured."""
     if torch.compiler.is_compiling():

@@ -82,11 +82,7 @@ def _not_empty(sizes: Tensor, depth: int | None = None) -> Tensor:
 
 
 def refuse_in_graph(what: str) -> None:
-    """Refuse what Dynamo cannot trace.
-
-    Raises:
-        RuntimeError: in a region that torch.compile or torch.export traces.
-    """
+    """Raise RuntimeError about what Dynamo cannot trace, if it traces."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"torch.compile cannot trace builders {what} make the mask outside of the compiled "

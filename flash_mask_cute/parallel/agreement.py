@@ -119,9 +119,8 @@ def _compare(
 
 def _facts_of(x: Tensor | None) -> object:
     """What decides about messages and formulas of an operand, which may be missing."""
-    return (
-        x if x is None else (tuple(x.shape), x.dtype, torch.is_grad_enabled() and x.requires_grad)
-    )
+    records = torch.is_grad_enabled() and x is not None and x.requires_grad
+    return None if x is None else (tuple(x.shape), x.dtype, records)
 
 
 @torch.no_grad()
