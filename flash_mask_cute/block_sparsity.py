@@ -557,13 +557,13 @@ def know_block_bits(lists: BlockSparseTensorsTorch, bits: LogicalBits) -> None:
 _Made = TypeVar("_Made")
 
 
-class _Entry(NamedTuple, Generic[_Made]):
+class _Entry(NamedTuple):
     """A result, and its inputs and their versions. is_captured: it is for one CUDA graph alone."""
 
     references: list[weakref.ref[Tensor]]
     versions: list[int]
     is_captured: bool
-    result: _Made
+    result: Any
 
 
 def _is_capturing(tensor: Tensor) -> bool:
@@ -575,7 +575,7 @@ class _Kept(Generic[_Made]):
 
     def __init__(self, make: Callable[..., _Made]) -> None:
         self._make = make
-        self._entries: dict[Any, _Entry[_Made]] = {}
+        self._entries: dict[Any, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -599,7 +599,8 @@ class _Kept(Generic[_Made]):
             alive = all(ref() is x for ref, x in zip(references, tensors, strict=True))
             versions = [tensor._version for tensor in tensors]
             if alive and made_from == versions and was_captured is is_captured:
-                return result
+                made: _Made = result
+                return made
         with torch.inference_mode(False), torch.no_grad():
             result = make(lists, *sizes)
         if not is_captured:

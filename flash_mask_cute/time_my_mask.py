@@ -81,14 +81,12 @@ def load_mods(path: Path) -> Mods:
     """The mods of a file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it defines neither mod. Other errors are those of its own code.
+        ValueError: it is no Python file, or defines neither mod. Others are those of its own code.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"FILE must be a Python file, got {path}, which does not exist")
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"FILE must be a Python file that exists, got {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"FILE must be a Python file, got {path}")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where tracing looks for the source of a mod
     spec.loader.exec_module(module)
@@ -207,9 +205,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=8192)
     given = parser.parse_args(arguments)
     given.heads_kv = given.heads_kv or given.heads
-    sizes = {name: x for name, x in vars(given).items() if name != "file"}
-    for name, size in sizes.items():
-        if size < 1:
+    for name, size in vars(given).items():
+        if name != "file" and size < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     if given.heads % given.heads_kv:
         parser.error(f"--heads {given.heads} must be a multiple of --heads-kv {given.heads_kv}")

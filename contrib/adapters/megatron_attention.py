@@ -1,9 +1,15 @@
 """A `core_attention` of Megatron-LM (docs/integrations_more.md)."""
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)  # fmt: skip
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
 
@@ -38,6 +44,20 @@ class MaskCuteAttention(MegatronModule):
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # each rank has the sinks of its heads, and counts them in norms
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.tp_group = None if pg_collection is None else pg_collection.tp
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """The sinks of all ranks make one tensor of a checkpoint, of all heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=get_tensor_model_parallel_group_if_none(self.tp_group),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,

@@ -79,6 +79,18 @@ def test_the_present_version_has_one_number_everywhere(release: ModuleType) -> N
         assert found[0].removeprefix(found[1]) == flash_mask_cute.__version__, name
 
 
+def test_classes_are_those_of_python_3_10() -> None:
+    """It refuses a NamedTuple with another base."""
+    found = [
+        (path.name, name)
+        for path in (ROOT / "flash_mask_cute").rglob("*.py")
+        for name in re.findall(
+            r"^ *class (\w+)\((?:NamedTuple, |.+, NamedTuple)", path.read_text(), re.M
+        )
+    ]
+    assert not found
+
+
 def test_the_public_workflow_runs_what_is_here() -> None:
     commands = re.findall(r"^ *- run: (.*)$", WORKFLOW.read_text(), re.M)
     assert commands[0] == ".ci/run" and len(commands) == 3

@@ -115,7 +115,10 @@ def test_the_table_of_times(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "which does not exist"), ("x = 1", "must define mask_mod or score_mod")],
+    [
+        (None, "must be a Python file that exists, got"),
+        ("x = 1", "must define mask_mod or score_mod"),
+    ],
 )
 def test_a_file_without_a_mod(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_files import needs_engine
+from process_group import run_in_processes
 from stand_ins import StandIns
 from torch import Tensor
 
@@ -154,6 +155,48 @@ def test_megatron(tmp_path: Path) -> None:
         made(attention_dropout=0.1)
     with pytest.raises(NotImplementedError, match="attn_mask_type AttnMaskType.arbitrary"):
         made()(q, k, v, None, attn_mask_type=AttnMaskType.arbitrary)
+
+
+def sinks_of_a_rank(rank: int, path: str) -> dict[str, Any]:
+    """What a rank of two says of its sinks, and the norm of all gradients as Megatron counts."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    scope: dict[str, Any] = {"__name__": "adapter"}
+    exec(compile(Path(path).read_text(), path, "exec"), scope)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16,
+        attention_dropout=0.0, use_cpu_initialization=True, softmax_type="learnable",
+        tensor_model_parallel_size=2,
+    )  # fmt: skip
+    module = scope["MaskCuteAttention"](config, 1, AttnMaskType.causal, "self")
+    sinks = module.softmax_offset
+    with torch.no_grad():
+        sinks.copy_(torch.tensor([1.0, 2.0]) + 2 * rank)
+    (sinks.square().sum() / 2).backward()
+    square = sinks.grad.square().sum() * param_is_not_tensor_parallel_duplicate(sinks)
+    dist.all_reduce(square)
+    (tensor,) = module.sharded_state_dict("layer.").values()
+    return {
+        "key": tensor.key, "shape": tensor.global_shape, "offset": tensor.global_offset,
+        "replica": tensor.replica_id, "data": tensor.data.tolist(), "norm": float(square.sqrt()),
+    }  # fmt: skip
+
+
+def test_sinks_of_megatron_are_divided_over_tensor_parallel_ranks() -> None:
+    needs_package("megatron.core")
+    path = DOCS.parent / "contrib/adapters/megatron_attention.py"
+    found = run_in_processes(2, sinks_of_a_rank, str(path))
+    for rank, told in enumerate(found):
+        assert told["key"] == "layer.softmax_offset" and told["shape"] == (4,)
+        assert told["offset"] == (2 * rank,) and told["data"] == [1 + 2 * rank, 2 + 2 * rank]
+        # the first copy of each part is what is written
+        assert told["replica"] == (0, 0, 0)
+        assert told["norm"] == pytest.approx(30**0.5)
 
 
 def test_diffusers(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import output_capturing
 
 from flash_mask_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.integrations.transformers.masks import AttentionMask, document_ids
@@ -24,6 +28,9 @@ REFUSED = {
     "sinks": "a sink for each query",
     "head_mask": "a factor for each head",
 }
+_linears: WeakKeyDictionary[torch.nn.Module, Callable[[], torch.nn.Linear | None]]
+_linears = WeakKeyDictionary()
+_collector: Any = getattr(output_capturing, "_active_collector", None)
 _SHARDED_LAYERS = "full_attention", "sliding_attention"
 Shape = tuple[int, int, int, int]
 
@@ -220,6 +227,17 @@ def _for_sdpa(
     return (None if window == (None, None) else mask.dense()), False
 
 
+def _are_collected() -> bool:
+    """Whether output_attentions=True was given to a model that collects what layers return, and
+    does not pass the argument on. transformers keeps the collection where nothing public looks."""
+    if _collector is None:
+        return False
+    # in compiled code it is a global variable
+    is_compiling = torch.compiler.is_compiling()
+    collected = _collector.global_var if is_compiling else _collector.get()
+    return bool(collected) and any("attentions" in name for name in collected)
+
+
 def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
     if dropout and module.training:
         raise NotImplementedError(
@@ -227,7 +245,7 @@ def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> 
             "config's attention dropout to 0 (attention_dropout, attention_probs_dropout_prob, "
             "attn_pdrop or dropout_rate)"
         )
-    if others.get("output_attentions"):
+    if others.get("output_attentions") or _are_collected():
         raise NotImplementedError(
             "output_attentions=True: probabilities are never stored here; call "
             "model.set_attn_implementation('eager') first"
@@ -290,10 +308,28 @@ def _dtype_of(
     if hasattr(config, "_is_quantized"):
         dtype: torch.dtype = config.dtype
         return dtype
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.Linear):
-            return layer.weight.dtype
+    layer = _first_linear(module)
+    if layer is not None:
+        return layer.weight.dtype
     return value.dtype if is_mixed else None
+
+
+def _first_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
+    """The first linear layer inside, looked for once; its dtype changes with `module.to`."""
+    is_compiling = torch.compiler.is_compiling()
+    kept = None if is_compiling else _linears.get(module)
+    if kept is not None:
+        layer = kept()
+        if layer is not None or kept is _no_layer:
+            return layer
+    layer = next((x for x in module.modules() if isinstance(x, torch.nn.Linear)), None)
+    if not is_compiling:
+        _linears[module] = _no_layer if layer is None else weakref.ref(layer)
+    return layer
+
+
+def _no_layer() -> None:
+    return None
 
 
 def _fitted(table: Tensor, name: str, shape: Shape) -> Tensor:

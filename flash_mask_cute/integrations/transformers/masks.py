@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import masking_utils
 
+from flash_mask_cute.integrations.transformers.packed import packed_columns
 from flash_mask_cute.lowering.lower import lower_mod
 from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.masks.builders import from_mask_mod
@@ -446,6 +447,10 @@ def find_form(
     lengths: of queries and keys. It waits for the device at most once, and not in the capture of a
     CUDA graph, where only windows are found.
     """
+    if lengths[0] == lengths[1] and not is_capturing():
+        packed = packed_columns(function, batch, lengths[0], device)
+        if packed is not None:
+            return Found("documents, by column intervals", columns=packed)
     lowered = lower_mod(function, "mask_mod", device)
     window = None if lowered.band is None else lowered.band.as_window(*lengths)
     if window is not None:

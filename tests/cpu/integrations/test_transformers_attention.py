@@ -472,3 +472,32 @@ def test_the_transformers_function_that_names_a_row_of_bools() -> None:
     found = attend(q, k, v, make_mask(BATCH, SEQ, SEQ, attention_mask=padding))
     check(found, attend(q, k, v, table), q, k, v)
     assert re.match("column intervals", make_mask(BATCH, SEQ, SEQ, attention_mask=padding).form)
+
+
+def test_the_weights_of_a_layer_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their dtype is that of each call, and a layer that is gone is looked for again."""
+    walks = []
+    walk = torch.nn.Module.modules
+    monkeypatch.setattr(
+        torch.nn.Module, "modules", lambda self: walks.append(type(self)) or walk(self)
+    )
+
+    class Layer(torch.nn.Module):
+        is_causal = True
+
+        def __init__(self, has_weights: bool) -> None:
+            super().__init__()
+            if has_weights:
+                self.q_proj = torch.nn.Linear(8, 8)
+
+    layer, bare = Layer(True), Layer(False)
+    qkv = torch.randn(3, 1, 2, 5, 8)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        layer.to(dtype)
+        walks.clear()
+        for module, expected in ((layer, dtype), (bare, torch.float32)):
+            assert layer_attention(module, *qkv, None)[0].dtype == expected
+    assert not walks
+    layer.q_proj = torch.nn.Linear(8, 8, dtype=torch.float16)
+    assert layer_attention(layer, *qkv, None)[0].dtype == torch.float16
+    assert walks == [Layer]

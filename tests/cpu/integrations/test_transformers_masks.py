@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +13,9 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import tiny_models as tiny
 import torch
 import transformers
-from seen_by_masks import dense, seen
+from seen_by_masks import Waits, dense, seen
 from tiny_models import IDS, LEFT, PACKED
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from flash_mask_cute.integrations.transformers import AttentionMask, masks_for, register
@@ -155,33 +155,6 @@ def test_other_overlays_stay_functions() -> None:
     found = make_mask(**call, use_vmap=True)
     assert found.form == "a mask_mod"
     assert torch.equal(seen(found), dense(call))
-
-
-class Waits(TorchDispatchMode):
-    """Counts what waits for a device, and all operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[str] = []
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.count += 1
-        if any(x in name for x in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
-            self.waits.append(name)
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> Waits:
-        # no mode sees it
-        read = Tensor.tolist
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(Tensor, "tolist", lambda x: self.waits.append("tolist") or read(x))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.patch.undo()
-        super().__exit__(*error)
 
 
 @pytest.mark.shares(8)
@@ -411,6 +384,36 @@ def test_attentions_are_refused_by_name(name: str) -> None:
         model.config.output_attentions = True
 
 
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 64, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ("GPT2Config", tiny.SIZES | GPT2),
+        ("OPTConfig", tiny.SIZES | OPT),
+        ("Dinov2Config", tiny.IMAGE),
+        ("SiglipVisionConfig", tiny.IMAGE),
+        ("SiglipConfig", {"vision_config": tiny.IMAGE, "text_config": tiny.TEXT}),
+    ],
+)
+def test_attentions_are_refused_where_models_do_not_pass_the_argument_on(
+    config: str, sizes: dict[str, Any]
+) -> None:
+    """transformers collects them from what layers return, and would answer an empty tuple."""
+    model = tiny.pair_of(getattr(transformers, config)(**sizes), transformers.AutoModel).ours
+    given = {"pixel_values": torch.randn(2, 3, 32, 32), "input_ids": IDS}
+    names = inspect.signature(model.forward).parameters
+    call = {name: value for name, value in given.items() if name in names}
+    with torch.no_grad():
+        model(**call, output_hidden_states=True)
+    with pytest.raises(NotImplementedError, match="output_attentions=True"):
+        model(**call, output_attentions=True)
+    with torch.no_grad():
+        model(**call)
+
+
 def test_dropout_is_refused_by_name() -> None:
     model = tiny.pair_of(tiny.config_of("llama", attention_dropout=0.1)).ours
     model(IDS)
@@ -436,7 +439,6 @@ INDEXED = {
 }  # fmt: skip
 
 
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
 LIKE_BART = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
