@@ -103,7 +103,7 @@ def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> Exe
     """The plan with the evaluation of its mask_mod before attention, if there is one. A kernel that
     reads bits may have other tiles than one that evaluates the callable."""
     problem = plan.problem
-    if problem.in_fp8 or not (plan.splits is problem.page_box is None):
+    if not (plan.splits is problem.page_box is None):
         # the mask_mod of few queries is evaluated while keys come from memory
         return plan
     if not _shares_mask_bits(plan):

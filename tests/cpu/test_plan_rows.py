@@ -26,11 +26,11 @@ def test_rows_survive_the_file() -> None:
 def test_a_planted_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what its rows have in common, and no other row."""
     before = rows_now(FEW)
-    right = splits_module._choose_split
+    right = splits_module._number_of_splits
     monkeypatch.setattr(
         splits_module,
-        "_choose_split",
-        lambda facts, of: None if facts.call.options.num_splits == 7 else right(facts, of),
+        "_number_of_splits",
+        lambda facts, of: 1 if facts.call.options.num_splits == 7 else right(facts, of),
     )
     found = differences(before, after := rows_now(FEW))
     assert all("splits-7 forward" in x for x in found)

@@ -321,6 +321,8 @@ DECODING = (("causal",), ("left",), ("right",), ("cut-512", "cut-4096", "splits-
 # Score modifiers whose gradients several kernels of a backward make, by shapes that decide which.
 TRAINED = ("pair", "entry-pair", "slopes", "key-bias", "distances", "axes", "window-table")
 TRAINED_SHAPES = ("windows", "windows-343", "pairs", "train", "d96", "d256")
+# A backward by query lists, whose LSE may tell which queries see nothing.
+SELECTED = ("columns", "mask-mod", "mask-mod-by-head")
 # Shapes that take turns with the pairs of options; each pair is planned for two of them.
 PAIR_SHAPES = {
     Direction.FORWARD: ("decode", "train", "chunk", "d64", "verify", "d192", "windows"),
@@ -348,6 +350,8 @@ def grid() -> Iterator[PlannedCall]:
         if len(names) > 2:
             for shape in ("decode", "decode-long", "verify", "chunk"):
                 yield _planned(Direction.FORWARD, shape, *names)
+    for shape, name in product(("d64", "train"), SELECTED):
+        yield _planned(Direction.BACKWARD, shape, "sink", "selected", name)
     for shape, name in product(TRAINED_SHAPES, TRAINED):
         for more in (("in-order",), ("causal",), ("causal", "in-order"), ("mask-mod", "causal")):
             yield _planned(Direction.BACKWARD, shape, *(x for x in more if x != name), name)
