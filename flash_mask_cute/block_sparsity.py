@@ -201,8 +201,7 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
 def mod_of_block_mask(lists: Any) -> Callable[..., Any] | None:
     """The mask_mod of a torch `BlockMask`; None for other lists, beside which calls take one.
 
-    Raises:
-        ValueError: the block mask is a slice of another, which has none.
+    Raises ValueError: the block mask is a slice of another, which has none.
     """
     if isinstance(lists, (BlockSparseTensorsTorch, ComputedLists)):
         return None

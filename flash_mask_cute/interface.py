@@ -38,8 +38,10 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
 from flash_mask_cute.call.check.validate import check_split_keys
 from flash_mask_cute.call.explain import Explanation, explain_fwd
+from flash_mask_cute.call.explain_backward import backward_call
 from flash_mask_cute.call.given_outputs import WithGivenOutputs, writes_tensors_of_caller
 from flash_mask_cute.call.lookup import find_bwd, find_fwd, has_callables
+from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.prepare import may_be_kept, prepare_bwd, prepare_fwd
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.call.tiles.arch import arch_spec
@@ -192,6 +194,8 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
     tensors, masks, options, _, _ = call
     if prepared is None:
         prepared = prepare_fwd(call)
+        if options.is_recorded:
+            plan(backward_call(call))  # what it refuses, before anything runs
         _keep(_prepared_fwd, key, prepared, call)
     elif options.seqlen_k_per_split is not None:
         # 4096.0 finds the prepared call of 4096

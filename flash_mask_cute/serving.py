@@ -54,7 +54,7 @@ from flash_mask_cute.call.check.kvcache import (
 )
 from flash_mask_cute.call.check.validate import check_num_splits, refuse_transforms
 from flash_mask_cute.functional import WindowSize
-from flash_mask_cute.lowering.pair import resolve_mods
+from flash_mask_cute.lowering.pair import OutsideError, named_by_mods, resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import END, QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, check_bool, check_dense, dtype_names
@@ -203,7 +203,21 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
     new = NewRows(k, v, cu_seqlens_k_new, *rotary)
-    return _attend_over(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
+    return _attend_and_name(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
+
+
+def _attend_and_name(
+    cache: Cache, cache_seqlens: Any, new: NewRows, call: AttentionCall, returns: tuple[bool, bool]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`_attend_over`, whose errors name what a mod of the caller captured."""
+    if torch.compiler.is_compiling():
+        return _attend_over(cache, cache_seqlens, new, call, returns)
+    try:
+        return _attend_over(cache, cache_seqlens, new, call, returns)
+    except OutsideError as error:
+        masks = call.masks or NO_MASKS
+        mods = masks.score_mod, masks.mask_mod, masks.aux_tensors
+        raise named_by_mods(error, *mods, cache.device) from error
 
 
 def _attend_over(

@@ -94,7 +94,9 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         reason = f"aux_tensors[{wants_aux[0]}] requires grad"
         check_differentiable_by_aux(reason, score_mod_bwd)
     if torch.are_deterministic_algorithms_enabled() or (reason is not None and deterministic):
-        unordered = None if reason is None else why_unordered(call.tensors.q.device)
+        x, unordered = call.tensors, None
+        if reason is not None:
+            unordered = why_unordered(x.q.device, x.have_shared_keys)
         in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
     refused = None

@@ -123,6 +123,8 @@ class Tensors(NamedTuple):
         x, of = self, self.lengths
         if of.cu_seqlens_q is None or of.cu_seqlens_k is not None or of.page_table is not None:
             return False
+        if not (isinstance(x.k, Tensor) and isinstance(of.cu_seqlens_q, Tensor)):
+            return False
         return x.k.dim() == 4 and x.k.shape[0] == 1 and of.cu_seqlens_q.shape[0] != 2
 
     @staticmethod

@@ -223,16 +223,22 @@ def sums_in_order(
     return tuple(i for i in multi_reader if i not in entry_aux), entry_aux
 
 
-def why_unordered(target: Target) -> str | None:
+def why_unordered(target: Target, have_shared_keys: bool) -> str | None:
     """Why gradients of aux tensors have no fixed order of sums, in words; None if they have one."""
+    if have_shared_keys:
+        return (
+            "gradients of aux tensors are summed in no fixed order where k and v are one batch "
+            "entry for several sequences"
+        )
     if arch_spec(target).backward.orders_aux:
         return None
     return f"gradients of aux tensors are summed in no fixed order on {arch_spec(target).name}"
 
 
-def why_unordered_on(device: torch.device) -> str | None:
+def why_unordered_on(device: torch.device, have_shared_keys: bool) -> str | None:
     """`why_unordered` on a device, before a call is planned."""
-    return why_unordered(Target.from_device(device) if device.type == "cuda" else Target.default())
+    target = Target.from_device(device) if device.type == "cuda" else Target.default()
+    return why_unordered(target, have_shared_keys)
 
 
 # -- compiled and launched ---------------------------------------------------------------------

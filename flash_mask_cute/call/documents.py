@@ -182,18 +182,11 @@ def with_gradients(tensors: Tensors) -> Tensors:
 AS_ROWS = "q", "k", "v", "out", "dout", "dq", "dk", "dv"
 BY_HEADS = "lse", "lse_low", "max_scores", "dlse"
 UNCHANGED = "learnable_sink", "dsink", "daux"
-
-
-def _places(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of these fields, in `Tensors` and in `Gradients`."""
-    of, of_gradients = (
-        tuple(i for i, name in enumerate(kind._fields) if name in names)
-        for kind in (Tensors, Gradients)
-    )
-    return of, of_gradients
-
-
-_ROWS, _HEADS = _places(AS_ROWS), _places(BY_HEADS)
+# their places in `Tensors` and in `Gradients`
+_ROWS, _HEADS = (
+    [[i for i, x in enumerate(kind._fields) if x in names] for kind in (Tensors, Gradients)]
+    for names in (AS_ROWS, BY_HEADS)
+)
 
 
 def as_rows(tensors: Tensors) -> Tensors:

@@ -85,7 +85,7 @@ def explain_backward(
     if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
     try:
-        backward = plan(_backward_call(call), run.target)
+        backward = plan(backward_call(call), run.target)
     except NotImplementedError as error:
         return None, str(error)
     backward = backward.packed or backward
@@ -158,11 +158,11 @@ def _explain_selection(call: AttentionCall, backward: ExecutionPlan) -> str:
             f"query lists: a key tile visits the queries that chose it, {tokens} with "
             f"{problem.packed_heads} heads at a time"
         )
-    facts = CallFacts.of(_backward_call(call), backward.target)
+    facts = CallFacts.of(backward_call(call), backward.target)
     return f"bits: {why_bits(facts, problem)}"
 
 
-def _backward_call(call: AttentionCall) -> AttentionCall:
+def backward_call(call: AttentionCall) -> AttentionCall:
     """The backward of a call, with stand-ins without memory for its results and gradients."""
     x, masks = call.tensors, call.masks or NO_MASKS
     # not those of the plan, which may be for packed sequences

@@ -8,6 +8,7 @@ from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES
 from flash_mask_cute.mask_prep.selected_bits import row_bytes
+from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime.checks import brief
 
 
@@ -15,14 +16,14 @@ def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
     """Refuse what neither a kernel nor the CPU path computes, and head dimensions that kernels do
     not have."""
     if problem.deterministic and problem.wants_aux and facts.masks.score_mod is not None:
-        unordered = why_unordered(facts.target)
+        unordered = why_unordered(facts.target, problem.shared_kv)
         if unordered is not None:
             refuse_order("daux is given", unordered)
-    if problem.shared_kv and problem.deterministic and problem.wants_aux:
-        raise NotImplementedError(
-            "daux is not supported with deterministic=True where k and v are one batch entry for "
-            f"several sequences, got the gradients of aux_tensors {list(problem.wants_aux)}"
-        )
+    backward, score_mod = facts.call.backward, facts.masks.score_mod
+    if not facts.is_forward and score_mod is not None and backward.score_mod_bwd is None:
+        refused = find_reads(score_mod, problem, problem.wants_aux).no_derivative
+        if refused:
+            raise NotImplementedError(refused)
     if facts.backend is Backend.KERNEL:
         check_head_dims(problem.head_dim, problem.head_dim_v, runs_kernels=True)
         _refuse_wide_heads(facts, problem)

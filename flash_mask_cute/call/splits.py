@@ -69,10 +69,11 @@ def aligned_chunks(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
 def refuse_splits(problem: AttentionProblem, what: str) -> None:
     """Refuse results that splits do not have. what: of the call asks for splits. Raises
     NotImplementedError: lse_low or max_scores are asked for, too."""
-    for name in ("lse_low", "max_scores"):
+    results = {"lse_low": "gradients by score_mod", "max_scores": "return_max_logit"}
+    for name, result in results.items():
         if getattr(problem, f"needs_{name}"):
             raise NotImplementedError(
-                f"{what} is not supported together with {name}: of splits, out and lse are combined"
+                f"{what} is not supported together with {result} ({name}), which splits do not have"
             )
 
 

@@ -39,6 +39,7 @@ _HINTS = frozenset(
         *("BLOCK_N2", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ"),
         *("FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack", "matrix_instr_nonkdim", "waves_per_eu"),
         "BACKEND",
+        "force_flash",
     }
 )
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.lowering.convention import is_torch_mod
 from flash_mask_cute.lowering.watch import Memo, MemoEntry, watches_of
-from flash_mask_cute.mods.aux_tensors import OutsideError
+from flash_mask_cute.mods.aux_tensors import OutsideError as OutsideError
 from flash_mask_cute.runtime.checks import check_list
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_mask_cute.lowering.values import NotLowerable
+from flash_mask_cute.runtime.checks import refuse_jit_trace
 
 _TORCH = str(Path(torch.__file__).parent)
 INDEX_NAMES = ("b_idx", "h_idx", "q_idx", "kv_idx")
@@ -82,6 +83,7 @@ def trace(
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Trace:
     """Trace a mod. Raises NotImplementedError, naming the mod and its line."""
+    refuse_jit_trace()
     given = _arguments(is_score, device)
 
     def call(*arguments: Tensor) -> Any:

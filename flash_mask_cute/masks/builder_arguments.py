@@ -53,19 +53,16 @@ def sizes_of(
         _check_integers(name, value, (depth, depth + 1))
         if device is not None and torch.empty(0, device=device).device != value.device:
             raise ValueError(f"{name} is on {value.device}, device={device}")
-        if 0 in value.shape:
-            raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
         sizes = value.to(torch.int32)
-        return (sizes if value.dim() > depth else sizes[None]), seqlen, value.device
+        return _not_empty(sizes if value.dim() > depth else sizes[None]), seqlen, value.device
     if not is_list(value):
         raise TypeError(f"{name}={value!r} is no list of ints and no integer tensor")
-    levels = _levels(name, value)
+    refuse_in_graph(f"of a list, {name}: pass a tensor, or")
+    levels = _levels(name, value) if value else depth
     if levels not in (depth, depth + 1):
         raise ValueError(f"{name}={value!r} is not {depth} or {depth + 1} lists deep")
     rows = _rectangle(value if levels > depth else [value], depth)
-    sizes = torch.tensor(rows, dtype=torch.int32, device="cpu")
-    if 0 in sizes.shape:
-        raise ValueError(f"{name}={value!r} is empty")
+    sizes = _not_empty(torch.tensor(rows, dtype=torch.int32, device="cpu"), depth)
     flat = sizes.flatten(1)
     needed = int((flat.sum(1) if adds_up else flat.amax(1)).max())
     if seqlen is None:
@@ -75,6 +72,22 @@ def sizes_of(
     elif adds_up and needed > seqlen:
         raise ValueError(f"{name} adds up to {needed}, more than seqlen={seqlen}")
     return sizes, seqlen, device_of(device)
+
+
+def _not_empty(sizes: Tensor, depth: int | None = None) -> Tensor:
+    """Sizes (batch, ...), with one part of no tokens where there are no parts."""
+    if sizes.numel() or not len(sizes):
+        return sizes
+    return sizes.new_zeros((len(sizes), *(1,) * (depth or sizes.dim() - 1)))
+
+
+def refuse_in_graph(what: str) -> None:
+    """Raise RuntimeError about what Dynamo cannot trace, if it traces."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"torch.compile cannot trace builders {what} make the mask outside of the compiled "
+            "region, and pass it"
+        )
 
 
 def is_list(value: Any) -> bool:
@@ -117,6 +130,4 @@ def token_rows(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
     _check_integers(name, value, (1, 2))
-    if 0 in value.shape:
-        raise ValueError(f"{name} is empty: shape {tuple(value.shape)}")
     return value if value.dim() == 2 else value[None]

@@ -12,9 +12,9 @@ docs/mask_gallery.md shows the masks.
 
 Document lengths are lists of ints, or [[...], ...] for a batch with different documents. They may
 also be an integer tensor (documents,) or (batch, documents); the mask is then on its device,
-`seqlen` is required, and the numbers cannot be checked. Lengths may be 0. Unless a docstring says
-otherwise, tokens past the last document see nothing and no query sees them. `seqlen` defaults to
-the sum of the lists.
+`seqlen` is required, and the numbers cannot be checked. torch.compile traces tensors, and no lists.
+Lengths may be 0, and there may be none. Unless a docstring says otherwise, tokens past the last
+document see nothing and no query sees them. `seqlen` defaults to the sum of the lists.
 
 All of them raise TypeError or ValueError for unusable arguments, naming them.
 
@@ -39,6 +39,7 @@ from flash_mask_cute.masks.builder_arguments import (
     check_int,
     device_of,
     is_list,
+    refuse_in_graph,
     sizes_of,
     token_rows,
 )
@@ -265,6 +266,7 @@ def qk_sparse(
     check_int("seqlen", seqlen)
     if not is_list(dropped):
         raise TypeError(f"dropped={dropped!r} is not a list of (start, length)")
+    refuse_in_graph("of a list, dropped:")
     end = 0
     for i, span in enumerate(dropped):
         if not is_list(span) or len(span) != 2:
@@ -343,6 +345,7 @@ def prefix_tree(
         >>> builders.prefix_tree([-1, 0, 0], [1, 1, 1]).dense(3)[0, 0].int().tolist()
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
+    refuse_in_graph("of a list, parents:")
     sizes, seqlen, device = sizes_of("lengths", lengths, seqlen, device, depth=1)
     trees = checked_trees(parents, lengths, sizes)
     batch, width = sizes.shape
@@ -375,7 +378,7 @@ def from_tin_tout(tout: Tensor) -> ColumnMask:
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     ends = token_rows("tout", tout)
-    if ends.device.type == "cpu":
+    if ends.device.type == "cpu" and not torch.compiler.is_compiling():
         for i, row in enumerate(ends.tolist()):
             check_depth_first(row, f"tout[{i}, " if tout.dim() == 2 else "tout[")
     return _self_attention(ends[:, None, :, None].int(), causal=True)
@@ -396,8 +399,8 @@ def image_blocks(ids: Tensor, window: int | None = None) -> ColumnMask:
     if window is not None:
         check_int("window", window)
     seqlen, place = of_tokens.shape[1], _positions(of_tokens.shape[1], of_tokens.device)
-    changes = (of_tokens[:, 1:] != of_tokens[:, :-1]) | (of_tokens[:, 1:] < 0)
-    is_first, is_last = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
+    later = of_tokens[:, 1:]
+    is_first, is_last = _edges((later != of_tokens[:, :-1]) | (later < 0), seqlen)
     first = torch.where(is_first, place, 0).cummax(1).values
     end = torch.where(is_last, place + 1, seqlen).flip(1).cummin(1).values.flip(1)
     if window is None:
@@ -479,7 +482,7 @@ def from_document_ids(document_ids: Tensor, *, causal: bool = True) -> ColumnMas
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     ids = token_rows("document_ids", document_ids)
-    return _from_starts(ids[:, 1:] != ids[:, :-1], check_bool("causal", causal))
+    return _from_starts(ids[:, 1:] != ids[:, :-1], ids.shape[1], check_bool("causal", causal))
 
 
 def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMask:
@@ -494,7 +497,8 @@ def from_position_ids(position_ids: Tensor, *, causal: bool = True) -> ColumnMas
     """
     # in the dtype that is given, the position after the largest one might be the smallest one
     positions = token_rows("position_ids", position_ids).long()
-    return _from_starts(positions[:, 1:] != positions[:, :-1] + 1, check_bool("causal", causal))
+    starts_anew = positions[:, 1:] != positions[:, :-1] + 1
+    return _from_starts(starts_anew, positions.shape[1], check_bool("causal", causal))
 
 
 def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
@@ -529,8 +533,6 @@ def key_padding(mask: Tensor, *, causal: bool = False) -> ColumnMask:
             f"mask has shape {tuple(mask.shape)}, not (batch, seqlen_k) or (batch, 1, 1, "
             "seqlen_k); from_dense takes masks (..., seqlen_q, seqlen_k)"
         )
-    if 0 in mask.shape:
-        raise ValueError(f"mask is empty: shape {tuple(mask.shape)}")
     # a padded key hides the rows from 0 on, a real one those from a row on that no call has
     start = is_real.int() * MAX_INT32
     vectors = (start,) if causal else (start, torch.zeros_like(start))
@@ -561,6 +563,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
         >>> builders.from_dense(torch.ones(3, 3).tril().bool()).causal
         True
     """
+    refuse_in_graph("of a dense mask:")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         got = f"{tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else type(mask)
         raise ValueError(
@@ -678,15 +681,19 @@ def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
     return torch.stack((F.pad(ends, (0, 1)), F.pad(starts, (0, 1), value=seqlen)), dim=-1)
 
 
-def _from_starts(starts_anew: Tensor, is_causal: bool) -> ColumnMask:
-    """starts_anew: bool (batch, seqlen - 1), whether a document starts at token i + 1."""
-    seqlen = starts_anew.shape[1] + 1
+def _edges(starts_anew: Tensor, seqlen: int) -> list[Tensor]:
+    """Whether each token is the first, and the last, of a run, bool (batch, seqlen). starts_anew:
+    whether a run starts at token i + 1."""
+    return [F.pad(starts_anew, at, value=True)[:, :seqlen] for at in ((1, 0), (0, 1))]
+
+
+def _from_starts(starts_anew: Tensor, seqlen: int, is_causal: bool) -> ColumnMask:
+    """starts_anew: as in `_edges`."""
     positions = _positions(seqlen, starts_anew.device)
-    is_last = F.pad(starts_anew, (0, 1), value=True)
+    is_first, is_last = _edges(starts_anew, seqlen)
     ends = torch.where(is_last, positions + 1, seqlen).flip(1).cummin(1).values.flip(1)
     if is_causal:
         return _self_attention(ends[:, None, :, None].int(), causal=True, documents=True)
-    is_first = F.pad(starts_anew, (1, 0), value=True)
     starts = torch.where(is_first, positions, 0).cummax(1).values
     indices = torch.stack((ends, starts), dim=-1)[:, None].int()
     return _self_attention(indices, causal=False, documents=True)

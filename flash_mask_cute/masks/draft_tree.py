@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_mask_cute.masks.builder_arguments import Device, check_int, is_list
+from flash_mask_cute.masks.builder_arguments import Device, check_int, is_list, refuse_in_graph
 from flash_mask_cute.runtime.checks import brief
 
 MAX_DRAFTS = 64  # bits of a word
@@ -116,6 +116,7 @@ def _parent_numbers(parents: Any, device: Device) -> Tensor:
             raise ValueError(f"parents is on {parents.device}, device={device}")
         numbers = parents.long()
     elif is_list(parents):
+        refuse_in_graph("of a list, parents: pass a tensor, or")
         rows = parents if len(parents) > 0 and is_list(parents[0]) else [parents]
         for row in rows:
             for parent in row if is_list(row) else [row]:
@@ -131,7 +132,8 @@ def _parent_numbers(parents: Any, device: Device) -> Tensor:
             f"parents has shape {tuple(numbers.shape)}, not (drafts,) or (batch, drafts) with 1 to "
             f"{MAX_DRAFTS} drafts"
         )
-    if numbers.device.type == "cpu":
+    # a trace has no contents
+    if numbers.device.type == "cpu" and not torch.compiler.is_compiling():
         own = torch.arange(numbers.shape[1], device="cpu")
         is_wrong = (numbers >= own) | (numbers < -1)
         if bool(is_wrong.any()):

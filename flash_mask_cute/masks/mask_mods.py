@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_mask_cute.lowering.convention import check_torch_mod
 from flash_mask_cute.lowering.pair import memo_entry, stays_mod
 from flash_mask_cute.lowering.watch import Memo, MemoEntry, is_capturing
-from flash_mask_cute.masks.builder_arguments import Device, check_int
+from flash_mask_cute.masks.builder_arguments import Device, check_int, refuse_in_graph
 from flash_mask_cute.masks.column_mask import ColumnMask
 
 # what traces is loaded when there is something to trace
@@ -115,11 +115,7 @@ def from_mask_mod(
         >>> builders.from_mask_mod(image, 4, 4).dense(4)[0, 0, 1].tolist()
         [True, True, True, False]
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "torch.compile cannot trace builders.from_mask_mod: make the mask outside of the"
-            " compiled region, and pass it"
-        )
+    refuse_in_graph("of a mask_mod:")
     check_int("seqlen_q", seqlen_q)
     check_int("seqlen_k", seqlen_k)
     check_int("batch", batch, at_least=1)

@@ -26,7 +26,8 @@ def checked_trees(parents: Any, lengths: Any, sizes: Tensor) -> list[list[int]]:
     if isinstance(lengths, Tensor):
         counts = [sizes.shape[1]] * len(sizes)
     else:
-        counts = [len(row) for row in (lengths if is_list(lengths[0]) else [lengths])]
+        is_batch = len(lengths) > 0 and is_list(lengths[0])
+        counts = [len(row) for row in (lengths if is_batch else [lengths])]
     if len(trees) != len(counts):
         raise ValueError(f"parents has {len(trees)} forests, lengths {len(counts)}")
     for i, (tree, count) in enumerate(zip(trees, counts, strict=True)):

@@ -111,12 +111,14 @@ class ModReads(NamedTuple):
     """The reads of a score_mod, of the tensors whose gradients are wanted, by their numbers.
 
     is_shift: the derivative by the score is 1. is_batch_invariant_bias: the modified score is the
-    score plus, or minus, one number that neither score nor batch entry determine.
+    score plus, or minus, one number that neither score nor batch entry determine. no_derivative:
+    why there is none, as an error says it; empty: there is one, or the callable cannot be traced.
     """
 
     tensors: Mapping[int, TensorReads]
     is_shift: bool = False
     is_batch_invariant_bias: bool = False
+    no_derivative: str = ""
 
     @property
     def shared(self) -> tuple[int, ...]:

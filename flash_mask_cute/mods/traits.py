@@ -129,20 +129,22 @@ def _trace_reads(
     from flash_mask_cute.mods.read_analysis import analyse_reads
 
     found: list[ModReads] = []
-    why = "score_mod cannot be traced"
+    no_derivative = ""
 
     def evaluate(aux_tensors: Any) -> None:
-        nonlocal why
+        nonlocal no_derivative
         try:
             found.append(analyse_reads(score_mod, aux_tensors, wants_aux))
         except NotImplementedError as error:
-            why = str(error)
+            no_derivative = str(error)
             raise
 
     _trace(evaluate, fake_tensors.aux_tensors(problem))
     if found:
         return found[0]
-    return ModReads(dict.fromkeys(wants_aux, TensorReads(ReadClass.OTHER, why)))
+    why = no_derivative or "score_mod cannot be traced"
+    reads = dict.fromkeys(wants_aux, TensorReads(ReadClass.OTHER, why))
+    return ModReads(reads, no_derivative=no_derivative)
 
 
 @tells_what_to_install()

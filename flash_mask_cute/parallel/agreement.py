@@ -31,7 +31,8 @@ _Kept = dict[tuple[Any, ...], Digests]
 _MOST_KEPT, _MOST_CONTENTS = 64, 4096
 # What is compared, in the order of the numbers that are sent.
 _COMPARED = (
-    "arguments (method, plan, options, shapes, dtypes)",
+    "arguments (method, plan, options; shapes, dtypes and recorded gradients of q, k, v and "
+    "learnable_sink)",
     "contents of mask",
     "calls before this one",
 )
@@ -58,7 +59,8 @@ def check_agreement(
     plan: Plan,
     settings: Settings,
     mask: ColumnMask | None,
-    operands: Sequence[Tensor],
+    operands: Sequence[Tensor | None],
+    device: torch.device,
 ) -> None:
     """Compare with the other ranks, if this is the first call with these arguments and contents of
     the mask, or it is time for it. With a new mask it waits for the device; ranks may pass an
@@ -73,16 +75,17 @@ def check_agreement(
     agreed = _OF_GROUPS.setdefault(peers.group, _Agreed())
     kept = agreed.without_mask if mask is None else agreed.of_masks.setdefault(mask, {})
     version = version_of(mask)
-    key = method, plan, settings, version, *((x.shape, x.dtype) for x in operands)
+    facts = tuple(map(_facts_of, operands))
+    key = method, plan, settings, version, *facts
     # torch counts no changes of a tensor of inference mode
     own = kept.get(key) if version != -1 else None
     if own is None:
-        own = _digests(method, plan, settings, mask, operands)
+        own = _digests(method, plan, settings, mask, facts)
         if len(kept) >= _MOST_KEPT:
             kept.clear()
     calls = agreed.calls + 1
     if own not in agreed.contents or calls & (calls - 1) == 0:
-        _compare(peers, method, own, agreed, operands[0].device)
+        _compare(peers, method, own, agreed, device)
         if len(agreed.contents) >= _MOST_CONTENTS:
             agreed.contents.clear()
         agreed.contents.add(own)
@@ -114,17 +117,22 @@ def _compare(
         )
 
 
+def _facts_of(x: Tensor | None) -> object:
+    """What decides about messages and formulas of an operand, which may be missing."""
+    records = torch.is_grad_enabled() and x is not None and x.requires_grad
+    return None if x is None else (tuple(x.shape), x.dtype, records)
+
+
 @torch.no_grad()
 def _digests(
     method: str,
     plan: Plan,
     settings: Settings,
     mask: ColumnMask | None,
-    operands: Sequence[Tensor],
+    of_operands: Sequence[object],
 ) -> Digests:
     """Of the arguments, and of the contents of the mask: numbers of 64 bits."""
-    facts: list[object] = [method, plan.rows, settings]
-    facts += [(tuple(x.shape), x.dtype) for x in operands]
+    facts: list[object] = [method, plan.rows, settings, *of_operands]
     contents: Tensor | int = 0
     if mask is not None:
         facts += [mask.causal, tuple(mask.startend_row_indices.shape)]

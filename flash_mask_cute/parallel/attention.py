@@ -67,7 +67,8 @@ def context_parallel_attention(
         TypeError, ValueError: before anything is sent: the plan is for another group, q, k or v do
             not hold this rank's rows, a mask is of another length, heads do not divide; or as
             `flash_attn_func`.
-            Also, in all ranks, if they do not agree about mask, plan and the other arguments.
+            Also, in all ranks, if they do not agree about mask, plan and the other arguments,
+            whether learnable_sink is given, or for which of the tensors a gradient is recorded.
         NotImplementedError: mask is a mask_mod; or "all_gather" and "ring" cannot hold the mask
             together with causal masking and the window.
         RuntimeError: torch.distributed is not initialized; or another rank failed, or did not
@@ -97,7 +98,8 @@ def context_parallel_attention(
     else:
         band = Band(causal, settings.window)
         routes = routes_of(mask, band, plan, peers.rank, q.device)
-    check_agreement(peers, method, plan, settings, mask, (q, k, v))
+    operands = q, k, v, learnable_sink
+    check_agreement(peers, method, plan, settings, mask, operands, q.device)
     if learnable_sink is not None:
         learnable_sink = _SummedGradient.apply(learnable_sink, peers)
     operands = q, k, v, learnable_sink

@@ -20,6 +20,15 @@ _LARGEST_SCALE = 1e38
 INTS: tuple[Any, ...] = (Integral, torch.SymInt)
 
 
+def refuse_jit_trace() -> None:
+    """Raise NotImplementedError within torch.jit.trace, whose shapes are tensors."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            "torch.jit.trace of attention is not supported: use torch.export.export, or "
+            "torch.compile"
+        )
+
+
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
     """Check that rows are contiguous and, when `aligned`, that they start on 16-byte boundaries.
 

@@ -56,6 +56,7 @@ from flash_mask_cute.runtime.checks import (
     check_shaped,
     check_tensor,
     dtype_names,
+    refuse_jit_trace,
 )
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 from flash_mask_cute.runtime.dtypes import FP8
@@ -107,6 +108,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     In a backward dout is like out; lse, lse_low and dlse have any strides; dq, dk, dv are like q,
     k, v; dsink is like learnable_sink; daux has an entry for each aux tensor, None or a tensor like
     it. Raises TypeError, ValueError, NotImplementedError; see the module docstring."""
+    refuse_jit_trace()
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
     of, optional = x.lengths, x.optional
     check_num_splits(options.num_splits)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from parallel_calls import (
     METHODS,
+    OTHERWISE,
     TABLE,
     Errors,
     Row,
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders, flash_attn_func
 from flash_mask_cute.parallel import Plan, context_parallel_attention
+from flash_mask_cute.parallel.agreement import _COMPARED
 
 SEED = int(os.environ.get("FLASH_MASK_PARALLEL_SEED", int(time.time()) // 86400))
 CALLS = os.environ.get("FLASH_MASK_PARALLEL_CALLS", "10")
@@ -79,8 +81,8 @@ def test_the_others_are_told_which_rank_failed(told: list[Told], method: str) ->
 
 def test_ranks_that_differ_are_told(told: list[Told]) -> None:
     """All of them, before anything of a call is sent; the groups go on."""
-    other = "has other arguments (method, plan, options, shapes, dtypes) than rank 0"
-    texts = {"mask": "has other contents of mask than rank 0", "plan": other, "softcap": other}
+    other = f"has other {_COMPARED[0]} than rank 0"
+    texts = dict.fromkeys(OTHERWISE, other) | {"mask": "has other contents of mask than rank 0"}
     for of_process in told:
         assert len(of_process.differences) == len(METHODS) * len(texts)
         for (_, what), text in of_process.differences.items():
@@ -92,7 +94,7 @@ def test_ranks_that_differ_in_what_they_know_are_told_later(told: list[Told]) ->
     for of_process in told:
         swapped = dict(of_process.swapped)
         assert set(swapped.pop("known") + swapped.pop("swapped")) == {"nothing"}
-        others = {"with other heads": "arguments (method, plan, options, shapes, dtypes)"}
+        others = {"with other heads": _COMPARED[0]}
         assert swapped.keys() == {"fourth", "with a new mask", *others}
         for name, (text,) in swapped.items():
             what = others.get(name, "calls before this one")

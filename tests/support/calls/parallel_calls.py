@@ -247,7 +247,10 @@ def fail_in_one(group: dist.ProcessGroup, method: str) -> str:
     return "nothing"
 
 
-OTHERWISE = "mask", "plan", "softcap"
+OTHERWISE = (
+    *("mask", "plan", "softcap", "no sink", "dtype of sink"),
+    *("gradient of q", "gradient of k", "gradient of v", "gradient of sink"),
+)
 
 
 def differ(group: dist.ProcessGroup) -> dict[tuple[str, str], str]:
@@ -260,8 +263,20 @@ def differ(group: dist.ProcessGroup) -> dict[tuple[str, str], str]:
         rows = Plan([[(0, 32)], [(32, 64)]]) if is_other and what == "plan" else interleaved(64, 2)
         softcap = 3.0 if is_other and what == "softcap" else 0.0
         mask = builders.causal_document(lengths)
+        sink: Tensor | None = torch.zeros(2) if "sink" in what else None
+        if is_other and what == "no sink":
+            sink = None
+        elif is_other and what == "dtype of sink":
+            sink = torch.zeros(2, dtype=torch.float64)
+        named = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "sink": sink}
+        recorded = named.get(what.removeprefix("gradient of "))
+        if is_other and recorded is not None:
+            recorded.requires_grad_()
+        operands: Any = [named[name] for name in "qkv"]
         try:
-            context_parallel_attention(q, k, v, mask, rows, group, method, softcap=softcap)
+            context_parallel_attention(
+                *operands, mask, rows, group, method, softcap=softcap, learnable_sink=sink
+            )
             told[method, what] = "nothing"
         except ValueError as error:
             told[method, what] = str(error)
