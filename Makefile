@@ -48,7 +48,7 @@ ENGINES := vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 diffusers==0.42.1 megatro
 OF_TORCH := tests/cpu/autograd tests/cpu/flex tests/cpu/integrations/test_torch_*.py
 
 
-# A demo needs no tools for development.
+# A demo needs no tools for development, and the software GPU needs numpy.
 demo: $(if $(filter $(VENV)/%,$(RUN)),$(or $(wildcard $(STAMP)),$(VENV)/.runtime))
 	$(RUN) examples/demo.py
 
@@ -147,5 +147,5 @@ $(STAMP): pyproject.toml constraints.txt
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -c constraints.txt "$(TORCH)"
-	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[cu13]"
+	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[cu13]" numpy
 	touch $@
