@@ -73,6 +73,10 @@ class Problem(NamedTuple):
         return torch.autograd.grad(out, (self.q, self.k, self.v), self.dout, retain_graph=True)
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
 def load_mods(path: Path) -> Mods:
     """The mods of a file.
 
@@ -137,7 +141,7 @@ def check(problem: Problem, calls: dict[str, Callable[..., Tensor]]) -> bool:
         except Exception as error:
             if call is ours:
                 raise
-            print(f"{name:24}raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            _say(f"{name:24}raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             del calls[name]
             continue
         told = []
@@ -149,7 +153,7 @@ def check(problem: Problem, calls: dict[str, Callable[..., Tensor]]) -> bool:
             is_right = error <= bound
             all_right = all_right and (is_right or call is not ours)
             told.append(f"{what} {error:.1e}{'' if is_right else ' WRONG'} (bound {bound:.1e})")
-        print(f"{name:24}largest error of {', '.join(told)}")
+        _say(f"{name:24}largest error of {', '.join(told)}")
     return all_right
 
 
@@ -186,13 +190,13 @@ def time_calls(problem: Problem, calls: dict[str, Callable[..., Tensor]]) -> Non
         out = call(problem, block_mask)
         backward = milliseconds(lambda out=out: problem.gradients(out))  # type: ignore[misc]
         times[name] = forward, backward
-    print(f"{'milliseconds':24}{'forward':>10}{'backward':>10}")
+    _say(f"{'milliseconds':24}{'forward':>10}{'backward':>10}")
     for name, (forward, backward) in times.items():
-        print(f"{name:24}{forward:10.3f}{backward:10.3f}")
+        _say(f"{name:24}{forward:10.3f}{backward:10.3f}")
     if len(times) > 1:
         first, last = times.values()
         factors = (y / x for x, y in zip(first, last, strict=True))
-        print(f"{'times as fast':24}{''.join(f'{x:10.2f}' for x in factors)}")
+        _say(f"{'times as fast':24}{''.join(f'{x:10.2f}' for x in factors)}")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -229,16 +233,16 @@ def main(arguments: Sequence[str]) -> int:
         calls["torch flex_attention"] = lambda x, block_mask: compiled(
             *x[:3], x.mods.score_mod, block_mask, enable_gqa=True
         )
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        _say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     small = Problem.draw(given, min(given.seqlen, CHECKED_SEQLEN), device, mods)
     if not check(small, calls):
-        print("a result is wrong: nothing is timed")
+        _say("a result is wrong: nothing is timed")
         return 1
     if not has_kernels:
-        print("nothing is timed: torch sees no GPU with kernels")
+        _say("nothing is timed: torch sees no GPU with kernels")
         return 0
     problem = Problem.draw(given, given.seqlen, device, mods)
     batch, heads, seqlen, head_dim = problem.q.shape
-    print(f"batch {batch}, {seqlen} tokens, {heads} heads of {head_dim}, bfloat16")
+    _say(f"batch {batch}, {seqlen} tokens, {heads} heads of {head_dim}, bfloat16")
     time_calls(problem, calls)
     return 0

@@ -131,10 +131,8 @@ def _is_plain_forward(call: AttentionCall) -> bool:
 
 
 def scale_number(softmax_scale: Any) -> Any:
-    """The scale as a Python number. It is read once and serves the backward too.
-
-    In a traced region it stays a tensor, which an operator reads when it runs.
-    """
+    """The scale as a Python number. It is read once and serves the backward too. In a traced region
+    it stays a tensor, which an operator reads when it runs."""
     if (
         isinstance(softmax_scale, Tensor)
         and softmax_scale.requires_grad

@@ -36,11 +36,8 @@ class Attention(torch.autograd.Function):
         wants_max: bool,
         *_wanted: Tensor,
     ) -> tuple[Tensor, ...]:
-        """out and lse, and the largest score of each row if wants_max.
-
-        q, k, v, sink: of `call`, visible to autograd, as are _wanted, its aux tensors with indices
-        in wants_aux.
-        """
+        """out and lse, and the largest score of each row if wants_max. q, k, v, sink: of `call`,
+        visible to autograd, as are _wanted, its aux tensors with indices in wants_aux."""
         call = with_outputs(recorded(call), wants_max)
         out, lse = interface.forward(call)
         assert lse is not None

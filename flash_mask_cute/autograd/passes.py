@@ -62,10 +62,8 @@ def recorded(call: AttentionCall) -> AttentionCall:
 
 
 def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dsink, and the gradients of the aux tensors with indices in wants_aux.
-
-    call: of a forward, with its results and their gradients among its tensors.
-    """
+    """dq, dk, dv, dsink, and the gradients of the aux tensors with indices in wants_aux. call: of a
+    forward, with its results and their gradients among its tensors."""
     x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
     sink = x.learnable_sink
     dsink = None if sink is None else torch.empty_like(sink)

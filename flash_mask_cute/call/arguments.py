@@ -24,9 +24,7 @@ class Direction(Enum):
 
 class CallLengths(NamedTuple):
     """Where the sequences of a call begin, and how many of their rows are in use; None: not given.
-
-    q_starts: the argument q_start, if that is a tensor (`QStart`).
-    """
+    q_starts: the argument q_start, if that is a tensor (`QStart`)."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -65,10 +63,8 @@ class OptionalTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a backward: dout and dlse are inputs, the others outputs.
-
-    dq, dk and dv are new tensors if None.
-    """
+    """Of a backward: dout and dlse are inputs, the others outputs. dq, dk and dv are new tensors if
+    None."""
 
     dout: Tensor | None = None
     dlse: Tensor | None = None

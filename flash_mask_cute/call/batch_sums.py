@@ -429,10 +429,8 @@ _COSTS = {
 
 
 class AuxGradient(NamedTuple):
-    """The gradient of an aux tensor through score_mod.
-
-    number: of the tensor. is_wanted: it requires grad. cost: of its gradient, in words.
-    """
+    """The gradient of an aux tensor through score_mod. number: of the tensor. is_wanted: it
+    requires grad. cost: of its gradient, in words."""
 
     number: int
     reads: TensorReads

@@ -35,10 +35,8 @@ _SIGNS = {-1.0: "times -1 for a negative softmax_scale", 0.0: "times 0 for a sof
 
 
 class Copy(NamedTuple):
-    """A contiguous copy of a tensor, times a factor, in its dtype or another.
-
-    why: the reason for the copy, in words.
-    """
+    """A contiguous copy of a tensor, times a factor, in its dtype or another. why: the reason for
+    the copy, in words."""
 
     why: str
     factor: float = 1.0
@@ -142,10 +140,8 @@ def output_conversion(tensor: Tensor | None) -> Restrided | None:
 
 
 def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Strides that TMA accepts, if an extent of 1 has one that it refuses; None: unchanged.
-
-    PyTorch does not define the stride of such an extent.
-    """
+    """Strides that TMA accepts, if an extent of 1 has one that it refuses; None: unchanged. PyTorch
+    does not define the stride of such an extent."""
     strides = tuple(
         stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)

@@ -103,10 +103,8 @@ def packs_documents(call: AttentionCall) -> bool:
 
 
 def packs_declared_documents(call: AttentionCall) -> bool:
-    """The same for operators, whose caller must have declared the documents.
-
-    A limit on lengths would be a guard of the trace, so none decides about undeclared ones.
-    """
+    """The same for operators, whose caller must have declared the documents. A limit on lengths
+    would be a guard of the trace, so none decides about undeclared ones."""
     mask = None if call.masks is None else call.masks.startend_row_indices
     is_declared = isinstance(mask, ColumnMask) and mask.documents is True
     return is_declared and _may_hold_documents(call)
@@ -167,11 +165,8 @@ def by_documents(
 
 
 def with_gradients(tensors: Tensors) -> Tensors:
-    """The call with new tensors for missing gradients.
-
-    A launch would clear the rows behind the last sequence in its own tensors; here there are no
-    such rows.
-    """
+    """The call with new tensors for missing gradients. A launch would clear the rows behind the
+    last sequence in its own tensors; here there are no such rows."""
     x, given = tensors, tensors.gradients
     gradients = replaced(
         given,
@@ -202,10 +197,8 @@ _ROWS, _HEADS = _places(AS_ROWS), _places(BY_HEADS)
 
 
 def as_rows(tensors: Tensors) -> Tensors:
-    """The tensors of a forward in the form of a packed batch.
-
-    By heads there are only outputs: those of several sequences are new memory.
-    """
+    """The tensors of a forward in the form of a packed batch. By heads there are only outputs:
+    those of several sequences are new memory."""
     given: list[Any] = list(tensors)
     for i in _ROWS[0]:
         given[i] = rows_of(given[i])
@@ -215,10 +208,8 @@ def as_rows(tensors: Tensors) -> Tensors:
 
 
 def as_rows_bwd(tensors: Tensors) -> Tensors:
-    """The tensors of a backward in the form of a packed batch.
-
-    lse and dlse of several sequences are copied, and dout if its rows are not contiguous.
-    """
+    """The tensors of a backward in the form of a packed batch. lse and dlse of several sequences
+    are copied, and dout if its rows are not contiguous."""
     given: list[Any] = list(tensors)
     gradients: list[Any] = list(tensors.gradients)
     for fields, rows, heads in zip((given, gradients), _ROWS, _HEADS, strict=True):

@@ -68,11 +68,8 @@ _ROWS_PER_THREAD, _VECTOR = 2, 4
 
 
 class FixedSplits(NamedTuple):
-    """Fixed splits of the keys of a sequence.
-
-    kind: how they are computed. num_blocks: key blocks of a fixed split, of tile_n keys. number:
-    the most that a sequence may have.
-    """
+    """Fixed splits of the keys of a sequence. kind: how they are computed. num_blocks: key blocks
+    of a fixed split, of tile_n keys. number: the most that a sequence may have."""
 
     kind: str
     num_blocks: int

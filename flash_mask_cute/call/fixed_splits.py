@@ -119,9 +119,7 @@ def build_reduce(facts: ReduceFacts, target: Target) -> Compiled:
 
 class ParallelSplits:
     """Fixed splits that any CTA computes: their scratch memory, and the launch that reduces them.
-
-    As `CombinedForward`.
-    """
+    As `CombinedForward`."""
 
     __slots__ = ("_function", "_is_packed", "_num_blocks", "_splits", "is_wide")
 

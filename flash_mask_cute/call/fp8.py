@@ -33,11 +33,8 @@ MOST_BYTES = 512 << 20
 
 
 def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
-    """The call over converted keys and values, if they are converted before attention.
-
-    Its k and v are (batch, keys, heads, d) of the capacity, for plans alone: on a GPU they hold no
-    memory.
-    """
+    """The call over converted keys and values, if they are converted before attention. Its k and v
+    are (batch, keys, heads, d) of the capacity, for plans alone: on a GPU they hold no memory."""
     call, shapes = facts.call, facts.shapes
     x = call.tensors
     if not facts.is_forward or x.k.dtype != FP8 or shapes.is_empty:
@@ -73,11 +70,8 @@ KERNEL_NAME = "dequantise"
 
 
 class DequantiseFacts(NamedTuple):
-    """Facts that determine the code of the conversion.
-
-    dtype: of the results, the name of a torch dtype. scales: dimensions of k_descale and v_descale,
-    None: there is none.
-    """
+    """Facts that determine the code of the conversion. dtype: of the results, the name of a torch
+    dtype. scales: dimensions of k_descale and v_descale, None: there is none."""
 
     dtype: str
     dims: tuple[int, int]

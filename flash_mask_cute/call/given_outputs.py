@@ -28,11 +28,8 @@ _MOST_PROVED = 1024
 
 
 class WithGivenOutputs:
-    """A prepared call that writes tensors of the caller.
-
-    proved: addresses of calls with its key, whose outputs share no memory with inputs, nor with
-    each other.
-    """
+    """A prepared call that writes tensors of the caller. proved: addresses of calls with its key,
+    whose outputs share no memory with inputs, nor with each other."""
 
     __slots__ = ("_direction", "prepared", "proved")
 

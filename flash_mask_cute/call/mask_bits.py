@@ -100,10 +100,8 @@ def _shares_mask_bits(plan: ExecutionPlan) -> bool:
 
 
 def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> ExecutionPlan:
-    """The plan with the evaluation of its mask_mod before attention, if there is one.
-
-    A kernel that reads bits may have other tiles than one that evaluates the callable.
-    """
+    """The plan with the evaluation of its mask_mod before attention, if there is one. A kernel that
+    reads bits may have other tiles than one that evaluates the callable."""
     problem = plan.problem
     if problem.in_fp8 or not (plan.splits is problem.page_box is None):
         # the mask_mod of few queries is evaluated while keys come from memory

@@ -1,9 +1,9 @@
 """Forwards that compute their work tiles in splits: which, and what combines the results.
 
-*By rows*: each work tile in the number of splits that the caller requests (`num_splits` of 2 and
-more), as `BlockInfo` cuts it. *Stream-K*: all key blocks in equal stream-K chunks, one for each CTA
-(`core/stream_k.py`); the library chooses this if the choice is its own (`num_splits` 0, the
-default). One split is one pass, without a combination.
+*By rows*: each work tile in a number of splits, as `BlockInfo` cuts it. *Stream-K*: all key blocks
+in equal stream-K chunks, one for each CTA (`core/stream_k.py`). One split is one pass, without a
+combination. The caller requests a number (`num_splits`), or the library chooses (0, the default):
+of plain decoding by its estimated cost (`tiles/decode_costs.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.selection import has_equal_walks
+from flash_mask_cute.call.tiles.decode_costs import DecodingWork
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.stream_k import (
@@ -30,7 +31,7 @@ from flash_mask_cute.core.stream_k import (
     PENDING_WORDS,
     are_busy,
 )
-from flash_mask_cute.limits import STRIDE_STEP, ctas_of_tile
+from flash_mask_cute.limits import MAX_HEAD_DIM, STRIDE_STEP, ctas_of_tile
 from flash_mask_cute.masks.q_start import END
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
@@ -87,7 +88,9 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     """
     x = facts.call.tensors
     # tiles say later how fixed splits are computed (`with_fixed_splits`)
-    split = ONE_FIXED_SPLIT if facts.is_ordered else _choose_split(facts, problem)
+    split: str | None = ONE_FIXED_SPLIT
+    if not facts.is_ordered:
+        split = {0: BY_STREAM_K, 1: None}.get(_number_of_splits(facts, problem), BY_ROWS)
     if split in (None, BY_STREAM_K) and x.out is not None and x.out.dtype != x.q.dtype:
         refuse_splits(problem, f"out in {x.out.dtype} of q in {x.q.dtype}")
         split = BY_ROWS
@@ -98,26 +101,43 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, split=split, is_causal=problem.is_causal and not sees_all)
 
 
-def _choose_split(facts: CallFacts, problem: AttentionProblem) -> str | None:
-    """BY_ROWS, BY_STREAM_K, or None: one pass.
+def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
+    """Splits of each work tile, 1 for one pass, and 0 for equal stream-K chunks (BY_STREAM_K).
 
     Tiles that the caller chose are for one pass, unless the caller also asks for splits. Raises
     NotImplementedError: num_splits is requested together with lse_low or max_scores."""
     num_splits, shapes, window = facts.call.options.num_splits, facts.shapes, facts.window.visible
     if num_splits > 1:
         refuse_splits(problem, f"num_splits={num_splits}")
-        return BY_ROWS
-    if num_splits == 1:
-        return None
+    if num_splits > 0:
+        return num_splits
     if facts.has_config or problem.needs_lse_low or problem.needs_max_scores:
-        return None
+        return 1
     keys = shapes.seqlen_k if window is None else min(shapes.seqlen_k, window + shapes.seqlen_q)
     is_decoding = facts.decode_rows <= DECODE_ROWS
     if keys < _KEYS * (_LEAST_BLOCKS if is_decoding else _LEAST_BLOCKS_OF_MANY):
-        return None
+        return 1
     packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
+    costs = facts.spec.forward.decode_costs
+    if costs is not None and is_decoding and _has_known_cost(facts, problem):
+        work = DecodingWork(
+            tiles=shapes.batch * shapes.heads_q // packed_heads,
+            keys=keys,
+            head_dim=(shapes.head_dim + shapes.head_dim_v) / 2,
+            rows=shapes.batch * shapes.seqlen_q * shapes.heads_q,
+        )
+        return costs.cheapest(work, facts.target.num_sms)
     tile_m = DECODE_ROWS if is_decoding else _ROWS
-    return None if are_enough_tiles(facts, problem, packed_heads, tile_m) else BY_STREAM_K
+    return 1 if are_enough_tiles(facts, problem, packed_heads, tile_m) else 0
+
+
+def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
+    """Whether `DecodeCosts` are fitted to a decoding call: in 16 bits, of equal lengths, without a
+    mask or mod that shortens walks or slows blocks down."""
+    masks, is_wide = facts.masks, max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
+    others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists, masks.selected
+    has_lengths = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
+    return not (problem.in_fp8 or is_wide or has_lengths) and all(x is None for x in others)
 
 
 def are_enough_tiles(
@@ -152,7 +172,7 @@ def with_splits(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
         return plan
     if plan.problem.split == BY_STREAM_K:
         return replace(plan, splits=_splits_by_stream_k(plan))
-    number = max(facts.call.options.num_splits, 1)
+    number = max(_number_of_splits(facts, plan.problem), 1)
     return replace(plan, splits=splits_by_rows(plan.problem, plan.shapes, number))
 
 
@@ -233,9 +253,7 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
 
 class CombinedForward:
     """What a forward in splits needs beside its kernel: scratch memory, and the combination.
-
-    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place.
-    """
+    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place."""
 
     __slots__ = ("_by_stream_k", "_function", "_is_packed", "_splits", "is_wide")
 

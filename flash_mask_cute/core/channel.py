@@ -100,10 +100,8 @@ class Channel:
 
     @cute.jit
     def publish(self, number: Int32, orders_memory: cutlass.Constexpr[bool] = True) -> None:
-        """Signal that this warp has written its part of fill `number`.
-
-        Across a cluster without orders_memory, the part is what TMA has brought, not the warp.
-        """
+        """Signal that this warp has written its part of fill `number`. Across a cluster without
+        orders_memory, the part is what TMA has brought, not the warp."""
         relaxed = self._crosses and not orders_memory
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -136,10 +134,8 @@ class Channel:
 
     @cute.jit
     def release(self, number: Int32) -> None:
-        """Signal that all lanes of this warp have read fill `number` for the last time.
-
-        Across a cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`.
-        """
+        """Signal that all lanes of this warp have read fill `number` for the last time. Across a
+        cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`."""
         if cute.arch.lane_idx() == 0:
             if const_expr(self.of_both):
                 # relaxed: what was read is in registers or multiplied, and TMA writes it anew

@@ -29,11 +29,8 @@ def sync() -> None:
 
 @dataclass(frozen=True)
 class Claims:
-    """Work tile numbers that the leader claims for both CTAs, one at a time.
-
-    word: the place where the other CTA reads them. channel: full is used on its side, empty on the
-    leader's.
-    """
+    """Work tile numbers that the leader claims for both CTAs, one at a time. word: the place where
+    the other CTA reads them. channel: full is used on its side, empty on the leader's."""
 
     channel: Channel
     word: cute.Pointer

@@ -13,9 +13,7 @@ from cutlass import Int32
 
 class Cursor(NamedTuple):
     """The fill number `count` of a pipeline of `stages` stages, for a producer or a consumer.
-
-    `index` is the stage of the fill, `phase` the parity for waits on its mbarriers.
-    """
+    `index` is the stage of the fill, `phase` the parity for waits on its mbarriers."""
 
     count: Int32
     stages: int

@@ -12,9 +12,7 @@ def numbers_of(
     word: Int32, scale: Float32 | None, dtype: type[cutlass.Numeric]
 ) -> tuple[Int32, Int32]:
     """Four codes as numbers in 16 bits, in two words: times the scale in fp32, rounded once.
-
-    Written as PTX, for which the language has no name. Codes are exact in fp16, NaN stays NaN.
-    """
+    Written as PTX, for which the language has no name. Codes are exact in fp16, NaN stays NaN."""
     text = (
         "{ .reg .b16 c0, c1; .reg .b32 a, b; mov.b32 {c0, c1}, {$r0}; "
         "cvt.rn.f16x2.e4m3x2 a, c0; cvt.rn.f16x2.e4m3x2 b, c1; "

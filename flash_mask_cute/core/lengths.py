@@ -49,10 +49,8 @@ class Lengths(NamedTuple):
         q_start: cute.Tensor | Int32 | None = None,
         shared_kv: bool = False,
     ) -> "Lengths":
-        """Made from tensors (batch, row, ...), or (row, ...) if sequences are packed.
-
-        shared_kv: all sequences have the keys of mK's only batch entry.
-        """
+        """Made from tensors (batch, row, ...), or (row, ...) if sequences are packed. shared_kv:
+        all sequences have the keys of mK's only batch entry."""
         seqlen_q, seqlen_k = (
             t.shape[1] if cu_seqlens is None else t.shape[0]
             for t, cu_seqlens in ((mQ, cu_seqlens_q), (mK, cu_seqlens_k))
@@ -153,10 +151,7 @@ def _queries_in_use(lengths: Lengths) -> Int32:
 
 class LseTensors(NamedTuple):
     """The tensors for LSE, its rounding error, and the largest score of a row. The last two, or all
-    three, may be absent.
-
-    Each is (batch, head, row), or (head, row) if sequences are packed.
-    """
+    three, may be absent. Each is (batch, head, row), or (head, row) if sequences are packed."""
 
     lse: cute.Tensor | None
     low: cute.Tensor | None

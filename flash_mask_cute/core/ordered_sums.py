@@ -40,10 +40,8 @@ class RowSums(NamedTuple):
         return RowSums(largest, cute.math.fma(self.total, scale, weight)), scale, weight
 
     def finish(self, sink: Float32 | None, has_low: bool) -> RowResult:
-        """The factor for the output, LSE, and the rounding error of LSE.
-
-        sink: one more logit of the row, or None. It comes last, whatever the row sees.
-        """
+        """The factor for the output, LSE, and the rounding error of LSE. sink: one more logit of
+        the row, or None. It comes last, whatever the row sees."""
         sums, scale = self, Float32(1.0)
         if sink is not None:
             sums, scale, _ = self.add(sink)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 
 def padded_group(heads: int) -> int:
-    """Tile rows of one position when `heads` query heads share a tile.
-
-    A power of two, so that a tile holds whole positions.
-    """
+    """Tile rows of one position when `heads` query heads share a tile. A power of two, so that a
+    tile holds whole positions."""
     return 1 << (heads - 1).bit_length()
 
 
@@ -30,9 +28,7 @@ class PackedHeads:
     @property
     def spread_rows(self) -> int | None:
         """Query rows of a box of TMA, if as many rows of the tile behind them have no queries.
-
-        None: boxes lie side by side.
-        """
+        None: boxes lie side by side."""
         return None
 
     @property

@@ -111,10 +111,8 @@ class Partials(NamedTuple):
         return work.place != WHOLE if self.by_stream_k else Boolean(True)
 
     def is_first(self, work: Work) -> Boolean:
-        """Whether this split, or whole tile, is the first one, which adds the sink.
-
-        In stream-K the first split has an odd number, or WHOLE (`partial_tile_of_first`).
-        """
+        """Whether this split, or whole tile, is the first one, which adds the sink. In stream-K the
+        first split has an odd number, or WHOLE (`partial_tile_of_first`)."""
         return (work.place & 1) == 1 if self.by_stream_k else work.place == 0
 
     @cute.jit

@@ -118,9 +118,7 @@ class QueryChannels(Protocol):
 
 class Visited(NamedTuple):
     """A query block of a work tile: its number, whether it is the first one, and its row block.
-
-    work: with the lengths of the block's sequence (`Lengths.of_block`).
-    """
+    work: with the lengths of the block's sequence (`Lengths.of_block`)."""
 
     work: Work
     block: Block

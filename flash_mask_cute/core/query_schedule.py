@@ -11,10 +11,8 @@ from flash_mask_cute.core.tile_scheduler import ScheduleParams
 
 
 class QuerySchedule(NamedTuple):
-    """Work tiles, heads for each KV head (packed heads count once), and CTAs to launch.
-
-    num_splits: splits of each work tile, which count as heads; None: work tiles have no splits.
-    """
+    """Work tiles, heads for each KV head (packed heads count once), and CTAs to launch. num_splits:
+    splits of each work tile, which count as heads; None: work tiles have no splits."""
 
     params: ScheduleParams
     heads_per_kv: Int32

@@ -16,11 +16,8 @@ NO_PREDECESSOR = -1
 
 @cute.jit
 def is_first(place: cute.Pointer) -> Boolean:
-    """Whether this warp is the first to arrive.
-
-    The first warp stores, calls `release`, and waits for no other warp before that. The others may
-    add when this returns.
-    """
+    """Whether this warp is the first to arrive. The first warp stores, calls `release`, and waits
+    for no other warp before that. The others may add when this returns."""
     before = Int32(0)
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_cas(

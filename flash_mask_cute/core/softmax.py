@@ -253,10 +253,8 @@ class OnlineSoftmax:
 
     @cute.jit
     def start(self, scores: cute.Tensor) -> None:
-        """Restart rows with their first tile of scores (rows, cols).
-
-        Sets the maximum, empties the sum.
-        """
+        """Restart rows with their first tile of scores (rows, cols). Sets the maximum, empties the
+        sum."""
         for r in cutlass.range_constexpr(self.num_rows):
             largest = _chained_reduce(_row(scores, r), cute.arch.fmax)
             self._adopt(r, self.arithmetic.across(largest, cute.arch.fmax))
@@ -476,10 +474,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def finalize(self, sinks: tuple | None) -> tuple:
-        """Returns a `RowResult` per row.
-
-        sinks: a logit per row, or None.
-        """
+        """Returns a `RowResult` per row. sinks: a logit per row, or None."""
         if const_expr(self.takes_any_size):
             return tuple(self._finalize_any_size(r, sinks) for r in range(self.num_rows))
         results = []
@@ -534,11 +529,8 @@ def any_in_warp(flags: tuple) -> Boolean:
 
 
 def differ_from_one(factors: tuple) -> Boolean:
-    """Whether any row of this warp has a factor other than 1; a warp-uniform value.
-
-    Not a test of the flag that was asked before
-    (docs/facts/compiler.md#two-tests-of-one-flag-are-joined).
-    """
+    """Whether any row of this warp has a factor other than 1; a warp-uniform value. Not a test of
+    the flag that was asked before (docs/facts/compiler.md#two-tests-of-one-flag-are-joined)."""
     return any_in_warp(tuple(factor != 1.0 for factor in factors))
 
 

@@ -30,10 +30,8 @@ OWN_TILES = 7, 8
 
 
 class WorkTile(NamedTuple):
-    """Coordinates of a work tile.
-
-    head_idx counts KV heads in the backward, and in the forward if query heads are packed.
-    """
+    """Coordinates of a work tile. head_idx counts KV heads in the backward, and in the forward if
+    query heads are packed."""
 
     block: Int32
     head_idx: Int32
@@ -42,10 +40,8 @@ class WorkTile(NamedTuple):
 
 
 class ScheduleParams(NamedTuple):
-    """Run-time extents of the schedule, made on the host side of the launch.
-
-    first_block: the first block of this launch in each head, or None if it has all.
-    """
+    """Run-time extents of the schedule, made on the host side of the launch. first_block: the first
+    block of this launch in each head, or None if it has all."""
 
     num_blocks: Int32
     num_heads: Int32
@@ -65,10 +61,8 @@ def alternating_params(params: ScheduleParams) -> ScheduleParams:
 
 
 class Search(NamedTuple):
-    """Linear index of the current tile, and the state of the varlen search.
-
-    The state is the first sequence of its window and the number of tiles before it.
-    """
+    """Linear index of the current tile, and the state of the varlen search. The state is the first
+    sequence of its window and the number of tiles before it."""
 
     index: Int32
     batch_start: Int32
@@ -128,10 +122,8 @@ class TileScheduler:
 
     @cute.jit
     def advance(self, search: Search, number: Int32) -> Search:
-        """Claim the next tile; call it early, its index arrives later. Run by a whole warp.
-
-        number: tiles claimed this way before.
-        """
+        """Claim the next tile; call it early, its index arrives later. Run by a whole warp. number:
+        tiles claimed this way before."""
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
         index = search.index + step

@@ -87,9 +87,7 @@ class Operands(NamedTuple):
 
 def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """View (batch, row, head, d), or (row, head, d) if sequences are packed, by (head, row) pairs.
-
-    Returns ((head, row), d, batch), or ((head, row), d).
-    """
+    Returns ((head, row), d, batch), or ((head, row), d)."""
     modes = [1, 0, 2] if is_packed else [2, 1, 3, 0]
     view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
     return cute.group_modes(view, 0, 2)
@@ -158,11 +156,8 @@ def at_ragged_sequence(
 
 
 class RowSide(NamedTuple):
-    """The sequences of the queries or of the keys.
-
-    Whether they are packed, whether they may have unused rows at their ends, and the number of
-    rows, in a batch entry or in all.
-    """
+    """The sequences of the queries or of the keys. Whether they are packed, whether they may have
+    unused rows at their ends, and the number of rows, in a batch entry or in all."""
 
     is_packed: bool
     has_used: bool

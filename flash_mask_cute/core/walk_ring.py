@@ -185,10 +185,8 @@ class WalkRing:
 
     @cute.jit
     def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
-        """Write chunk `number`, counted from 0 over all walks.
-
-        predecessor: the predecessor of each lane's block.
-        """
+        """Write chunk `number`, counted from 0 over all walks. predecessor: the predecessor of each
+        lane's block."""
         if const_expr(self.predecessors is not None):
             self.ring.channel.acquire(number)
             self.predecessors[cute.arch.lane_idx(), self.ring.channel.index(number)] = predecessor

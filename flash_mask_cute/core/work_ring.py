@@ -83,10 +83,8 @@ class WorkRing:
         return self.read(number).block >= 0
 
     def read(self, number: Int32) -> Work:
-        """Entry `number`, between `wait` and `release`.
-
-        Read it at the place of use instead of keeping it: its loads are cheap, registers are not.
-        """
+        """Entry `number`, between `wait` and `release`. Read it at the place of use instead of
+        keeping it: its loads are cheap, registers are not."""
         words = self.ring.read(number, len(self.fields))
         return Work(**dict(zip(self.fields, words, strict=True)))
 

@@ -106,9 +106,7 @@ def row_scales(rows: Tensor) -> Tensor:
 
 def quantised(rows: Tensor, scales: Tensor | None) -> Tensor:
     """Codes of float8_e4m3fn of rows / scales: nearest, ties to even, saturating. NaN stays NaN.
-
-    scales: (heads,) or (rows, heads).
-    """
+    scales: (heads,) or (rows, heads)."""
     wide = rows.float()
     if scales is not None:
         wide = wide / scales[..., None]

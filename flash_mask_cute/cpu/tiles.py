@@ -60,9 +60,7 @@ class Tile(NamedTuple):
 
 class TileRow(NamedTuple):
     """Some key tiles of a query tile: n_blocks, int64, and the keys [starts, ends) of each.
-
-    queries: those of the call that rows of the query tile touch. q_start: as in `Tile`.
-    """
+    queries: those of the call that rows of the query tile touch. q_start: as in `Tile`."""
 
     m_block: int
     queries: range

@@ -37,11 +37,8 @@ BATCH = 8
 
 
 class Row(NamedTuple):
-    """A row of the output, and its splits.
-
-    tile_row, cta, stride: in stream-K, its row in a tile, the CTA of its first split, and the
-    distance to that of the next.
-    """
+    """A row of the output, and its splits. tile_row, cta, stride: in stream-K, its row in a tile,
+    the CTA of its first split, and the distance to that of the next."""
 
     is_there: Boolean
     num_splits: Int32

@@ -41,9 +41,7 @@ def inside(table: Any, dimension: int, index: Any) -> Any:
 
 def below(table: Any, dimension: int, extent: int, index: Any) -> Any:
     """A non-negative index less than `extent`; the host has checked that the table is not smaller.
-
-    On the CPU the read is checked all the same.
-    """
+    On the CPU the read is checked all the same."""
     return index
 
 

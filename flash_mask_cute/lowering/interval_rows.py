@@ -369,10 +369,8 @@ def _of_one_batch(*tensors: Tensor) -> list[Tensor]:
 
 
 def _ranks(of_rows: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers from 0 to seqlen_q that are equal where what is given is equal.
-
-    Of queries and of keys; and whether any query has the number of a key. NaN is equal to nothing.
-    """
+    """Numbers from 0 to seqlen_q that are equal where what is given is equal. Of queries and of
+    keys; and whether any query has the number of a key. NaN is equal to nothing."""
     dtype = torch.promote_types(of_rows.dtype, of_keys.dtype)
     of_rows, of_keys = (x.to(dtype) for x in (of_rows, of_keys))
     wide = torch.float64 if dtype.is_floating_point else torch.int64

@@ -95,11 +95,8 @@ class LoweredMod:
 
 @dataclass(frozen=True)
 class IntervalForm:
-    """A mask as column intervals, at a call.
-
-    captured, numbers: the tensors and the numbers that the intervals follow from. paths: of the
-    tensors.
-    """
+    """A mask as column intervals, at a call. captured, numbers: the tensors and the numbers that
+    the intervals follow from. paths: of the tensors."""
 
     form: Form
     captured: tuple[Tensor, ...]
@@ -125,8 +122,7 @@ def lower_mod(
     A mod whose structure was lowered before is not traced again; tensors that replace its captured
     ones are read instead. Raises NotImplementedError: a kernel cannot do what the mod does; names
     mod, line and operator; TypeError: the mod does not return a bool (mask_mod) or a number
-    (score_mod); ValueError: kind is neither; >>> lower_mod(lambda b, h, q, k: q >= k,
-    "mask_mod").source."""
+    (score_mod); ValueError: kind is neither."""
     if kind not in KINDS:
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
@@ -152,9 +148,15 @@ def mod_source(
 
     kind: "mask_mod" or "score_mod"; by default it follows from the number of arguments, 4 or 5.
     device: where attention runs, such as "cuda"; by default that of the first captured tensor, or
-    the CPU. Raises NotImplementedError, TypeError, ValueError as `lower_mod`; >>> from
-    flash_mask_cute import mod_source     >>> print(mod_source(lambda b, h, q, k: q >= k,
-    device="cpu")) # doctest: +SKIP."""
+    the CPU.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: as `lower_mod`.
+
+    Example:
+        >>> from flash_mask_cute import mod_source
+        >>> print(mod_source(lambda b, h, q, k: q >= k, device="cpu"))  # doctest: +SKIP
+    """
     if kind is None:
         from flash_mask_cute.lowering.convention import kind_of_torch_mod
 

@@ -109,10 +109,8 @@ def memo_entry(
     mods: Sequence[tuple[LoweredMod, bool]],
     aux_tensors: Sequence[Tensor] | None,
 ) -> MemoEntry[T] | None:
-    """What was made for torch mods, to be kept; None if a later call has to make it anew.
-
-    mods: lowered, and whether the contents of their tensors count. aux_tensors: of all.
-    """
+    """What was made for torch mods, to be kept; None if a later call has to make it anew. mods:
+    lowered, and whether the contents of their tensors count. aux_tensors: of all."""
     lowered = [low for low, _ in mods]
     if not all(low.is_lasting for low in lowered):
         return None
@@ -132,10 +130,8 @@ def memo_entry(
 def named_as_captured(
     error: OutsideError, origins: Sequence[Path | None], mods: Mapping[str, Any]
 ) -> IndexError:
-    """An index outside an aux tensor as an index outside the tensor that the mod captured.
-
-    origins: of the aux tensors, None for those of the caller. mods: the caller's mods, by kind.
-    """
+    """An index outside an aux tensor as an index outside the tensor that the mod captured. origins:
+    of the aux tensors, None for those of the caller. mods: the caller's mods, by kind."""
     from flash_mask_cute.lowering.trace import name_of
 
     is_known = error.kind in mods and 0 <= error.tensor < len(origins)

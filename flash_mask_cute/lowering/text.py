@@ -100,10 +100,8 @@ class _Line(NamedTuple):
 def note_captured(
     module: GraphModule, captured: tuple[CapturedTensor, ...]
 ) -> tuple[CapturedTensor, ...]:
-    """Note in each tensor of a trace which captured one it is, None if the mod makes it.
-
-    Returns the captured tensors that were given, then those found only by the trace.
-    """
+    """Note in each tensor of a trace which captured one it is, None if the mod makes it. Returns
+    the captured tensors that were given, then those found only by the trace."""
     found = list(captured)
     for node in module.graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))

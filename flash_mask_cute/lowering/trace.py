@@ -99,10 +99,8 @@ def trace_with_numbers(
     device: torch.device,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Trace:
-    """`trace` of bind(numbers), for any numbers of these types.
-
-    Also raises NotImplementedError if the mod needs the value of such a number.
-    """
+    """`trace` of bind(numbers), for any numbers of these types. Also raises NotImplementedError if
+    the mod needs the value of such a number."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -86,10 +86,8 @@ class BlockScan:
 
     @cute.kernel
     def make_lists(self, lists: BlockLists):
-        """Turn the states in mask_idx into lists. A warp for each place of a list.
-
-        Entries replace states that have been read: there are no more of them than blocks before.
-        """
+        """Turn the states in mask_idx into lists. A warp for each place of a list. Entries replace
+        states that have been read: there are no more of them than blocks before."""
         number, _, _ = cute.arch.block_idx()
         place, lane = ListCoord.of_list(number, lists.mask_idx), cute.arch.lane_idx()
         mask_idx = self._entries(lists.mask_idx, place)

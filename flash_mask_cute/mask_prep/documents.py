@@ -91,9 +91,7 @@ def compile_split(
     num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
 ) -> Compiled:
     """The compiled kernels, from the cache or built now; extents and strides are run-time values.
-
-    `function` takes, by position: indices, and the tensors of a `DocumentTensors`.
-    """
+    `function` takes, by position: indices, and the tensors of a `DocumentTensors`."""
     return cache.get(
         KERNEL_NAME,
         lambda: {"num_vectors": num_vectors, "causal": causal},

@@ -25,9 +25,7 @@ Form: TypeAlias = Literal["entries", "sequences", "documents"]
 
 class BitTiles(NamedTuple):
     """Bit tiles that are stored for a kernel with these tiles: `lines` of `words` of 32 bits.
-
-    by_key: a line is a key, as in the backward, else a query row.
-    """
+    by_key: a line is a key, as in the backward, else a query row."""
 
     tile_m: int
     tile_n: int
@@ -207,10 +205,8 @@ class _MaskBitsPlan:
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """Bits for successive launches of attention, on q's device, the current one.
-
-        The bits of the next chunk overwrite those of a chunk.
-        """
+        """Bits for successive launches of attention, on q's device, the current one. The bits of
+        the next chunk overwrite those of a chunk."""
         raise NotImplementedError
 
 
@@ -246,10 +242,8 @@ class EntryBitsPlan(_MaskBitsPlan):
 
 @dataclass(frozen=True)
 class SequenceBitsPlan(_MaskBitsPlan):
-    """The plan for the bits of a call with packed sequences.
-
-    shape: (1, 1, tiles, ...), the most tiles that the sequences may have.
-    """
+    """The plan for the bits of a call with packed sequences. shape: (1, 1, tiles, ...), the most
+    tiles that the sequences may have."""
 
     batch: int
     num_query_chunks = 1
@@ -288,10 +282,8 @@ class DocumentBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """See `_MaskBitsPlan.query_chunks`. The bits come with the starts of the documents.
-
-        Chunks share their memory. The last chunks are empty, unless there is only one document.
-        """
+        """See `_MaskBitsPlan.query_chunks`. The bits come with the starts of the documents. Chunks
+        share their memory. The last chunks are empty, unless there is only one document."""
         slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)

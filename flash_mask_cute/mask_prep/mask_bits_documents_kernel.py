@@ -122,10 +122,8 @@ class KeySpans:
     def widen(
         self, mSpans: cute.Tensor, blocks: Int32, seqlen: Int32, masks: MaskArgs, any_head: Int32
     ):
-        """Widen the spans of a tile's queries to the keys that they see in it.
-
-        All queries proceed in steps: the first keys, the last keys or their own, then the others.
-        """
+        """Widen the spans of a tile's queries to the keys that they see in it. All queries proceed
+        in steps: the first keys, the last keys or their own, then the others."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         rows = ctas // blocks

@@ -115,10 +115,8 @@ class ListLengths(NamedTuple):
 
 
 class QueryListMaker:
-    """Makes the lists of a selection, for calls with the same facts and extents.
-
-    arch: of the GPU whose tensors it gets; None: they are on the CPU.
-    """
+    """Makes the lists of a selection, for calls with the same facts and extents. arch: of the GPU
+    whose tensors it gets; None: they are on the CPU."""
 
     __slots__ = ("_arch", "_extents", "_facts", "_functions")
 

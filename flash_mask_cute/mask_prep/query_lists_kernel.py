@@ -392,10 +392,8 @@ class MakeQueryLists:
 
     @cute.kernel
     def add_up(self, args: QueryListArgs):
-        """mCounts = the queries in chunks before; mTotals = the queries of each block.
-
-        Each lane has a block, and each warp a part of the chunks.
-        """
+        """mCounts = the queries in chunks before; mTotals = the queries of each block. Each lane
+        has a block, and each warp a part of the chunks."""
         group, head_idx, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP

@@ -115,11 +115,8 @@ def add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value:
 
 
 def _add_without_a_branch(target: cute.Tensor, offset: Int64, value: Float32) -> None:
-    """`add_to_memory` of a value that is not 0.
-
-    Written as PTX: in a branch, each address would be computed anew
-    (docs/facts/compiler.md#memory-accesses).
-    """
+    """`add_to_memory` of a value that is not 0. Written as PTX: in a branch, each address would be
+    computed anew (docs/facts/compiler.md#memory-accesses)."""
     if _is_exact(target):
         add_to_memory(value != 0.0, target, offset, value)
         return

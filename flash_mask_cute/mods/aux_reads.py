@@ -172,21 +172,16 @@ def merged_reads() -> Iterator[None]:
 
 
 class CheckedAux(NamedTuple):
-    """Aux tensors whose reads are checked, and the record of the first index that is outside.
-
-    The record is Int64 (RECORD_SIZE,). Code for the CPU passes this in place of the list of
-    tensors.
-    """
+    """Aux tensors whose reads are checked, and the record of the first index that is outside. The
+    record is Int64 (RECORD_SIZE,). Code for the CPU passes this in place of the list of tensors."""
 
     tensors: tuple[cute.Tensor, ...]
     record: cute.Tensor
 
     @staticmethod
     def create(aux_tensors: Any, record: cute.Tensor | None) -> Any:
-        """Called at the start of a function for the CPU.
-
-        Without a record it returns the tensors as they are, which may be None.
-        """
+        """Called at the start of a function for the CPU. Without a record it returns the tensors as
+        they are, which may be None."""
         if aux_tensors is None or record is None:
             return aux_tensors
         return CheckedAux(tuple(_readable(x, record) for x in aux_tensors), record)

@@ -87,10 +87,8 @@ def new_record() -> torch.Tensor:
 
 
 def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> None:
-    """Check the record after code for the CPU has run.
-
-    kind: "mask_mod", "score_mod" or "score_mod_bwd". Raises OutsideError: the callable read outside
-    an aux tensor."""
+    """Check the record after code for the CPU has run. kind: "mask_mod", "score_mod" or
+    "score_mod_bwd". Raises OutsideError: the callable read outside an aux tensor."""
     if not record[0]:
         return
     from flash_mask_cute.mods.errors import describe

@@ -64,10 +64,8 @@ def call_score_mod(
     aux_tensors: Any,
     kind: str = "score_mod",
 ) -> Float32:
-    """The modified score; aux_tensors is the list that the callable expects, or None.
-
-    kind: the kind of callable, one of _RESULTS.
-    """
+    """The modified score; aux_tensors is the list that the callable expects, or None. kind: the
+    kind of callable, one of _RESULTS."""
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
     return _modified(score_mod, _vector(score, Float32), indices, aux_tensors, kind)[0]
 
@@ -184,11 +182,8 @@ def columns_of(scores: cute.Tensor, one_by_one: bool) -> tuple[range, ...]:
 
 
 class ScoreModifier(NamedTuple):
-    """A score_mod, as a kernel applies it to scores.
-
-    factor: the number that the kernel multiplies by later. by_rows: pass all columns of a row at
-    once. For both see `ScoreModTraits`.
-    """
+    """A score_mod, as a kernel applies it to scores. factor: the number that the kernel multiplies
+    by later. by_rows: pass all columns of a row at once. For both see `ScoreModTraits`."""
 
     score_mod: Callable[..., Any]
     aux_tensors: Any

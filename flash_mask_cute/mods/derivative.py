@@ -90,10 +90,8 @@ def differentiate(
 
 
 def detached(x: cutlass.Numeric) -> cutlass.Numeric:
-    """The floating-point scalar x, which `differentiate` treats as constant.
-
-    It is a product with 1, marked by an attribute; compilers remove the product.
-    """
+    """The floating-point scalar x, which `differentiate` treats as constant. It is a product with
+    1, marked by an attribute; compilers remove the product."""
     dtype = type(x)
     product = arith.mulf(x.ir_value(), dtype(1.0).ir_value())
     product.owner.operation.attributes[_DETACHED] = ir.UnitAttr.get()

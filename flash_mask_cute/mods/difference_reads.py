@@ -57,9 +57,7 @@ def find_difference_reads(
     score_mod: Callable[..., Any], aux_tensors: Any
 ) -> tuple[DifferenceRead, ...]:
     """The reads of a score_mod by differences, whose elements tables of differences can have.
-
-    Called while a function is traced. Traces the callable, and removes the operations.
-    """
+    Called while a function is traced. Traces the callable, and removes the operations."""
     with ir_analysis.draft():
         zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
         trace = _Trace.create(score_mod, zero, aux_tensors, lambda x: x.tensor.load(x.indices))
@@ -75,11 +73,8 @@ def element_of_difference(
     difference: Int32,
     aux_tensors: Any,
 ) -> cutlass.Numeric:
-    """The element that a read finds for a difference.
-
-    Called while a kernel is traced. Indices outside a tensor, of differences that no visible score
-    has, become the nearest inside.
-    """
+    """The element that a read finds for a difference. Called while a kernel is traced. Indices
+    outside a tensor, of differences that no visible score has, become the nearest inside."""
     arguments = score_mod, read, batch_idx, head_idx, difference, aux_tensors
     return _read_of_difference(*arguments).element
 

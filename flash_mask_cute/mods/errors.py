@@ -49,10 +49,8 @@ _FUNCTION = "as in cute.math.exp(x) for math.exp(x), torch.exp(x) or np.exp(x)"
 
 
 class ModMistake(Exception):
-    """Raised while a callable runs; `tracing` turns it into an error that names the callable.
-
-    kind: the class of that error. text: follows the callable's name in the message.
-    """
+    """Raised while a callable runs; `tracing` turns it into an error that names the callable. kind:
+    the class of that error. text: follows the callable's name in the message."""
 
     def __init__(self, kind: type[Exception], text: str) -> None:
         super().__init__(text)
@@ -68,11 +66,8 @@ def mod_name(mod: Callable[..., Any]) -> str:
 def describe(
     kind: str, mod: Callable[..., Any], error: BaseException | None = None, line: str = ""
 ) -> str:
-    """`kind name (file:line)`.
-
-    The line is the given one; else the line of the callable, or of its callee, that raised the
-    error; else the first line of the callable.
-    """
+    """`kind name (file:line)`. The line is the given one; else the line of the callable, or of its
+    callee, that raised the error; else the first line of the callable."""
     place = line or _last_line(error) or _first_line(mod)
     return f"{kind} {mod_name(mod)}" + (f" ({place})" if place else "")
 

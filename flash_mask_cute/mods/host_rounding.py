@@ -17,10 +17,8 @@ _EXACT = {"arith.bitcast", "arith.constant", "arith.select"}
 
 
 def compute_bf16_in_fp32(operation: Any) -> None:
-    """Replace the operations inside `operation`, of any nesting, that compute with bf16.
-
-    Call it in the context of the module, before the compiler's passes.
-    """
+    """Replace the operations inside `operation`, of any nesting, that compute with bf16. Call it in
+    the context of the module, before the compiler's passes."""
     for old in list(_to_replace(operation)):
         _replace(old)
 

@@ -252,10 +252,7 @@ def compile_reading(
     checked: bool = False,
 ) -> HostFunction:
     """Compile function(*arguments, record, *others), which reads aux tensors, as
-    `compile_for_host`.
-
-    checked: the function checks all reads, and needs no `all_inside`.
-    """
+    `compile_for_host`. checked: the function checks all reads, and needs no `all_inside`."""
     from flash_mask_cute.mods.aux_reads import NotPlainError, notes_reads
 
     if not checked:
@@ -271,10 +268,8 @@ def compile_reading(
 def all_inside(
     reads: Sequence[Sequence[int]], aux_tensors: Sequence[Tensor], ends: tuple[int, int, int, int]
 ) -> bool:
-    """Whether reads by places are inside aux tensors.
-
-    Each place lies below its end: the number of batch entries, heads, queries or keys.
-    """
+    """Whether reads by places are inside aux tensors. Each place lies below its end: the number of
+    batch entries, heads, queries or keys."""
     return all(ends[place] <= aux_tensors[i].shape[dim] for i, dim, place in reads)
 
 

@@ -53,11 +53,8 @@ class TableColumns(Protocol):
         ...
 
     def load(self, row: cute.Pointer, words: cute.Tensor, bits: int) -> None:
-        """Load a thread's elements of a row.
-
-        row: of the block's first key, aligned to LOAD_BYTES. words: int32, filled as `num_words`
-        says. bits: of an element.
-        """
+        """Load a thread's elements of a row. row: of the block's first key, aligned to LOAD_BYTES.
+        words: int32, filled as `num_words` says. bits: of an element."""
         ...
 
 

@@ -47,11 +47,8 @@ def walk_reads(reads: ModReads) -> tuple[WalkRead, ...]:
 
 @dataclass(frozen=True)
 class WalkSums:
-    """The sums of a thread over a walk.
-
-    targets: of each read, the sums of its tensor (`AuxSums`). num_rows: keys of a thread.
-    sums, head: registers; head: of the sums, or NO_HEAD.
-    """
+    """The sums of a thread over a walk. targets: of each read, the sums of its tensor (`AuxSums`).
+    num_rows: keys of a thread. sums, head: registers; head: of the sums, or NO_HEAD."""
 
     reads: cutlass.Constexpr[tuple[WalkRead, ...]]
     num_rows: cutlass.Constexpr[int]

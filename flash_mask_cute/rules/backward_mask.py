@@ -286,10 +286,7 @@ class BackwardMask(MaskRules):
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         """The words of a block's bits in this warp's share of a tile's keys, for
-        `MaskWarpRows.store`.
-
-        A lane holds a key of each group of 32.
-        """
+        `MaskWarpRows.store`. A lane holds a key of each group of 32."""
         if const_expr(self.in_common is not None):
             work = self.in_common.of_block(work, block)
         words = warp_rows.fill(ALL)

@@ -16,9 +16,7 @@ from flash_mask_cute.limits import OPEN_WINDOW
 
 def right_side(window_right: IntLike, is_causal: IntLike) -> IntLike:
     """The right side of a sequence's band, which causal masking closes at the diagonal.
-
-    window_right: of the call. is_causal: 0 or 1, at run time.
-    """
+    window_right: of the call. is_causal: 0 or 1, at run time."""
     return imin(window_right, window_right * (1 - is_causal))
 
 

@@ -35,11 +35,8 @@ class Columns(Protocol):
 
 
 def bits_from(first: Int32) -> Int32:
-    """A word with the bits i >= first set; first may be any number.
-
-    Written as PTX, whose shifts clamp their amount; the compiler would add a second clamp to its
-    own.
-    """
+    """A word with the bits i >= first set; first may be any number. Written as PTX, whose shifts
+    clamp their amount; the compiler would add a second clamp to its own."""
     return cute.arch.inline_ptx(
         "shl.b32 {$w0}, -1, {$r0};",
         write_only_types=[Int32],

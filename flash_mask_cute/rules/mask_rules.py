@@ -158,11 +158,8 @@ def check_given(name: str, given: Any, is_wanted: bool) -> None:
 
 
 class WindowArgs(NamedTuple):
-    """The sides of a launch's window, None if open.
-
-    causal_per_seq: int32 (batch,), not 0 where a sequence is causal, beside a right side; absent if
-    all are alike.
-    """
+    """The sides of a launch's window, None if open. causal_per_seq: int32 (batch,), not 0 where a
+    sequence is causal, beside a right side; absent if all are alike."""
 
     left: Int32 | None
     right: Int32 | None
@@ -170,10 +167,8 @@ class WindowArgs(NamedTuple):
 
 
 class MaskArgs(NamedTuple):
-    """The tensors of a launch's masks; any may be absent.
-
-    mask_bits: replaces block lists and a mask_mod. causal_per_seq: as in `WindowArgs`.
-    """
+    """The tensors of a launch's masks; any may be absent. mask_bits: replaces block lists and a
+    mask_mod. causal_per_seq: as in `WindowArgs`."""
 
     window_left: Int32 | None
     window_right: Int32 | None
@@ -228,10 +223,8 @@ class MaskArgs(NamedTuple):
 
 
 class TileVerdict(NamedTuple):
-    """The verdict of band and column intervals on a tile of scores.
-
-    is_visible may be true for a tile without visible scores (`Intervals.classify`).
-    """
+    """The verdict of band and column intervals on a tile of scores. is_visible may be true for a
+    tile without visible scores (`Intervals.classify`)."""
 
     is_visible: Boolean
     is_band: Boolean

@@ -99,10 +99,8 @@ def make_mask_bits(
     walk: WalkRing,
     any_bits: cute.Tensor | None = None,
 ) -> None:
-    """Make this mask warp's share of the bits of every partial block.
-
-    any_bits: int32, one word for 32 lines: the OR of their words.
-    """
+    """Make this mask warp's share of the bits of every partial block. any_bits: int32, one word for
+    32 lines: the OR of their words."""
     # work tiles, chunks and cut blocks so far
     tile, chunk, cuts = Int32(0), Int32(0), Int32(0)
     while ring.wait(tile):

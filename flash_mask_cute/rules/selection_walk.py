@@ -42,9 +42,7 @@ def _log_block(rules: Any) -> Int32:
 @cute.jit
 def words_for(rules: Any, work: Work, base: Int32, held: SelectionWords) -> SelectionWords:
     """The words of the chunk of key tiles from `base` on, and of as many as possible before it.
-
-    rules: `ForwardMask`. held: the words of a later chunk.
-    """
+    rules: `ForwardMask`. held: the words of a later chunk."""
     args, tile_n, shift = rules.args.bits, rules.block_info.tile_n, _log_block(rules)
     first_needed = (base * tile_n >> shift) // WORD
     if first_needed < held.first:
@@ -202,9 +200,7 @@ def _tiles_at(
     rules: Any, work: Work, tiles: tuple[Int32, Int32], ranks: tuple[Int32, Int32], last_word: Int32
 ) -> tuple[Int32, Int32]:
     """Of the key tiles [begin, end) that belong to chosen blocks, those with these numbers, or end.
-
-    last_word: as `_count_blocks` returned it.
-    """
+    last_word: as `_count_blocks` returned it."""
     blocks, ratio = _blocks_of(rules, *tiles), _tiles_of_block(rules)
     windows = cute.ceil_div(blocks[1], WARP * WORD)
     low, high, low_in_block, high_in_block = *ranks, Int32(0), Int32(0)

@@ -222,10 +222,7 @@ def send_fixed_splits(
     claims_late: Boolean | None = None,
 ) -> None:
     """As `send_walks`: choose work tiles, and announce the fixed splits of each, one after the
-    other.
-
-    split_blocks: key blocks of a fixed split.
-    """
+    other. split_blocks: key blocks of a fixed split."""
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
     claims, entries, chunks = Int32(0), Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)

@@ -84,11 +84,8 @@ class Compiled(NamedTuple):
 
 
 class CacheUsage(NamedTuple):
-    """Disk usage of a cache.
-
-    folder: of the entries, which may not exist; None if the disk is not used. kernels: number of
-    entries. num_bytes: size of all their files.
-    """
+    """Disk usage of a cache. folder: of the entries, which may not exist; None if the disk is not
+    used. kernels: number of entries. num_bytes: size of all their files."""
 
     folder: Path | None
     kernels: int = 0

@@ -40,9 +40,7 @@ def options_for(arch: str) -> str:
 @contextlib.contextmanager
 def compiler_keeps(options: str) -> Iterator[None]:
     """Add compiler options that keep output files, for compilations of this thread in the context.
-
-    They are not part of a kernel's identity, so they must not change its code.
-    """
+    They are not part of a kernel's identity, so they must not change its code."""
     token = _more_options.set(options)
     try:
         yield
@@ -90,11 +88,8 @@ def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any)
 
 
 def _let_ptxas_report(dsl: Any, _module: Any, _name: str) -> None:
-    """Request ptxas' remarks after the kernel is traced.
-
-    With an option set from the start, tracing looks up the source line of each operation, which
-    takes as long as tracing.
-    """
+    """Request ptxas' remarks after the kernel is traced. With an option set from the start, tracing
+    looks up the source line of each operation, which takes as long as tracing."""
     dsl.compile_options._apply_opt_string("remarks{ptx}")
 
 

@@ -57,10 +57,8 @@ def of_constants(function: Any, owner: Any) -> Any:
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether a float is an input of the graph that is traced.
-
-    In code that Dynamo traces, its type is that of any float.
-    """
+    """Whether a float is an input of the graph that is traced. In code that Dynamo traces, its type
+    is that of any float."""
     if isinstance(value, torch.SymFloat):
         return True
     found: list[bool] = []

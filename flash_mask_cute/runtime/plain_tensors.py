@@ -38,11 +38,8 @@ class NotPlainError(TypeError):
 
     @contextmanager
     def named_unless_from(self, implementations: Container[CodeType]) -> Iterator[None]:
-        """Context around operators on the same arguments.
-
-        An error of the subclass becomes a TypeError that names the argument; errors of operator
-        implementations stay as they are.
-        """
+        """Context around operators on the same arguments. An error of the subclass becomes a
+        TypeError that names the argument; errors of operator implementations stay as they are."""
         try:
             yield
         except Exception as error:
@@ -82,10 +79,8 @@ _num_modes = torch._C._len_torch_dispatch_stack
 
 
 def kind_refused(check: Callable[..., None], *arguments: Any) -> NotPlainError | None:
-    """The error of a check that met a tensor subclass; other errors are raised.
-
-    Dispatch modes do not see what the check asks.
-    """
+    """The error of a check that met a tensor subclass; other errors are raised. Dispatch modes do
+    not see what the check asks."""
     try:
         if _num_modes() > 0:
             with _disable_current_modes():

@@ -27,19 +27,14 @@ _says_builds = threading.local()
 
 
 def compile_lock() -> threading.RLock:
-    """The lock under which this process compiles.
-
-    Two threads in `cute.compile` at once abort the process. So code that compiles without a
-    `CompileCache` takes this lock too.
-    """
+    """The lock under which this process compiles. Two threads in `cute.compile` at once abort the
+    process. So code that compiles without a `CompileCache` takes this lock too."""
     return _compile_lock
 
 
 def trace_lock() -> threading.RLock:
-    """The lock under which this process traces mods written in torch.
-
-    A fork waits for it, because tracing changes state of torch that the child would keep.
-    """
+    """The lock under which this process traces mods written in torch. A fork waits for it, because
+    tracing changes state of torch that the child would keep."""
     return _trace_lock
 
 
@@ -94,10 +89,8 @@ def collector_paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pipe() -> Iterator[tuple[int, int]]:
-    """A pipe, as the descriptors of its reading and of its writing end, closed after the context.
-
-    A forked child closes both ends at once: who reads waits until nobody can write any more.
-    """
+    """A pipe, as the descriptors of its reading and of its writing end, closed after the context. A
+    forked child closes both ends at once: who reads waits until nobody can write any more."""
     ends = os.pipe()
     _pipe_ends.update(ends)
     try:

@@ -10,10 +10,8 @@ _given: set[str] = set()
 
 
 def warn_once(topic: str, message: str) -> None:
-    """Emit a UserWarning, unless there was one with this topic.
-
-    It is shown at the first line outside this package and torch on the stack.
-    """
+    """Emit a UserWarning, unless there was one with this topic. It is shown at the first line
+    outside this package and torch on the stack."""
     if topic not in _given:
         _given.add(topic)
         warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())

@@ -24,10 +24,8 @@ from flash_mask_cute.sm100.flash_fwd_traits import (
 
 
 class MmaState(NamedTuple):
-    """Number of key blocks whose scores were issued so far.
-
-    is_first: the next block is the first of its tile. accumulates: the last block was not.
-    """
+    """Number of key blocks whose scores were issued so far. is_first: the next block is the first
+    of its tile. accumulates: the last block was not."""
 
     blocks: Int32
     is_first: Boolean

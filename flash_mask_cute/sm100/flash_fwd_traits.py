@@ -89,9 +89,7 @@ class Channels(NamedTuple):
 
 class FwdSmem(NamedTuple):
     """The contents of shared memory: operands with stages, as TMA sees them; rows; one bit tile.
-
-    sums (2, rows): maximum and sum of each row.
-    """
+    sums (2, rows): maximum and sum of each row."""
 
     q: cute.Tensor  # (128, tile_d, halves * stages_q)
     k: cute.Tensor  # (keys of this CTA, tile_d, stages_kv)

@@ -139,9 +139,7 @@ def clear_marked(
     sync: cutlass.Constexpr[Callable[[], None]],
 ):
     """Clear rows of marked queries (`core.row_blocks`) by some warps, which `sync` waits for.
-
-    words: of marks. rows: Q and dO, (row, column). warps: the number of this one, and how many.
-    """
+    words: of marks. rows: Q and dO, (row, column). warps: the number of this one, and how many."""
     some = Int32(0)
     for word in words:
         some = some | word

@@ -494,10 +494,8 @@ class FlashAttentionBackwardSm90:
         score_args: BwdScoreArgs,
         passes_over: cutlass.Constexpr[bool],
     ):
-        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV.
-
-        traits: those of the warpgroup, if the two have code of their own.
-        """
+        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV. traits:
+        those of the warpgroup, if the two have code of their own."""
         ring = channels.ring
         products = BlockProducts(traits, channels, Fragments.create(traits, tiles))
         acc_dV, acc_dK = (

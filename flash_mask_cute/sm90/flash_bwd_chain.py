@@ -24,9 +24,7 @@ from flash_mask_cute.sm90.warpgroups import Role
 
 class BwdScoreArgs(NamedTuple):
     """Processing of the scores, and the tensors that the modifier reads and has gradients for.
-
-    aux_grads: of each wanted tensor, the sums of its gradient (`AuxSums`).
-    """
+    aux_grads: of each wanted tensor, the sums of its gradient (`AuxSums`)."""
 
     scales: ScoreScales
     aux_tensors: Any

@@ -66,10 +66,8 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory.
-
-    q and do: one for each part of the products' columns.
-    """
+    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory. q and do: one for each part
+    of the products' columns."""
 
     k: cute.Tensor  # (64 keys, tile_d) in k-steps, and stages
     q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each, or all in one
@@ -103,10 +101,8 @@ class Peeked(NamedTuple):
 
 @cute.jit
 def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ.
-
-    Each case has code of its own: a branch while products are in flight would serialise them.
-    """
+    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ. Each case has
+    code of its own: a branch while products are in flight would serialise them."""
     peeked = Peeked.nothing()
     if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
         peeked = step(True)
@@ -266,10 +262,8 @@ class BlockScores:
     def is_hidden(
         self, state: MainloopState, by_bits: cutlass.Constexpr[bool], first_visible: Int32 | None
     ) -> Boolean:
-        """Whether all keys of this warpgroup are known to be hidden from a query block.
-
-        by_bits: by mask bits. first_visible: the first block that causal masking lets see a key.
-        """
+        """Whether all keys of this warpgroup are known to be hidden from a query block. by_bits: by
+        mask bits. first_visible: the first block that causal masking lets see a key."""
         is_hidden = Boolean(False)
         if const_expr(by_bits):
             if state.peeked.bits_for_all:
@@ -289,9 +283,7 @@ class BlockScores:
     @cute.jit
     def tell_ready(self, block: Int32, following_cut: Int32) -> None:
         """Record whether the next bits have arrived, for both warpgroups when they meet in a block.
-
-        The behaviour of a warpgroup must not depend on what each of its warps observes.
-        """
+        The behaviour of a warpgroup must not depend on what each of its warps observes."""
         is_ready, ready = self.channels.bits.is_full(following_cut), self.tiles.ready
         if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
             ready[block % 2] = Int32(is_ready)

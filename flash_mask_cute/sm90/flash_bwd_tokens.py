@@ -142,10 +142,8 @@ class TokenLoads(QueryLoads):
 
 @dataclass(frozen=True)
 class TokenSums(DqSums):
-    """`DqSums` of listed queries, without an order: each lane adds those of its query.
-
-    part_sizes: the sums of a query. num_tokens: queries of a block.
-    """
+    """`DqSums` of listed queries, without an order: each lane adds those of its query. part_sizes:
+    the sums of a query. num_tokens: queries of a block."""
 
     num_tokens: cutlass.Constexpr[int] = 1
 

@@ -59,11 +59,8 @@ PAIR_WIDTHS = (160, 192, 256)
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads).
-
-    PROBS: P of a block has been written, if the warpgroups share keys. SENT and the next: the warps
-    of an MMA warpgroup have sent dK and dV.
-    """
+    """Named barriers (0 is __syncthreads). PROBS: P of a block has been written, if the warpgroups
+    share keys. SENT and the next: the warps of an MMA warpgroup have sent dK and dV."""
 
     BOTH = 1
     PROBS = 2
@@ -634,9 +631,7 @@ class BwdTraits(ListedQueryTraits):
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
         """The channels in a CTA's `storage`, made by all threads; a barrier must follow.
-
-        predecessors: see `WalkRing`.
-        """
+        predecessors: see `WalkRing`."""
         mma_warps = self.num_mma_warps
         loads = 1  # the load warp, with the bytes that TMA brings
         # of two warpgroups with the same keys one computes S

@@ -225,10 +225,8 @@ class KeyBlocks:
     def issue_scores(
         self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Int32 | None = None
     ) -> None:
-        """Start S = Q K^T for this warpgroup's rows of a work tile and a key block.
-
-        half: which half of the keys, 0 or 1, or None for all.
-        """
+        """Start S = Q K^T for this warpgroup's rows of a work tile and a key block. half: which
+        half of the keys, 0 or 1, or None for all."""
         keys = self.tiles.k
         if half is not None:
             keys = cute.local_tile(keys, (HALF_KEYS, self.traits.tile_d), (half, 0, None))

@@ -261,18 +261,14 @@ class FwdTraits(PackedHeads):
 
     @property
     def passes_over(self) -> bool:
-        """Whether a warpgroup skips key blocks that masks hide from all of its rows.
-
-        False with two warpgroups: a block visible to one of them is seldom hidden from the other.
-        """
+        """Whether a warpgroup skips key blocks that masks hide from all of its rows. False with two
+        warpgroups: a block visible to one of them is seldom hidden from the other."""
         return self.num_mma_warpgroups > 2
 
     @property
     def query_steps(self) -> int:
-        """Steps of 16 columns of its query that a warpgroup keeps in spare registers.
-
-        S then reads less shared memory, and the power saved is available to the products.
-        """
+        """Steps of 16 columns of its query that a warpgroup keeps in spare registers. S then reads
+        less shared memory, and the power saved is available to the products."""
         if not self.keeps_scores or self.mask_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
             return 0
         left = self.mma_registers - self.registers_needed - self._registers_beside

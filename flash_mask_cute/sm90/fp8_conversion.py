@@ -81,11 +81,8 @@ class Descales(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scale of a lane's row of a block.
-
-    block: which one; -1: none yet. next_entry: what the table of pages has for the same row of the
-    block before it, which a walk usually visits next.
-    """
+    """The scale of a lane's row of a block. block: which one; -1: none yet. next_entry: what the
+    table of pages has for the same row of the block before it, which a walk usually visits next."""
 
     value: Float32
     block: Int32

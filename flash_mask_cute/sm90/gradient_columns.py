@@ -86,10 +86,7 @@ class GradientColumns:
     @property
     def parts_dq(self) -> tuple[tuple[ColumnPart, ...], ...]:
         """The parts of a CTA's dQ, which leave in turn, by the columns of their products in the
-        first CTA.
-
-        If a block has 64 rows, the warpgroups share its columns.
-        """
+        first CTA. If a block has 64 rows, the warpgroups share its columns."""
         if self.tile_m > ROWS_PER_WARPGROUP:
             return ((ColumnPart(0, self.tile_d, 1),),)
         # the columns of the first CTA are the first ones

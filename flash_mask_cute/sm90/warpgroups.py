@@ -74,9 +74,7 @@ def store_rows(
     values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor, transposes: bool = False
 ) -> None:
     """stmatrix of 16-bit values, in the order of an accumulator of `tiled_mma`, into its tile.
-
-    transposes: columns of the tile are contiguous, not rows.
-    """
+    transposes: columns of the tile are contiguous, not rows."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposes, 4), values.element_type)
     store = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, store.retile(values), store.partition_D(smem))
@@ -122,11 +120,8 @@ def send_rows(
 
 
 def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> None:
-    """Write 16 bytes to global memory if the condition holds.
-
-    Written as PTX: in a branch, each store would have its address computed anew
-    (docs/facts/compiler.md#memory-accesses).
-    """
+    """Write 16 bytes to global memory if the condition holds. Written as PTX: in a branch, each
+    store would have its address computed anew (docs/facts/compiler.md#memory-accesses)."""
     words = cute.recast_tensor(values, Int32)
     cute.arch.inline_ptx(
         "@{$r5} st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",

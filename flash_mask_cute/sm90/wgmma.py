@@ -154,10 +154,8 @@ def transposed(smem: cute.Tensor) -> cute.Tensor:
 
 
 def as_operand_a(values: cute.Tensor) -> cute.Tensor:
-    """View of 16-bit values in accumulator order as the register operand A of the next product.
-
-    The accumulator's column groups of 8 pair up into the operand's k-blocks of 16.
-    """
+    """View of 16-bit values in accumulator order as the register operand A of the next product. The
+    accumulator's column groups of 8 pair up into the operand's k-blocks of 16."""
     k_blocks = cute.size(values) // 8
     layout = cute.make_layout(((2, 2, 2), 1, k_blocks), stride=((1, 2, 4), 0, 8))
     return cute.make_tensor(values.iterator, layout)
@@ -240,10 +238,8 @@ def issue_with_kept(
     b: cute.Tensor,
     num_steps: cutlass.Constexpr[int],
 ) -> None:
-    """Start acc = a b as one commit group; the first k-steps of a are also in registers.
-
-    kept: the MMA for an operand A in registers, and these registers. num_steps: see `issue`.
-    """
+    """Start acc = a b as one commit group; the first k-steps of a are also in registers. kept: the
+    MMA for an operand A in registers, and these registers. num_steps: see `issue`."""
     tiled_kept, operand = kept
     mma_kept, mma = cute.make_mma_atom(tiled_kept.op), cute.make_mma_atom(tiled_mma.op)
     mma_kept.set(warpgroup.Field.ACCUMULATE, False)

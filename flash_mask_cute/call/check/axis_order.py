@@ -16,18 +16,14 @@ all have fewer rows than heads. Models have such numbers of heads rarely."""
 
 def hint(name: str, shape: tuple[int, ...]) -> str:
     """Advice about q, k or v of this shape, if it alone looks transposed; else an empty string.
-
-    shape: (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
-    """
+    shape: (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim)."""
     rows, heads = shape[-3:-1]
     return "" if heads <= MOST_HEADS or rows >= heads else _advice(name, shape)
 
 
 def warn_if_transposed(q: tuple[int, ...], k: tuple[int, ...], is_paged: bool) -> None:
-    """Emit a UserWarning if q, k and v look transposed, once per process.
-
-    k: also the shape of v, but for head_dim. is_paged: its rows are those of a page.
-    """
+    """Emit a UserWarning if q, k and v look transposed, once per process. k: also the shape of v,
+    but for head_dim. is_paged: its rows are those of a page."""
     advice = hint("q", q) or hint("k", k)
     if not advice and not is_paged and _is_unusual(q) and _is_unusual(k):
         advice = _advice("q", q)

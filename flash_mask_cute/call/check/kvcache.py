@@ -96,10 +96,8 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
 
 
 def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
-    """Refuse known arguments that are supported only at their defaults.
-
-    accepted: the values that mean nothing, the default first. Raises NotImplementedError, naming
-    argument and value."""
+    """Refuse known arguments that are supported only at their defaults. accepted: the values that
+    mean nothing, the default first. Raises NotImplementedError, naming argument and value."""
     for name, value in given.items():
         is_accepted = not isinstance(value, Tensor) and any(value is x for x in accepted)
         if not is_accepted and not (isinstance(value, int | float) and value in accepted):

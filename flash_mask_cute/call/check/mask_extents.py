@@ -42,10 +42,8 @@ def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
 
 
 class CallExtents(NamedTuple):
-    """A call's lengths: the fields of `FwdShapes`, and `q_start`.
-
-    packs_q, packs_k: whether sequences are packed (cu_seqlens).
-    """
+    """A call's lengths: the fields of `FwdShapes`, and `q_start`. packs_q, packs_k: whether
+    sequences are packed (cu_seqlens)."""
 
     batch: int
     seqlen_q: int

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from flash_mask_cute.call.tiles.decode_costs import HOPPER_COSTS, DecodeCosts
 from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
@@ -43,7 +44,8 @@ class ForwardKernel(AttentionKernel):
     computed by a polynomial. orders_sums: sums may be of fixed splits (`core/fixed_splits.py`).
     decodes_whole: tiles of decoding are also for one pass over keys in rows.
     has_lists_per_warpgroup: warpgroups may have block lists of their own. caches_bias: rows of
-    tables may stay in shared memory. most_head_dim: of heads."""
+    tables may stay in shared memory. most_head_dim: of heads. decode_costs: by which decoding is
+    split; None: not measured."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -55,6 +57,7 @@ class ForwardKernel(AttentionKernel):
     has_lists_per_warpgroup: bool = False
     caches_bias: bool = False
     most_head_dim: int = MAX_HEAD_DIM
+    decode_costs: DecodeCosts | None = None
 
 
 class EntryKernels(NamedTuple):
@@ -240,6 +243,7 @@ SM90 = ArchSpec(
         has_lists_per_warpgroup=True,
         caches_bias=True,
         most_head_dim=MAX_WIDE_HEAD_DIM,
+        decode_costs=HOPPER_COSTS,
     ),
     SM90_BACKWARD,
     _columns_sm90,

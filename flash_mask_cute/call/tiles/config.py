@@ -311,10 +311,8 @@ def check_feasible(
 
 @dataclass(frozen=True)
 class BwdTiles:
-    """A complete configuration of the backward: every field is set.
-
-    splits_group: several CTAs share the query heads of a group.
-    """
+    """A complete configuration of the backward: every field is set. splits_group: several CTAs
+    share the query heads of a group."""
 
     tile_m: int
     stages_q: int
